@@ -119,6 +119,7 @@ class Plain(Machine):
         self.reached = dict.fromkeys(self.optimizers, 0)  # when a pass has reached its models
         self.recent_began = 0  # the last visit
         self.assigned = set[str]()  # the optimizers whose gradients have been, with k > 1
+        self.is_own = False  # whether gradients have been assigned, which each rank has of its own until the step
         self.is_pending = False  # whether there is a forward pass since the last pass or request
         self.last: Batch | None = None  # of the last forward pass since the last request
         self.skips = dict.fromkeys(self.optimizers, False)
@@ -154,13 +155,13 @@ class Plain(Machine):
         count = len(self.losses)
         super().forward(kind)
         if len(self.losses) > count:
-            self.last, self.is_pending = self.meant(self.hand), True
+            self.last, self.is_pending = self.meant(self.hand, self.hand.is_computed or kind == "copied"), True
             ((value, _),) = self.losses[-1].parts
             self.losses[-1] = self.losses[-1]._replace(parts=((value, self.last),))
 
-    def meant(self, batch: Batch) -> Batch:
+    def meant(self, batch: Batch, is_computed: bool) -> Batch:
         """Data of no loader is taken for the batch that the innermost loop has delivered last, if rows agree."""
-        if (batch.loop is not NO_LOADER and not batch.is_computed) or not self.open:
+        if (batch.loop is not NO_LOADER and not is_computed) or not self.open:
             return batch
         last = list(self.open.values())[-1]
         if len(last.tensors[0]) != len(batch.tensors[0]):
@@ -199,6 +200,7 @@ class Plain(Machine):
             parts.append(({each: gradient for each, gradient in pairs if gradient is not None}, batch))
         if way == "assigned" and self.setup.every > 1 and self.now.state == "collecting":
             self.assigned |= {self.owner[each] for gradients, _ in parts for each in gradients}
+        self.is_own = way == "assigned" and self.ranks > 1
         for each in trained if way == "assigned" else ():
             if any(each in gradients for gradients, _ in parts):
                 each.grad = None
@@ -321,7 +323,7 @@ class Plain(Machine):
     def step(self, name: str) -> None:
         if name not in self.optimizers:
             return
-        is_due, self.is_pending = self.is_due(name), False
+        is_due, self.is_pending, self.is_own = self.is_due(name), False, False
         self.asked[name], self.last = self.clock, None
         if is_due and name in self.assigned:
             raise Refused("gradients that were assigned while microbatches accumulate")
@@ -372,6 +374,8 @@ class Plain(Machine):
     def clip(self, way: str) -> None:
         if self.is_ahead():
             raise Unsaid("a clip between the forward and the backward pass")
+        if way == "torch" and self.is_own:
+            raise Unsaid("a clip of assigned gradients, by torch")
         norm = None
         if self.is_due_now():
             parameters = [each for each in self.models["f"].parameters() if each.grad is not None]

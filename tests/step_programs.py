@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from unisono import Accelerator, backward, current_world
 from unisono.errors import BrokenWorldError
 
+NOT_IN_GRAPH = "torch.autograd.grad finds no parameter in the graph of the loss"
 FLAWS = 1e-9  # relative, and absolute for what is near zero
 
 
@@ -318,6 +319,8 @@ class Ranked(Machine):
         elif way == "assigned":
             trained = [p for model in self.models.values() for p in model.parameters() if p.requires_grad]
             gradients = torch.autograd.grad(loss.value, trained, allow_unused=True)
+            if self.strategy == "fsdp" and not any(each is not None for each in gradients):
+                raise ValueError(NOT_IN_GRAPH)  # so torch says without allow_unused: these are the sharded ones
             for each, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
                     each.grad = gradient
@@ -503,7 +506,7 @@ def run_here(program: Program, strategy: str, directory: str) -> Outcome:
             machine.state(),
             machine.seen,
             f"{type(error).__name__}: {error}",
-            f"{os.sep}unisono{os.sep}" in frames[-1],
+            f"{os.sep}unisono{os.sep}" in frames[-1] or str(error) == NOT_IN_GRAPH,
             isinstance(error, BrokenWorldError),
             current_world().rank,
         )

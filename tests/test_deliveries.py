@@ -83,6 +83,30 @@ def test_a_repeated_row_does_not_make_a_batch_that_was_drawn_ahead_another_one(d
     assert deliveries.computed_from(1) == [last]
 
 
+def test_nor_one_of_an_ended_loop_as_long_as_it_is_in_memory_and_not_used(deliveries):
+    left = deliveries.begin()
+    kept = torch.zeros(1)
+    repeats = deliveries.add(left, kept, 0, 1, repeated=1)
+    deliveries.end(left)
+    last = deliveries.add(deliveries.begin(), torch.zeros(1), 1, 2)
+    assert deliveries.computed_from(1) == [last, repeats]
+    del kept
+    assert deliveries.computed_from(1) == [last]
+
+
+def test_of_batches_in_the_same_memory_one_that_was_passed_over_is_not_meant_again(deliveries):
+    tensor = torch.zeros(2)
+    for is_exhausted in (False, True):  # a look at the first batch, and at the only one
+        peek = deliveries.begin()
+        deliveries.add(peek, tensor, 2, 4)
+        deliveries.end(peek, is_exhausted)
+        loop = deliveries.begin()
+        batch = deliveries.add(loop, tensor, 2, 4)
+        for _ in range(2):
+            assert meant(deliveries, tensor) == [batch]
+            deliveries.end(loop, is_exhausted)
+
+
 def test_a_look_at_the_first_batch_is_forgotten_when_a_loop_begins(deliveries):
     peek = deliveries.begin()
     draw(deliveries, peek)
@@ -120,7 +144,7 @@ def test_what_comes_after_a_loop_may_be_replayed_or_of_no_loader(deliveries):
     deliveries.end(loop, is_exhausted=True)
     assert meant(deliveries, torch.zeros(2)) == [None, batch]
     assert meant(deliveries, torch.zeros(3)) == [None], "with rows that no batch had"
-    assert deliveries.computed_from(None) == [None]
+    assert deliveries.computed_from(None) == [None, batch]
 
 
 def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(deliveries):

@@ -95,6 +95,7 @@ class Loop:
         is_open: whether the loop has not ended, and was not left.
         is_exhausted: whether it has ended with its last batch.
         num_used: the number of batches that passes with gradients were computed from.
+        begins_ahead: whether several batches were delivered before the first pass with gradients.
         batches: those that were delivered last.
         kinds: the first batch with each of the different counts and numbers of rows.
     """
@@ -107,7 +108,7 @@ class Loop:
         self.ends_here, self.lengths = ends_here, lengths
         self.rows = LoopRows()
         self.is_evaluation = self.is_open = True
-        self.is_exhausted = False
+        self.is_exhausted = self.begins_ahead = False
         self.num_used = 0
         self.batches: deque[Batch] = deque(maxlen=_KEPT)
         self.kinds: dict[Any, Batch] = {}
@@ -129,8 +130,8 @@ class Loop:
 
     @property
     def has_gap(self) -> bool:
-        """Whether a batch before the last one was not used: it was skipped, or the loop draws ahead of its passes."""
-        return self.num_used + (not self.batches[-1].is_used) < self.num_batches
+        """Whether a batch was not used, of an open loop one before the last: it was skipped, or drawn ahead."""
+        return self.num_used + (self.is_open and not self.batches[-1].is_used) < self.num_batches
 
 
 class Deliveries:
@@ -264,8 +265,9 @@ class Deliveries:
     def use(self, batch: Batch) -> None:
         """Note that a pass with gradients is computed from a batch."""
         if not batch.is_used:
-            batch.is_used = True
-            batch.loop.num_used += 1
+            batch.is_used, loop = True, batch.loop
+            loop.begins_ahead = loop.begins_ahead or (not loop.num_used and loop.num_batches > 1)
+            loop.num_used += 1
         self._used = batch
 
     def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:
@@ -282,9 +284,7 @@ class Deliveries:
             last = loops[0].batches[-1]
             found = {last: None} | self._taken_before(inputs, last)
             if None in (rows, last.rows) or rows == last.rows:
-                # Equal rows tell batches that count differently apart on some rank, unless rows are repeated there.
-                others = loops[0].kinds.values() if loops[0].has_gap else ()
-                found |= {each: None for each in others if each.counts != last.counts}
+                found |= self._confusable(last, rows)
                 found |= {each.batches[-1]: None for each in loops if not each.batches[-1].is_used}
                 return [each for each in found if rows is None or each.rows in (rows, None)]
             # Of another number of rows: of no loader, or computed from any batch of the loops.
@@ -296,9 +296,26 @@ class Deliveries:
         kinds = list(ended.kinds.values())
         if rows is not None:
             return [None, *(each for each in kinds if each.rows in (rows, None))]
-        if ended.num_used < ended.num_batches:  # its batches were listed, or drawn ahead: one of them
-            return [*kinds]
-        return [None, *kinds] if len(kinds) > 1 else [None]
+        return [*kinds] if ended.has_gap else [None, *kinds]  # listed, or drawn ahead: one of them
+
+    def _confusable(self, last: Batch, rows: int | None) -> dict[Batch, None]:
+        """Batches that may be meant instead of the last one of an open loop, and that no rank can tell by their rows.
+
+        Equal rows tell batches that count differently apart on some rank, unless rows are repeated there. Of an ended
+        loop, a batch may be used yet if it is still in memory; of an open one, also what was computed from it.
+        """
+        is_known = rows is not None and last.rows is not None
+        kinds = [
+            each
+            for loop in self._loops
+            if loop.batches and (loop is last.loop or (is_known and not loop.is_open)) and loop.has_gap
+            for each in loop.kinds.values()
+            if ((each.rows == rows and each.samples != last.samples) if is_known else each.counts != last.counts)
+        ]
+        if not any(each.loop is not last.loop for each in kinds):
+            return dict.fromkeys(kinds)
+        held = {(one.loop, one.counted) for each in self._by_memory.values() for one in each if not one.is_used}
+        return {each: None for each in kinds if each.loop is last.loop or (each.loop, each.counted) in held}
 
     def _taken_before(self, inputs: Sequence[torch.Tensor], batch: Batch) -> dict[Batch, None]:
         """The batch that the same computed inputs were taken for before, if they have not changed; now for `batch`."""
@@ -343,13 +360,14 @@ def _are_unused(batches: list[Batch]) -> bool:
 
 
 def _oldest_unused(batches: list[Batch]) -> Batch:
-    """The batch that is meant, of several in the same memory: the oldest that an open loop has drawn and not used."""
-    unused = [each for each in batches if not each.is_used]
+    """The batch that is meant, of several in the same memory: of those after the last one that was used, the oldest of
+    the latest open loop; of the latest loop, if none is open."""
+    last_used = max((number for number, each in enumerate(batches, 1) if each.is_used), default=0)
+    unused = batches[last_used:]
     unused = [each for each in unused if each.loop.is_trained] or unused
-    if len(unused) <= 1:
-        return unused[0] if unused else batches[-1]
-    loop = next((each.loop for each in reversed(unused) if each.loop.is_open), unused[-1].loop)
-    return next(each for each in unused if each.loop is loop)
+    loops = [each.loop for each in reversed(unused)]
+    loop = next((each for each in loops if each.is_open), loops[0] if loops else None)
+    return next((each for each in unused if each.loop is loop), batches[-1])
 
 
 _clock = count(1)

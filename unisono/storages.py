@@ -81,6 +81,10 @@ class StorageMap(Generic[T]):
                 overlapping = value
         return overlapping
 
+    def values(self) -> list[T]:
+        """The notes on memory that exists."""
+        return [each for held in self._held.values() if not held[0].expired() for each in held[1].values()]
+
     def __len__(self) -> int:
         """The number of storages with notes, including expired ones that were not removed yet."""
         return len(self._held)

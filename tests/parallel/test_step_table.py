@@ -118,6 +118,14 @@ EXACT: dict[str, Callable[[int], Program]] = {
     "inputs are computed, after a batch that was skipped": lambda ranks: program(
         ["draw a", *[f"draw a; compute; {VISIT}"] * 4], samples=rounds(ranks, 5)
     ),
+    "they are so, and the uneven tail has a sample for each rank": lambda ranks: program(
+        ["draw a", *[f"draw a; compute; {VISIT}"] * 4], samples=10 * ranks - 1
+    ),
+    "they are so, and the lines run in accumulate() blocks": lambda ranks: program(
+        [*["draw a; compute; enter_block; " + VISIT] * 2, "draw a", *["draw a; compute; enter_block; " + VISIT] * 3],
+        samples=12 * ranks - 1,
+        every=2,
+    ),
 }
 
 
@@ -125,6 +133,24 @@ EXACT: dict[str, Callable[[int], Program]] = {
 @pytest.mark.parametrize("what", EXACT)
 def test_the_weights_are_those_of_one_device_where(what: str, mode: Mode) -> None:
     assert verdict_on(mode, EXACT[what](mode.ranks)) == "exact"
+
+
+REFUSED: dict[str, Callable[[int], Program]] = {
+    "computed inputs are drawn ahead, in accumulate() blocks": lambda ranks: program(
+        ["ahead a", *["ahead a; draw a; compute; enter_block; " + VISIT] * 4], samples=8 * ranks, every=3
+    ),
+    "computed inputs are of batches that were listed, in accumulate() blocks": lambda ranks: program(
+        ["list a", *[f"replay {number}; compute; enter_block; {VISIT}" for number in range(4)]],
+        samples=8 * ranks,
+        every=3,
+    ),
+}
+
+
+@MODES
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_where_only_a_name_tells_which_batch_ends_the_loop(what: str, mode: Mode) -> None:
+    assert verdict_on(mode, REFUSED[what](mode.ranks)) == "refused"
 
 
 EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
@@ -136,6 +162,17 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
         samples=rounds(ranks, 2),
         reduction="sum",
     ),
+    **{
+        f"losses are {name}, and inputs are computed from a batch that was kept, of a loop that was left": (
+            lambda ranks, reduction=reduction: program(
+                [f"draw a; keep; draw a; keep; leave a; draw a; replay 1; compute; {VISIT}"],
+                samples=2 * ranks - 1,
+                batch=1,
+                reduction=reduction,
+            )
+        )
+        for name, reduction in (("means", "mean"), ("sums", "sum"))
+    },
     "a penalty on one loader's batch and a loss on another's have one backward pass": lambda ranks: program(
         [f"draw a; forward penalty; draw b; forward fit; add; {STEP}"] * 4,
         samples=rounds(ranks, 2),

@@ -42,6 +42,7 @@ from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
+from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import current_graph_task_id, queue_callback
 from unisono.tree import tensors, tree_map
 
@@ -104,7 +105,7 @@ class Passes:
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
-        self._parts: set[float] = set()  # of the batches of the forward passes since the last backward pass
+        self._parts: set[float] = set()  # of the batches of the forward passes since the last request
         self._given: tuple[Any, Origin | None] | None = None  # to `backward`, which runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
@@ -121,9 +122,12 @@ class Passes:
                 known.clear()  # an interrupted pass never ends
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             return self._running[task].origin
-        self.origin = self.steps.origin = origin = self.steps.find(values, syncs, engine.give_optimizers)
+        steps = self.steps
+        if steps.origin is None and steps.now == steps.requested:
+            self._parts.clear()
+        self.origin = steps.origin = origin = steps.find(values, syncs, engine.give_optimizers)
         self._parts.add(origin.part)
-        if origin.part != 1 or self.steps.every > 1 or self.steps.is_sum:
+        if origin.part != 1 or steps.every > 1 or steps.next_every > 1 or steps.is_sum:
             engine.scale_leaves()
         return origin
 
@@ -203,7 +207,7 @@ class Passes:
         """
         if len(self._parts) > 1:
             raise ValueError(
-                "the gradients were assigned by hand, and may come from several batches, of which this rank had "
+                "gradients were assigned or added by hand, and may come from several batches, of which this rank had "
                 f"different parts ({', '.join(f'{each:.3g}' for each in sorted(self._parts))} of an even one), so that "
                 "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
                 "batch and zero_grad() after each step"
@@ -239,6 +243,11 @@ class Passes:
             self._parts.clear()
         self.went_past = False
 
+    def look_again(self) -> None:
+        """Note that a pass, or this package, has changed the gradients, and not the user."""
+        for engine in self._engines:
+            engine.gradients.look_again()
+
     def weight(self) -> float:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
         pass runs, as far as it is known."""
@@ -262,7 +271,6 @@ class Passes:
             ValueError: its batch is not known, and this matters.
         """
         visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
-        self._parts.clear()
         part = visit.claim.part(self._world.comm.size) if is_named else None
         return _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
 
@@ -405,8 +413,7 @@ class Passes:
             self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
-        held = engine.gradients
-        if held.before is not None and held.is_replaced() and (self.steps.every > 1 or run.part != 1):
+        if (self.steps.every > 1 or run.part != 1) and engine.gradients.is_changed():
             raise RuntimeError(
                 f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
                 "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "
@@ -453,3 +460,5 @@ class Passes:
         for each in ended.engines if ended is not None else ():
             if (engine := each()) is not None:
                 engine.finish()
+        if ended is not None and any(engine.gradients.known is not None for engine in self._engines):
+            queue_callback(weak_method(self.look_again))  # after torch's own final callback, as in `Engine.finish`

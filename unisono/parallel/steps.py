@@ -200,7 +200,7 @@ class Steps:
     def accumulate(self, every: int) -> None:
         """Set the number of microbatches per step, from the next step on: one that has begun is not affected."""
         self.next_every = every
-        if self.step.state == TAKEN or not self.step.visits:
+        if not self.step.visits:
             self.every = every
 
     @contextmanager
@@ -243,13 +243,23 @@ class Steps:
         return self.origin_of(named)
 
     def _check_microbatch(self, origin: Origin) -> None:
-        batch = origin.batch
-        is_known = not origin.is_computed or (batch is None and len(origin.candidates) == 1)
-        if not is_known and (batch is None or len(origin.candidates) > 1 or batch.loop.has_gap):
+        """Check that it is known which microbatch a pass is of, and whether its loop ends."""
+        batch, is_in_block = origin.batch, self._block is not None
+        if not origin.is_computed:
+            return
+        if batch is not None and is_in_block:
+            is_known = not batch.loop.begins_ahead or not self._ends_loop(batch)
+        elif batch is None:
+            others = origin.candidates[1:]
+            is_known = not any(each is not None and each.loop.has_gap for each in others) if is_in_block else not others
+        else:
+            is_known = len(origin.candidates) == 1 and not batch.loop.has_gap
+        if not is_known:
+            way = "" if is_in_block else "let each one's lines run in `with accelerator.accumulate():`, or "
             raise ValueError(
                 "the model's inputs were computed from a batch, and it may be any of several that were drawn, or come "
-                "from no loader: which microbatches make a step cannot be known; let each one's lines run in `with "
-                "accelerator.accumulate():`, or name the batch, accelerator.backward(loss, batch=batch)"
+                f"from no loader: which microbatches make a step cannot be known; {way}name the batch, "
+                "accelerator.backward(loss, batch=batch), or say that it is no loader's, batch=()"
             )
 
     def count(
@@ -275,7 +285,7 @@ class Steps:
         """
         if weight is None and len(origin.candidates) > 1:
             check_counts(origin.candidates, self.world, self.every > 1, self.is_sum)
-        if self.every > 1 and self._block is None and self.every != math.inf and not is_named:
+        if self.every > 1 and self.every != math.inf and not is_named:
             self._check_microbatch(origin)
         claim = origin.claim if weight is None else claim_of(origin.batch, weight, self.world, self.is_sum)
         self.origin = None
@@ -373,7 +383,8 @@ class Steps:
     def is_boundary(self) -> bool:
         """Whether a request at this point is taken; after a request, whether it was."""
         step, origin = self.step, self.origin
-        if self.every == 1:
+        every = self.next_every if step.state == TAKEN else self.every
+        if every == 1:
             return True
         if self._block is not None:
             is_counted = self._block in step.latest
@@ -388,7 +399,7 @@ class Steps:
         loop = self.world.state.deliveries.innermost() if origin is None else None
         batch = origin.batch if origin is not None else loop.batches[-1] if loop is not None else None
         count = 0 if step.state == TAKEN else step.count
-        return count + 1 >= self.every or self._ends_loop(batch)
+        return count + 1 >= every or self._ends_loop(batch)
 
     def has_unknown_end(self) -> bool:
         """Whether nothing says where the current loop ends: its data is no loader's, and in no block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,28 @@ def test_a_sum_of_batches_weighs_each_sample_of_an_uneven_tail_the_same(mode: Mo
                 loss_of(plain, data, first, last).backward()
             other.step()
         return close(model, plain)
+
+    assert all(mode.run(train))
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_the_number_of_microbatches_may_change_between_the_steps_of_two_optimizers(mode: Mode) -> None:
+    def train() -> bool:
+        data, accelerator = samples(4 * mode.ranks), Accelerator(gradient_accumulation_steps=2)
+        model, other = network(), network()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+        loader: Any = DataLoader(data, batch_size=2)
+        model, other, first, second, loader = accelerator.prepare(model, other, *optimizers, loader)
+        for inputs, targets in loader:
+            accelerator.backward(F.mse_loss(model(inputs), targets) + F.mse_loss(other(inputs), targets))
+            first.step()
+            if accelerator.sync_gradients:
+                accelerator.gradient_accumulation_steps = 1
+            second.step()
+        plain = network()
+        loss_of(plain, data, 0, len(data)).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        return close(model, plain) and close(other, plain)
 
     assert all(mode.run(train))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -107,6 +108,78 @@ def test_gradients_of_several_batches_are_added_up_by_hand_where_the_batches_wer
     compare(mode, {"added up": added_up}, samples=24)
 
 
+def others(network: Any, batch: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(network(batch[0]).pow(2).mean(), list(network.parameters()), **options)
+
+
+def add(network: Any, gradients: tuple[torch.Tensor, ...], in_place: bool) -> None:
+    for each, gradient in zip(network.parameters(), gradients, strict=True):
+        if in_place:
+            each.grad += gradient
+        else:
+            each.grad = each.grad + gradient
+
+
+def added(order: str, in_place: bool, clips: bool = False) -> Any:
+    """Gradients of torch.autograd.grad are added to those of a backward pass."""
+
+    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
+        network = model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+        for batch in loader:
+            found = others(network, batch) if order != "after" else ()
+            optimizer.zero_grad()
+            accelerator.backward(mean_loss(network, batch))
+            if clips:
+                accelerator.clip_grad_norm_(network.parameters(), 0.1)
+            if order == "twice":
+                add(network, found, in_place)
+            add(network, others(network, batch) if order != "before" else found, in_place)
+            if clips:
+                accelerator.clip_grad_norm_(network.parameters(), 0.1)
+            optimizer.step()
+        return network.state_dict()
+
+    return lines
+
+
+@MODES
+def test_gradients_that_are_added_to_those_of_a_backward_pass_are_reduced_too(mode: Mode) -> None:
+    orders = itertools.product(("before", "after", "twice"), (False, True), (False, True))
+    compare(mode, {str(order): added(*order) for order in orders})
+
+
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"loss_reduction": "sum"}], ids=str)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_where_their_weight_is_not_known_it_is_an_error(order: str, in_place: bool, options: Any) -> None:
+    def body() -> str:
+        with pytest.raises(RuntimeError) as error:
+            added(order, in_place)(Accelerator(**options), loader_of(24, 3))
+        return str(error.value)
+
+    assert all("changed by hand" in told for told in THREADS_2.run(body))
+
+
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"loss_reduction": "sum"}], ids=str)
+def test_gradients_that_were_asked_for_and_only_looked_at_change_nothing(options: Any) -> None:
+    """As GradNorm does, which weighs losses by the norms of their gradients."""
+
+    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
+        network = model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+        for batch in loader:
+            others(network, batch)
+            accelerator.backward(mean_loss(network, batch) * (len(batch[0]) if "loss_reduction" in options else 1))
+            others(network, batch)
+            accelerator.clip_grad_norm_(network.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return network.state_dict()
+
+    compare(THREADS_2, {"lines": lines}, **options)
+
+
 @SEVERAL
 def test_where_they_were_not_it_is_an_error_whose_way_out_is_one(mode: Mode) -> None:
     def body() -> str:
@@ -130,12 +203,10 @@ def test_an_accumulation_does_not_count_them_and_says_so(mode: Mode) -> None:
     for told in mode.run(body):
         assert (
             "gradient_accumulation_steps=2 counts backward passes, and the gradients that the SGD finds were "
-            "assigned by hand" in told
+            "assigned or changed by hand" in told
         )
-        assert (
-            "accelerator.backward(loss) leave them in .grad, or pass gradient_accumulation_steps=1 and step on each "
-            "batch" in told
-        )
+        assert "accelerator.backward(loss) leave them in .grad, and accelerator.clip_grad_norm_ clip them, or" in told
+        assert "pass gradient_accumulation_steps=1 and step on each batch" in told
 
 
 @SEVERAL

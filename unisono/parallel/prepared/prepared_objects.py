@@ -102,13 +102,17 @@ class PreparedObjects:
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
         self._builder.strategy.check_clipping()
-        clipped = self._reduce_gradients(parameters, "clip_grad_norm_")
-        return None if clipped is None else clip_grad_norm(clipped, max_norm, norm_type, world=self._builder.world)
+        if (clipped := self._reduce_gradients(parameters, "clip_grad_norm_")) is None:
+            return None
+        norm = clip_grad_norm(clipped, max_norm, norm_type, world=self._builder.world)
+        self._builder.passes.look_again()
+        return norm
 
     def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`."""
         if (clipped := self._reduce_gradients(parameters, "clip_grad_value_")) is not None:
             nn.utils.clip_grad_value_(clipped, clip_value)
+            self._builder.passes.look_again()
 
     def _reduce_gradients(
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str

@@ -164,7 +164,7 @@ class Stepper:
         """
         is_alone = self.world.comm.size == self._steps.every == 1  # nothing is reduced or scaled
         for engine in () if is_alone else self._engines:
-            if self._steps.every > 1 and engine.gradients.is_replaced():
+            if self._steps.every > 1 and engine.gradients.is_changed():
                 self._refuse_assigned()
             if engine.gradients.is_own:
                 with self.world.timeline.loop().span(REDUCE):
@@ -184,6 +184,7 @@ class Stepper:
                 )
             self._scaler.unscale_(self.optimizer)
             self._is_unscaled = True
+            self._passes.look_again()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
@@ -250,9 +251,9 @@ class Stepper:
     def _refuse_assigned(self) -> None:
         raise RuntimeError(
             f"gradient_accumulation_steps={self._steps.every} counts backward passes, and the gradients that the "
-            f"{type(self.optimizer).__name__} finds were assigned by hand, for example from torch.autograd.grad; "
-            "let accelerator.backward(loss) leave them in .grad, or pass gradient_accumulation_steps=1 and step on "
-            "each batch"
+            f"{type(self.optimizer).__name__} finds were assigned or changed by hand, for example to those of "
+            "torch.autograd.grad; let accelerator.backward(loss) leave them in .grad, and accelerator.clip_grad_norm_ "
+            "clip them, or pass gradient_accumulation_steps=1 and step on each batch"
         )
 
     def _skip(self) -> None:
@@ -261,7 +262,7 @@ class Stepper:
         if not self._steps.step.visits or self._steps.step.state == TAKEN:
             check_presence(parameters)
         is_new = not self._steps.step.visits and any(each.grad is not None and each.grad.any() for each in parameters)
-        if is_new or any(engine.gradients.is_replaced() for engine in self._engines):
+        if is_new or any(engine.gradients.is_changed() for engine in self._engines):
             self._refuse_assigned()
         if self._steps.has_unknown_end() and not self._has_warned and self.world.rank == 0:
             self._has_warned = True

@@ -279,15 +279,15 @@ class Engine:
             return False
         held = self.gradients
         has_stepped = held.passed is not None and self._steps.stepped_at(optimizer) > held.passed[1]
-        if held.passed is not None and not has_stepped and not held.is_replaced():
+        if held.passed is not None and not has_stepped and not held.is_changed():
             return False
         is_there = any(each.grad is not None for each in self.trained())
         # The sum of what all ranks hold already would be larger; a mean of equal ones is equal.
-        if is_there and has_stepped and self._steps.is_sum and not held.is_replaced():
+        if is_there and self._steps.is_sum and (held.is_reduced if held.is_changed() else has_stepped):
             raise RuntimeError(
-                f"the {type(optimizer).__name__} has stepped on the gradients of the {self.name}, which were not "
-                "zeroed, and steps again: with loss_reduction='sum' they are the ranks' sum, or were assigned on each; "
-                "zero_grad() after each step"
+                f"the {type(optimizer).__name__} finds gradients of the {self.name} that are the ranks' sum already, "
+                "and may have been changed by hand, or stepped on before, so that with loss_reduction='sum' what the "
+                "ranks hold cannot be added up; zero_grad() before gradients are assigned, and after each step"
             )
         return is_there
 
@@ -295,9 +295,9 @@ class Engine:
         """Record that the optimizer is stepping on the current gradients."""
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
         self._steps.close(optimizer)
-        self.gradients.before = None
+        self.gradients.known = None
         self.graphs.clear()
-        if self.hooks and not (self._steps.every > 1 or self._steps.is_sum):
+        if self.hooks and not (self._steps.next_every > 1 or self._steps.is_sum):
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
     def step_unprepared(self, optimizer: Optimizer) -> None:

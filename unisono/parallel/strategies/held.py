@@ -12,6 +12,7 @@ import torch
 
 from unisono.parallel.steps import Step, Steps
 from unisono.parallel.strategies.members import Members
+from unisono.torch_private import VERSION
 from unisono.world import World
 
 
@@ -54,8 +55,8 @@ class HeldGradients:
             gradients are zero.
         reduced_by: the factor by which they were reduced over the ranks; None if they are not.
         earlier: those of earlier steps, which were not zeroed; None for those that were added again.
-        before: those that the parameters had when torch.autograd.grad was first asked for others; None if it was not,
-            since the last backward pass or step.
+        known: of each trained parameter, the gradient that passes have left, and torch's count of writes to it; None
+            if torch.autograd.grad was not asked for others since the last step.
     """
 
     def __init__(self, members: Members, world: World, steps: Steps) -> None:
@@ -66,7 +67,7 @@ class HeldGradients:
         self._is_alone = world.comm.size == 1
         self._noticed = 0  # the number of arrivals up to the last reduction
         self.earlier: dict[torch.Tensor, torch.Tensor | None] = {}
-        self.before: list[torch.Tensor | None] | None = None
+        self.known: dict[torch.Tensor, tuple[torch.Tensor | None, int]] | None = None
 
     @property
     def is_reduced(self) -> bool:
@@ -86,29 +87,43 @@ class HeldGradients:
 
     def note_pass(self) -> None:
         """Note that a counted backward pass adds to them, or that they were assigned."""
-        self.passed, self.reduced_by, self.before = (self._steps.step, self._steps.now), None, None
+        self.passed, self.reduced_by = (self._steps.step, self._steps.now), None
 
     def note_reduction(self, factor: float) -> None:
         """Note that they were reduced, by that factor."""
         self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
         self._noticed = self.arrivals.count()
+        self.look_again()
 
     def note_others(self) -> None:
-        """Note that torch.autograd.grad is asked for gradients of parameters: they may be assigned."""
-        if self.before is None:
-            self.before = [each.grad for each in self._members.trained()]
+        """Note that torch.autograd.grad is asked for gradients of parameters: they may be assigned, or added."""
+        if self.known is None:
+            self.known = self._look()
 
-    def is_replaced(self) -> bool:
-        """Whether gradients were assigned in place of those that backward passes have left."""
-        return self.before is not None and any(
-            each.grad is not None and each.grad is not before
-            for each, before in zip(self._members.trained(), self.before, strict=False)
-        )
+    def look_again(self) -> None:
+        """Note that a pass, or this package, has changed them."""
+        if self.known is not None:
+            self.known = self._look()
+
+    def _look(self) -> dict[torch.Tensor, tuple[torch.Tensor | None, int]]:
+        found = {each: each.grad for each in self._members.trained()}
+        return {each: (grad, -1 if grad is None else getattr(grad, VERSION)) for each, grad in found.items()}
+
+    def is_changed(self) -> bool:
+        """Whether gradients were assigned in place of those that backward passes have left, or added to them."""
+        if self.known is None:
+            return False
+        for each, (grad, version) in self._look().items():
+            before = self.known.get(each, (None, -1))
+            if grad is not None and (grad is not before[0] or version != before[1]):
+                return True
+        return False
 
     def forget(self) -> None:
         """Note that they are zero."""
-        self.passed = self.reduced_by = self.before = None
+        self.passed = self.reduced_by = None
         self._noticed = self.arrivals.count()
+        self.look_again()
         self.earlier.clear()
 
     def set_aside(self) -> None:
