@@ -243,14 +243,18 @@ def test_plain_sums_of_batches_that_were_dealt_differently_are_an_error_and_othe
     assert THREADS_2.run(body) == [3.0] * 2
 
 
-def test_batches_from_elsewhere_do_not_get_the_share_of_a_loop_that_is_over():
+def test_behind_a_loop_it_is_said_that_a_loss_is_of_no_loader_where_it_matters():
     def body():
         weight, optimizer = one()
         for batch in DeviceLoader([torch.ones(3)], split="global"):
             backward((weight * batch.mean()).sum())
             optimizer_step(optimizer)
             optimizer.zero_grad()
-        return applied(weight, optimizer, float(current_world().rank))
+        with pytest.raises(ValueError, match=r"or \d of the 3 samples.*that it is no loader's, batch=\(\)"):
+            backward((weight * current_world().rank).sum())
+        backward((weight * current_world().rank).sum(), batch=())
+        optimizer_step(optimizer)
+        return weight.grad.item()
 
     assert THREADS_2.run(body) == [0.5, 0.5]
 

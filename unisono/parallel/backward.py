@@ -56,14 +56,14 @@ class _Pass:
         visit: that it belongs to.
         part: the part of the microbatch, if the user has named its weight or batch; None if each output knows its own.
         reduces: whether it makes the step final.
-        engines: those of the models whose gradients it reduces when it ends; none after an interrupt.
+        engines: those of the models that it has reached, and whether it reduces their gradients when it ends.
     """
 
     origin: Origin
     visit: Visit
     part: float | None
     reduces: bool
-    engines: list[ref[Engine]] = field(default_factory=list)
+    engines: list[tuple[ref[Engine], bool]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -136,16 +136,16 @@ class Passes:
         if engine.is_released:
             return outputs
         arrive = partial(self._arrive, ref(self), ref(engine), origin)
-        found = computed = tensors(outputs)
-        leaves = {id(each) for each in found if each.requires_grad and each.is_leaf}
-        if leaves:
-            # Parameters: hooks on them would outlive this pass, and their memory is no batch's.
-            computed = [each for each in found if id(each) not in leaves]
-            outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in leaves else leaf, outputs)
-            found = tensors(outputs)
+        found, computed = tensors(outputs), []
         for each in found:
+            if each.is_leaf and each.requires_grad:
+                continue
+            computed.append(each)
             if each.requires_grad:
                 each.register_hook(arrive)
+        if len(computed) < len(found):
+            # Parameters: hooks on them would outlive this pass, and their memory is no batch's.
+            outputs = tree_map(lambda leaf: _viewed(leaf, arrive), outputs)
         # Metrics and a second forward pass on these outputs then find the same batch.
         if origin.batch is not None:
             self._world.state.deliveries.know(computed, origin.batch)
@@ -212,7 +212,7 @@ class Passes:
                 "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
                 "batch and zero_grad() after each step"
             )
-        self._count(self.origin, None, engine)
+        self._count_late(self.origin, engine)
         engine.adopt(self.origin.part)
 
     def reduce(self, engine: Engine) -> None:
@@ -224,7 +224,7 @@ class Passes:
         if engine.gradients.has_bypassed():
             origin = self._bypassing(engine)
             if not self.steps.is_recent():
-                self._count(origin, None, engine)
+                self._count_late(origin, engine)
             if origin.part != 1:
                 raise ValueError(
                     f"a backward pass has reached parameters of the {engine.name} and none of its outputs, so that it "
@@ -258,21 +258,9 @@ class Passes:
                 return part
         return self.origin.part
 
-    def _count(
-        self, origin: Origin, weight: float | torch.Tensor | None, engine: Engine, is_named: bool = False
-    ) -> _Pass:
-        """Count a backward pass.
-
-        Args:
-            engine: of the model that it has reached first.
-            is_named: whether the user gave the weight, or named the batch.
-
-        Raises:
-            ValueError: its batch is not known, and this matters.
-        """
-        visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
-        part = visit.claim.part(self._world.comm.size) if is_named else None
-        return _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
+    def _count_late(self, origin: Origin, engine: Engine) -> Visit:
+        """Count gradients of a batch for which no pass was counted, or not yet."""
+        return self.steps.count(origin, optimizers=partial(self._reached, engine))
 
     def _reached(self, first: Engine) -> Collection[Optimizer]:
         """The optimizers of the models that the running backward pass reaches; `first` is known to be one."""
@@ -314,7 +302,7 @@ class Passes:
     def _join_origin(self, engine: Engine, origin: Origin) -> Visit:
         """Count a further batch that has a loss in this backward pass."""
         before = self.steps.factor()
-        visit = self.steps.count(origin, optimizers=partial(self._reached, engine))
+        visit = self._count_late(origin, engine)
         if engine.gathers and self.steps.factor() != before:
             raise RuntimeError(
                 f"one backward pass has losses of several microbatches of the {engine.name}, and strategy='fsdp' has "
@@ -403,9 +391,12 @@ class Passes:
             )
         if counted is None:
             self.went_past = self.went_past or not self._is_called
+            is_named = self._given is not None
             weight, named = self._given or (None, None)
             origin = named or run.origin or self._bypassing(engine)
-            counted = self._running[run.task] = self._count(origin, weight, engine, self._given is not None)
+            visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
+            part = visit.claim.part(self._world.comm.size) if is_named else None
+            counted = self._running[run.task] = _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
             self._watch_end(run.task)
         origin = run.origin or counted.origin
         run.counted, run.part = counted, origin.part if counted.part is None else counted.part
@@ -422,8 +413,8 @@ class Passes:
         engine.passing = run
         if run.part != 1 or self.steps.every > 1 or self.steps.is_sum:  # others may train since the forward pass
             engine.scale_leaves()
-        if reduces := counted.reduces and origin.syncs:
-            counted.engines.append(ref(engine))
+        reduces = counted.reduces and origin.syncs
+        counted.engines.append((ref(engine), reduces))
         engine.begin(reduces)
 
     def _bypassing(self, engine: Engine) -> Origin:
@@ -454,11 +445,22 @@ class Passes:
                 if run.is_taken:
                     engine.gradients.arrivals.leave_out(before)
                 else:  # from checkpoints, which have no hooks, since the part is 1
-                    self._count(run.origin or self.origin, None, engine)
+                    self._count_late(run.origin or self.origin, engine)
                     engine.reduce()
         ended = self._running.pop(task, None)
-        for each in ended.engines if ended is not None else ():
-            if (engine := each()) is not None:
+        for each, reduces in ended.engines if ended is not None else ():
+            if (engine := each()) is None:
+                continue
+            if reduces:
                 engine.finish()
-        if ended is not None and any(engine.gradients.known is not None for engine in self._engines):
-            queue_callback(weak_method(self.look_again))  # after torch's own final callback, as in `Engine.finish`
+            if engine.gradients.known is not None:
+                queue_callback(weak_method(engine.gradients.look_again))  # after torch's own, as in `Engine.finish`
+
+
+def _viewed(leaf: Any, hook: Callable[[torch.Tensor], Any]) -> Any:
+    """A view of a parameter, with that hook; other values as they are."""
+    if not (isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad):
+        return leaf
+    view = leaf.view_as(leaf)
+    view.register_hook(hook)
+    return view

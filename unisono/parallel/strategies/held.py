@@ -93,7 +93,8 @@ class HeldGradients:
         """Note that they were reduced, by that factor."""
         self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
         self._noticed = self.arrivals.count()
-        self.look_again()
+        if self.known is not None:
+            self.look_again()
 
     def note_others(self) -> None:
         """Note that torch.autograd.grad is asked for gradients of parameters: they may be assigned, or added."""
@@ -123,7 +124,8 @@ class HeldGradients:
         """Note that they are zero."""
         self.passed = self.reduced_by = None
         self._noticed = self.arrivals.count()
-        self.look_again()
+        if self.known is not None:
+            self.look_again()
         self.earlier.clear()
 
     def set_aside(self) -> None:
