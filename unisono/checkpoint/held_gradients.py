@@ -43,8 +43,9 @@ def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
             "save_state was called between the last backward() of a step and optimizer.step(): gradients that are "
             "reduced are not saved; call it after optimizer.step(), or after one of the step's earlier microbatches"
         )
+    loops = list(dict.fromkeys(each.loop for each in step.visits))
     claims = [
-        [*each.claim[:3], None if each.batch is None else each.batch.dealt, each.microbatch, steps.loop_number(each)]
+        [*each.claim[:3], None if each.batch is None else each.batch.dealt, each.microbatch, loops.index(each.loop)]
         for each in step.visits
     ]
     return {"number": step.number, "claims": claims, "is_sum": steps.is_sum}

@@ -1,6 +1,6 @@
 """Leases: one object at a time computes on a lazy device, since two threads that record on one end the process.
 
-*Threads:* any. A lease ends when its holder is at rest; it is never returned, so no interrupt can leave one behind.
+*Threads:* any. A lease ends when its holder is idle; it is never returned, so no interrupt can leave one behind.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from unisono.errors import BusyError
 
 
 class Holder(Protocol):
-    """Takes leases. It is not at rest from before it takes one until it has stopped using the devices."""
+    """Takes leases. It is idle, except from before it takes one until it has stopped using the devices."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is at rest."""
+        """Whether it is idle."""
 
 
 class Leases:

@@ -425,10 +425,6 @@ class Steps:
     def _begin(self, step: Step) -> None:
         self.step, self.every = step, self.next_every
 
-    def loop_number(self, visit: Visit) -> int:
-        """The number of that visit's loop among those of the step."""
-        return list(dict.fromkeys(each.loop for each in self.step.visits)).index(visit.loop)
-
     def resume(self, step: Step) -> None:
         """Continue in the middle of a step; its last visit is over."""
         self._begin(step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -42,8 +42,8 @@ class PreparedObjects:
         self._steppers: list[ref[Stepper]] = []
         self._builder = builder
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
-        self._loaders: WeakSet[Any] = WeakSet()
-        self._in_order: list[ref[Any]] = []  # the loaders and schedulers
+        self._loaders: list[ref[Any]] = []
+        self._schedulers: list[ref[PreparedScheduler]] = []
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Prepare each object, and return the results in the same order. If one cannot be prepared, none is changed.
@@ -72,8 +72,7 @@ class PreparedObjects:
             elif each is not None and id(each) not in made:
                 made[id(each)] = loader = self._make_loader(each)
                 _all_prepared[each] = _all_prepared[loader] = loader
-                self._loaders.add(loader)
-                self._in_order.append(ref(loader))
+                self._loaders.append(ref(loader))
         return [_rebuild(each, made) for each in objects]
 
     def models(self) -> list[PreparedModel]:
@@ -90,12 +89,11 @@ class PreparedObjects:
 
     def schedulers(self) -> list[PreparedScheduler]:
         """The prepared schedulers."""
-        found = [each() for each in self._in_order]
-        return [each for each in found if isinstance(each, PreparedScheduler)]
+        return [scheduler for each in self._schedulers if (scheduler := each()) is not None]
 
     def loaders(self) -> list[Any]:
         """The prepared loaders."""
-        return [each for reference in self._in_order if (each := reference()) is not None and each in self._loaders]
+        return [loader for each in self._loaders if (loader := each()) is not None]
 
     def clip_norm(
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -143,7 +141,8 @@ class PreparedObjects:
             _all_prepared.forget(model)
         self._models.clear()
         self._steppers.clear()
-        self._in_order.clear()
+        self._loaders.clear()
+        self._schedulers.clear()
         self._builder.passes.steps.give_up()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
@@ -219,10 +218,10 @@ class PreparedObjects:
             setattr(optimizer.step.__func__, STEP_WRAPPED, True)
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # ensured by `_check`
-        is_later = any(getattr(each, "length_was_asked", False) for each in self._loaders)
+        is_later = any(getattr(each, "length_was_asked", False) for each in self.loaders())
         prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit, is_later)
         _all_prepared[scheduler] = prepared
-        self._in_order.append(ref(prepared))
+        self._schedulers.append(ref(prepared))
         return prepared
 
 
