@@ -212,7 +212,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Raises:
             TypeError, ValueError: the new value is not a positive integer.
         """
-        return int(self._steps.next_every)
+        return int(self._steps.every)
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:

@@ -127,7 +127,7 @@ class Passes:
             self._parts.clear()
         self.origin = steps.origin = origin = steps.find(values, syncs, engine.give_optimizers)
         self._parts.add(origin.part)
-        if origin.part != 1 or steps.every > 1 or steps.next_every > 1 or steps.is_sum:
+        if origin.part != 1 or steps.step.every > 1 or steps.every > 1 or steps.is_sum:
             engine.scale_leaves()
         return origin
 
@@ -160,7 +160,7 @@ class Passes:
         self._engines[engine] = None
         engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
         engine.count_leaves()
-        if self.steps.every > 1 or self.steps.is_sum:
+        if self.steps.step.every > 1 or self.steps.is_sum:
             engine.scale_leaves()
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
@@ -236,7 +236,7 @@ class Passes:
 
     def forget(self) -> None:
         """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
-        if self.steps.every == 1 or not any(
+        if self.steps.step.every == 1 or not any(
             each.gradients.is_own or each.gradients.is_reduced for each in self._engines
         ):
             self.steps.give_up()
@@ -404,14 +404,14 @@ class Passes:
             self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
-        if (self.steps.every > 1 or run.part != 1) and engine.gradients.is_changed():
+        if (self.steps.step.every > 1 or run.part != 1) and engine.gradients.is_changed():
             raise RuntimeError(
                 f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
                 "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "
                 "and zero_grad() in between"
             )
         engine.passing = run
-        if run.part != 1 or self.steps.every > 1 or self.steps.is_sum:  # others may train since the forward pass
+        if run.part != 1 or self.steps.step.every > 1 or self.steps.is_sum:  # others may train since the forward pass
             engine.scale_leaves()
         reduces = counted.reduces and origin.syncs
         counted.engines.append((ref(engine), reduces))

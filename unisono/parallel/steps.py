@@ -91,6 +91,7 @@ class Step:
         number: its number, from 1 on; a step that was given up does not count.
         before: the last batch of the previous step, from which `place` tells which were left out.
         visits: in the order of their first passes.
+        every: k, the number of its microbatches, as for `Steps`.
 
     Attributes:
         latest: the latest visit of each source.
@@ -98,10 +99,12 @@ class Step:
         visited: of each loop, the number of the latest batch that was visited before this step.
     """
 
-    __slots__ = ("before", "latest", "number", "state", "visited", "visits")
+    __slots__ = ("before", "every", "latest", "number", "state", "visited", "visits")
 
-    def __init__(self, number: int = 1, before: Batch | None = None, visits: Sequence[Visit] = ()) -> None:
-        self.number, self.before, self.visits = number, before, list(visits)
+    def __init__(
+        self, number: int = 1, before: Batch | None = None, visits: Sequence[Visit] = (), every: float = 1
+    ) -> None:
+        self.number, self.before, self.visits, self.every = number, before, list(visits), every
         self.latest: dict[object, Visit] = {}
         self.visited: dict[Loop, int] = {}
         self.state = COLLECTING
@@ -171,7 +174,7 @@ class Steps:
 
     Attributes:
         step: the current one.
-        next_every: `every` of the next one.
+        every: that of the next one.
         origin: of the last forward pass; None after a pass or a request.
         now: a logical time, counted over visits and requests: what began at a time is over for an optimizer that has
             made a request since.
@@ -180,7 +183,6 @@ class Steps:
 
     def __init__(self, world: World, every: float = 1, is_sum: bool = False) -> None:
         self.world, self.every, self.is_sum = world, every, is_sum
-        self.next_every = every
         self._size = world.comm.size
         self._block: object = None  # stands for the batch in an `accumulate()` block
         # Weak: a rank keeps its steps, and must not keep an optimizer alive that the user has dropped.
@@ -194,14 +196,13 @@ class Steps:
         self._requests.clear()
         self._visited.clear()
         self.now = self.requested = 0
-        self.step = Step()
-        self.every = self.next_every
+        self.step = Step(every=self.every)
 
     def accumulate(self, every: int) -> None:
         """Set the number of microbatches per step, from the next step on: one that has begun is not affected."""
-        self.next_every = every
+        self.every = every
         if not self.step.visits:
-            self.every = every
+            self.step.every = every
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -283,30 +284,30 @@ class Steps:
                 steps depend on it; the batch was visited with another claim; or the step has visits of which some have
                 weights of the user's, or whose loops' batches change in size.
         """
-        if weight is None and len(origin.candidates) > 1:
-            check_counts(origin.candidates, self.world, self.every > 1, self.is_sum)
-        if self.every > 1 and self.every != math.inf and not is_named:
-            self._check_microbatch(origin)
-        claim = origin.claim if weight is None else claim_of(origin.batch, weight, self.world, self.is_sum)
-        self.origin = None
-        batch = origin.batch
+        batch, step = origin.batch, self.step
         source = self._block or batch or elsewhere
-        step = self.step
         known = step.latest.get(source)
-        if known is not None and (source is self._block or not self._is_over(known.began, optimizers)):
+        if known is not None and source is not self._block and self._is_over(known.began, optimizers):
+            known = None
+        if known is None and step.state == TAKEN:
+            step = step_after(step, self.every)
+        if weight is None and len(origin.candidates) > 1:
+            check_counts(origin.candidates, self.world, step.every > 1, self.is_sum)
+        if 1 < step.every < math.inf and not is_named:
+            self._check_microbatch(origin)
+        claim = origin.claim if weight is None else claim_of(batch, weight, self.world, self.is_sum)
+        self.origin = None
+        if known is not None:
             _check_same(known.claim, claim)
             if source is self._block:  # it may go on to the last batch of a loop
                 self._note_batch(batch)
             return known
-        if step.state == TAKEN:
-            step = step_after(step)
         self.now += 1
         visit = Visit(source, batch, claim, self.now, self.now)
         if step.visits:
             self._join(visit, step, optimizers)
         # An error above leaves the step as it was.
-        if step is not self.step:
-            self.step, self.every = step, self.next_every
+        self.step = step
         step.visits.append(visit)
         step.latest[source] = visit
         self._note_batch(batch)
@@ -316,9 +317,9 @@ class Steps:
         """Make the step final, if the batch of its latest visit ends it."""
         step = self.step
         # `is_last` may wait for the loader, so it is asked only where the count does not decide.
-        if self.every == 1 or step.count >= self.every or self._ends_loop(batch):
+        if step.every == 1 or step.count >= step.every or self._ends_loop(batch):
             step.state = TAKEN if step.state == TAKEN else FINAL
-        if batch is not None and self.every > 1:
+        if batch is not None and step.every > 1:
             known = self._visited.get(batch.loop, 0)
             step.visited.setdefault(batch.loop, known)
             self._visited[batch.loop] = max(batch.number, known)
@@ -329,7 +330,7 @@ class Steps:
         joins = self._block is None and self.every != math.inf and all(each.loop is not visit.loop for each in current)
         if joins and not self._is_over(current[0].microbatch, optimizers):
             visit.microbatch = current[0].microbatch
-        if self.every > 1:
+        if step.every > 1:
             _check_totals([*step.visits, visit])
 
     def _is_over(self, began: int, optimizers: Callable[[], Collection[Optimizer]]) -> bool:
@@ -365,7 +366,7 @@ class Steps:
         self.origin, before = None, requests.at
         self.now += 1
         self.requested = requests.at = self.now
-        if self.every == 1 or step.state == FINAL:
+        if step.every == 1 or step.state == FINAL:
             return True
         if step.state == TAKEN:
             return requests.stepped is not step
@@ -383,7 +384,7 @@ class Steps:
     def is_boundary(self) -> bool:
         """Whether a request at this point is taken; after a request, whether it was."""
         step, origin = self.step, self.origin
-        every = self.next_every if step.state == TAKEN else self.every
+        every = self.every if step.state == TAKEN else step.every
         if every == 1:
             return True
         if self._block is not None:
@@ -420,14 +421,11 @@ class Steps:
         self.origin = None
         if self.step.state != TAKEN and self.step.visits:
             self._visited.update(self.step.visited)
-            self._begin(step_after(self.step))
-
-    def _begin(self, step: Step) -> None:
-        self.step, self.every = step, self.next_every
+            self.step = step_after(self.step, self.every)
 
     def resume(self, step: Step) -> None:
         """Continue in the middle of a step; its last visit is over."""
-        self._begin(step)
+        self.step, step.every = step, self.every
         last = max((each.microbatch for each in step.visits), default=0)
         for each in step.visits:  # over for each optimizer, also for those without a request in this run
             each.microbatch -= last
@@ -437,7 +435,7 @@ class Steps:
 
     def scale(self, visit: Visit) -> float:
         """The size of that visit's batch against the step's first: a factor for all that its passes compute."""
-        if self.every == 1 or self.is_sum or self.step.is_joint:
+        if self.step.every == 1 or self.is_sum or self.step.is_joint:
             return 1.0
         return visit.claim.total / (self.step.unit or 1)
 
@@ -445,9 +443,9 @@ class Steps:
         """The factor for the accumulated gradients, in the reduction that makes them those of the step."""
         if self.is_sum:
             return 1.0
-        if self.every == 1:
-            return 1 / self._size
         step = self.step
+        if step.every == 1:
+            return 1 / self._size
         if step.is_joint:
             return 1 / (self._size * step.count)
         total = sum(each.claim.total for each in step.visits)
@@ -459,15 +457,15 @@ class Steps:
         claims = [each.claim for each in self.step.visits]
         if self.is_sum:
             return float(claims[-1].samples) if claims else 1.0  # 0 for a batch that only repeats others
-        counted = claims if self.every > 1 else claims[-1:]
+        counted = claims if self.step.every > 1 else claims[-1:]
         total = sum(each.total for each in counted)
         return sum(each.samples for each in counted) / total if total else 1 / self._size
 
 
-def step_after(step: Step) -> Step:
+def step_after(step: Step, every: float) -> Step:
     """The step after this one; or its replacement, if no optimizer has stepped."""
     last = step.visits[-1].batch if step.visits else None
-    return Step(step.number + (step.state == TAKEN and bool(step.visits)), last or step.before)
+    return Step(step.number + (step.state == TAKEN and bool(step.visits)), last or step.before, every=every)
 
 
 def _check_same(known: Claim, claim: Claim) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import WeakSet
 
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -22,14 +24,26 @@ class LossScaler(GradScaler):
         options: the other arguments of GradScaler.
 
     Attributes:
+        unscaled: the optimizers whose gradients are unscaled, and that have neither stepped nor zeroed them.
         is_due: whether an optimizer has stepped, or skipped its step, since the last update.
         has_skipped: whether one of them has skipped it. Fused optimizers skip on the device, unknown to the host.
     """
 
     def __init__(self, device: str, is_telling: bool, **options: float) -> None:
         super().__init__(device, **options)  # type: ignore[arg-type]
+        self.unscaled: WeakSet[Optimizer] = WeakSet()
         self.is_due = self.has_skipped = False
         self._is_telling = is_telling
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        self.unscaled.add(optimizer)
+
+    def let_go(self, optimizer: Optimizer) -> None:
+        """Note that the optimizer is done with its gradients."""
+        if optimizer in self.unscaled:
+            self.unscaled.discard(optimizer)
+            self.is_due = True
 
     def settle(self) -> None:
         """Update the scale according to the steps that were taken or skipped."""

@@ -83,7 +83,7 @@ class Stepper:
         self._scaler = scaler
         self._guard = guard
         self._finishes = guard is not None or max_grad_norm is not None
-        self._is_unscaled = self._is_inside = self._has_warned = False
+        self._has_warned = False
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
@@ -112,7 +112,7 @@ class Stepper:
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Run `optimizer.step` at the end of an accumulation; otherwise do nothing and return None."""
-        if self._is_inside:  # called by the scaler, unless gradients have overflowed
+        if id(self.optimizer) in stepping:  # called by the scaler, unless gradients have overflowed
             self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
@@ -147,7 +147,7 @@ class Stepper:
             raise
         finally:  # zero_grad() is next, whether the step succeeded or failed
             if self._scaler is not None:
-                self._settle()
+                self._scaler.let_go(self.optimizer)
             for engine in self._engines:
                 engine.note_step(self.optimizer)
         for engine in self._engines:
@@ -162,33 +162,32 @@ class Stepper:
         Raises:
             RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
         """
-        is_alone = self.world.comm.size == self._steps.every == 1  # nothing is reduced or scaled
+        is_alone = self.world.comm.size == self._steps.step.every == 1  # nothing is reduced or scaled
         for engine in () if is_alone else self._engines:
-            if self._steps.every > 1 and engine.gradients.is_changed():
+            if self._steps.step.every > 1 and engine.gradients.is_changed():
                 self._refuse_assigned()
             if engine.gradients.is_own:
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.reduce(engine)
             # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
-            elif self._steps.every == 1 and engine.has_assigned(self.optimizer):
+            elif self._steps.step.every == 1 and engine.has_assigned(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.adopt(engine)
         if not has_gradient(self.optimizer):
             check_presence(trained_parameters(self.optimizer))
         # Once per step: clipping by the user may have unscaled them already.
-        if self._scaler is not None and not self._is_unscaled:
+        if self._scaler is not None and self.optimizer not in self._scaler.unscaled:
             if self._passes.went_past:
                 raise RuntimeError(
                     "mixed_precision='fp16' scales the loss, and this step's gradients were made by loss.backward(); "
                     "call accelerator.backward(loss) instead"
                 )
             self._scaler.unscale_(self.optimizer)
-            self._is_unscaled = True
             self._passes.look_again()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
-        if self._is_inside or self._steps.every == 1 or self.may_zero():
+        if id(self.optimizer) in stepping or self._steps.step.every == 1 or self.may_zero():
             self._plain_zero(set_to_none)
             self.forget()
 
@@ -199,7 +198,7 @@ class Stepper:
         since the last backward pass.
         """
         steps, step = self._steps, self._steps.step
-        if steps.every == 1 or steps.has_stepped(self.optimizer):
+        if steps.step.every == 1 or steps.has_stepped(self.optimizer):
             return True
         held = [each.gradients for each in self._engines]
         passed = [each.passed for each in held if each.passed is not None and each.passed[0] is step]
@@ -209,14 +208,14 @@ class Stepper:
     def forget(self) -> None:
         """Record that the gradients are zero."""
         # An optimizer that zeroes gradients within its own step, such as SAM, is still in that step.
-        if not self._is_inside:
+        if id(self.optimizer) not in stepping:
             if self._guard is not None:
                 self._guard.forget(trained_parameters(self.optimizer))
             for engine in self._engines:
                 engine.forget(self.optimizer)
             self._passes.forget()
             if self._scaler is not None:
-                self._settle()
+                self._scaler.let_go(self.optimizer)
 
     def note_step_within(self) -> None:
         """Record a step of another optimizer on its parameters, as of SAM's base optimizer: schedulers count it."""
@@ -225,12 +224,12 @@ class Stepper:
 
     def is_stepping(self, engine: Engine) -> bool:
         """Whether the optimizer's own step is running, on parameters of this model."""
-        return self._is_inside and engine in self._engines
+        return id(self.optimizer) in stepping and engine in self._engines
 
     @property
     def every(self) -> float:
         """The number of microbatches in a step."""
-        return self._steps.every
+        return self._steps.step.every
 
     def loop_of_last_step(self) -> Loop | None:
         """The loop over a loader in which the last step was taken, if it has not ended."""
@@ -238,11 +237,11 @@ class Stepper:
         return batch.loop if batch is not None and batch.loop.is_open else None
 
     def _count_step(self) -> None:
-        self.taken = self.taken.after_step(self._steps.step.num_dealt(), int(self._steps.every))
+        self.taken = self.taken.after_step(self._steps.step.num_dealt(), int(self._steps.step.every))
 
     def _refuse_inside_backward(self) -> None:
         """Refuse a step in a hook, where gradients are still those of one rank, or of a part of the step."""
-        if self.world.comm.size > 1 or self._steps.every > 1:
+        if self.world.comm.size > 1 or self._steps.step.every > 1:
             raise RuntimeError(
                 f"the {type(self.optimizer).__name__} was asked to step during a backward pass, as in a hook of a "
                 "parameter, where gradients are this rank's alone; step after the backward pass"
@@ -250,7 +249,7 @@ class Stepper:
 
     def _refuse_assigned(self) -> None:
         raise RuntimeError(
-            f"gradient_accumulation_steps={self._steps.every} counts backward passes, and the gradients that the "
+            f"gradient_accumulation_steps={self._steps.step.every} counts backward passes, and the gradients that the "
             f"{type(self.optimizer).__name__} finds were assigned or changed by hand, for example to those of "
             "torch.autograd.grad; let accelerator.backward(loss) leave them in .grad, and accelerator.clip_grad_norm_ "
             "clip them, or pass gradient_accumulation_steps=1 and step on each batch"
@@ -271,11 +270,10 @@ class Stepper:
                 "called: nothing says where a loop ends, so that what is left of it at its end is not stepped on; "
                 "prepare(loader), say model.mark_forward_method(name) if the loop calls a method of the model, or let "
                 "each batch's lines run in `with accelerator.accumulate():`",
-                self._steps.every,
+                self._steps.step.every,
             )
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
-        self._is_inside = True
         stepping.add(id(self.optimizer))
         setattr(self.optimizer, STEP_CALLED, True)  # for torch's schedulers
         try:
@@ -291,7 +289,6 @@ class Stepper:
             self._count_step()
             return self._plain_step(**arguments)
         finally:
-            self._is_inside = False
             stepping.discard(id(self.optimizer))
 
     def _finish(self) -> None:
@@ -307,10 +304,10 @@ class Stepper:
     def _check_closure(self) -> None:
         if self._scaler is not None:
             raise RuntimeError("mixed_precision='fp16' and a closure cannot be combined; use mixed_precision='bf16'")
-        if self._steps.every > 1:
+        if self._steps.step.every > 1:
             raise RuntimeError(
-                f"gradient_accumulation_steps={self._steps.every} and a closure cannot be combined: it would compute "
-                "only the last microbatch's gradients; pass gradient_accumulation_steps=1, and loop over the "
+                f"gradient_accumulation_steps={self._steps.step.every} and a closure cannot be combined: it would "
+                "compute only the last microbatch's gradients; pass gradient_accumulation_steps=1, and loop over the "
                 "microbatches in the closure"
             )
 
@@ -321,11 +318,6 @@ class Stepper:
             return self._steps.fraction()
 
         return by_hand.reducing(closure, reduce, self.world)
-
-    def _settle(self) -> None:
-        """Record that this optimizer is done with the current gradients, so that an update of the loss scale is due."""
-        if self._scaler is not None and self._is_unscaled:
-            self._is_unscaled, self._scaler.is_due = False, True
 
 
 def _methods(stepper: Stepper) -> tuple[Callable[..., Any], Callable[..., None]]:

@@ -152,13 +152,13 @@ class Engine:
         steps, size = self._steps, self._world.comm.size
         held, reduced_by = self.gradients, self.gradients.reduced_by
         is_other = held.passed is not None and held.passed[0] is not steps.step
-        if is_other and held.is_own and steps.every > 1:
+        if is_other and held.is_own and steps.step.every > 1:
             raise RuntimeError(
                 f"the gradients of the {self.name} are of microbatches of two steps: its optimizer was not asked to "
                 "step when the first of them was complete; call the step() of each optimizer on each microbatch, or "
                 "train the models with an Accelerator each"
             )
-        if reduced_by is not None and is_other and steps.every > 1:
+        if reduced_by is not None and is_other and steps.step.every > 1:
             held.set_aside()
         elif reduced_by is not None and held.earlier:
             raise RuntimeError(
@@ -166,7 +166,7 @@ class Engine:
                 "microbatch is to be averaged with those of this step, which was complete; zero_grad() after each "
                 "step, or step as soon as its microbatches are there"
             )
-        elif reduced_by and (steps.every > 1 or steps.is_sum):
+        elif reduced_by and (steps.step.every > 1 or steps.is_sum):
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
             # gathered, it adds to what is reduced.
             factor = steps.factor() / reduced_by if self.gathers else 1 / (reduced_by * size)
@@ -297,7 +297,7 @@ class Engine:
         self._steps.close(optimizer)
         self.gradients.known = None
         self.graphs.clear()
-        if self.hooks and not (self._steps.next_every > 1 or self._steps.is_sum):
+        if self.hooks and not (self._steps.every > 1 or self._steps.is_sum):
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
     def step_unprepared(self, optimizer: Optimizer) -> None:

@@ -191,10 +191,10 @@ class FSDPEngine(Engine):
 
         Its gradient is complete on every rank, and would count in each microbatch.
         """
-        if self._steps.every > 1:
+        if self._steps.step.every > 1:
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
-                f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._steps.every} "
+                f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._steps.step.every} "
                 "microbatches of a step; let the optimizer add it (weight_decay=), or use strategy='ddp'"
             )
 

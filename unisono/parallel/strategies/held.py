@@ -77,7 +77,7 @@ class HeldGradients:
     @property
     def is_own(self) -> bool:
         """Whether backward passes have left them on this rank alone, or they are a part of a step."""
-        if self._is_alone and self._steps.every == 1:
+        if self._is_alone and self._steps.step.every == 1:
             return False
         return (self.passed is not None and self.reduced_by is None) or self.arrivals.count() != self._noticed
 
