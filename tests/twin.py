@@ -170,6 +170,9 @@ class Plain:
     def backward(self, loss: torch.Tensor, weight: Any = None) -> None:
         loss.backward()
 
+    def accumulate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def no_sync(self, network: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 

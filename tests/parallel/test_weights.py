@@ -171,7 +171,7 @@ def test_losses_of_one_batch_count_it_once_and_have_one_weight():
         for numbers in DeviceLoader([torch.ones(4)], split="global"):
             for factor in (2, 5):
                 backward((weight * numbers).mean() * factor, 3)
-            with pytest.raises(ValueError, match="one batch has the weights 3 and 5"):
+            with pytest.raises(ValueError, match="one batch has the weights 3 of 3 and 5 of 5"):
                 backward(weight.sum(), 5)
         optimizer_step(optimizer)
         return weight.grad.item()

@@ -472,9 +472,10 @@ def _check_same(known: Claim, claim: Claim) -> None:
     # A second loss of a microbatch, or a second pass through its graph: entered twice, its samples would count twice.
     if known[:2] != claim[:2]:
         raise ValueError(
-            f"one batch has the weights {known.samples:g} and {claim.samples:g}; several losses of a batch have one "
-            "weight, so add them up, each in its proportion, and call backward once; if they are of several batches "
-            "that come from no prepared loader, let the lines of each run in `with accelerator.accumulate():`"
+            f"one batch has the weights {known.samples:g} of {known.total:g} and {claim.samples:g} of {claim.total:g} "
+            "on all ranks; if these are losses of several batches that come from no prepared loader, or means over "
+            "different terms of one batch, such as its tokens of two kinds, let the lines of each run in `with "
+            "accelerator.accumulate():`; otherwise add the losses up, and call backward once"
         )
 
 

@@ -267,6 +267,19 @@ def with_penalties(accelerator: Any, loader: DataLoader[Any]) -> State:
     return network.state_dict()
 
 
+def with_means_over_tokens_of_two_kinds(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network = model()
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    for inputs, targets, _ in loader:
+        optimizer.zero_grad()
+        for kind in range(2):
+            tokens = (inputs[:, kind] > 0).double()
+            with accelerator.accumulate():
+                accelerator.backward(mean_loss(network, [inputs, targets, tokens], True), weight=tokens.sum())
+        optimizer.step()
+    return network.state_dict()
+
+
 def sharpness_aware(accelerator: Any, loader: DataLoader[Any]) -> State:
     """SAM in two steps, around an optimizer that nobody has prepared."""
     network = model()
@@ -300,6 +313,7 @@ def test_the_same_lines_mean_the_same_on_one_device_and_on_several_ranks(mode: M
         edited_by_hand,
         assigned_by_hand,
         with_penalties,
+        with_means_over_tokens_of_two_kinds,
         sharpness_aware,
     ]
     compare(mode, {each.__name__: each for each in lines})
