@@ -273,7 +273,7 @@ def with_means_over_tokens_of_two_kinds(accelerator: Any, loader: DataLoader[Any
     for inputs, targets, _ in loader:
         optimizer.zero_grad()
         for kind in range(2):
-            tokens = (inputs[:, kind] > 0).double()
+            tokens = 1 + (inputs[:, kind] > 0).double()
             with accelerator.accumulate():
                 accelerator.backward(mean_loss(network, [inputs, targets, tokens], True), weight=tokens.sum())
         optimizer.step()
