@@ -156,16 +156,14 @@ def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
     return cores
 
 
-def pickle_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: dict[str, dict[str, Any]] | None = None
-) -> bytes:
-    """Pickle the call, what a worker needs before it, and the globals of modules.
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
+    """Pickle the call, and what a worker needs before it.
 
     Raises:
         UnpicklableError: names what cannot be sent.
     """
     try:
-        return dumps_call(fn, args, first, carried or {})
+        return dumps_call(fn, args, first)
     except Exception as error:
         named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
         name, part = next((each for each in named if not is_picklable(each[1])), named[0])

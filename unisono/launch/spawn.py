@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from unisono import preemption
@@ -33,7 +32,6 @@ from unisono.launch.arguments import (
 from unisono.launch.context import ProcessContext
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
-from unisono.launch.imported_modules import check_carried, globals_of
 from unisono.launch.messages import say_once
 from unisono.launch.policy import Policy
 from unisono.launch.settings import Settings
@@ -62,7 +60,6 @@ class SpawnOptions(TypedDict, total=False):
     log_dir: str | os.PathLike[str] | None
     log_ranks: Collection[int] | None
     prefix: bool | None
-    carry: Collection[ModuleType]
     log_format: Literal["text", "json"]
     process_group: Literal["gloo"] | None
 
@@ -105,7 +102,6 @@ def spawn(
     log_dir: str | os.PathLike[str] | None = None,
     log_ranks: Collection[int] | None = None,
     prefix: bool | None = None,
-    carry: Collection[ModuleType] = (),
     log_format: Literal["text", "json"] = "text",
     process_group: Literal["gloo"] | None = None,
 ) -> list[Any] | ProcessContext:
@@ -142,7 +138,6 @@ def spawn(
         log_dir: the parent of this run's log directory: each rank's stdout and stderr, events, the monitor's samples.
         log_ranks: show the output of these ranks only; the log files contain every rank's.
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
-        carry: imported modules whose globals were changed at run time; the workers get them with their current values.
         log_format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
         process_group: how torch.distributed reduces: None uses memory shared between the workers, and NCCL on CUDA;
             "gloo" sends over the loopback interface and lets several workers share a GPU, which is useful in tests.
@@ -182,7 +177,6 @@ def spawn(
     )
     threads = pick_num_threads(num_threads, num_loader_workers, count)
     cores = pick_cores(pin_cores, count)
-    carried = check_carried(carry)
     needs_process = (
         max_restarts
         or pin_cores
@@ -193,7 +187,7 @@ def spawn(
     if count == 1 and join and not needs_process:
         return [_run_inline(fn, args, family)]
     check_platform()
-    job = make_job(fn, args, count, family, policy, timeout, threads, cores, carried, process_group=process_group)
+    job = make_job(fn, args, count, family, policy, timeout, threads, cores, process_group=process_group)
     settle_streams()
     context = ProcessContext(Supervisor(job, policy))
     if join:
@@ -244,7 +238,6 @@ def make_job(
     timeout: timedelta,
     num_threads: int,
     cores: list[set[int]] | None,
-    carried: Collection[ModuleType] = (),
     is_checked: bool = False,
     process_group: Literal["gloo"] | None = None,
 ) -> Job:
@@ -260,7 +253,7 @@ def make_job(
             "add a handler in fn"
         )
     return Job(
-        call=pickle_call(fn, tuple(args), settings, {each.__name__: globals_of(each) for each in carried}),
+        call=pickle_call(fn, tuple(args), settings),
         nprocs=count,
         backend=family.name,
         timeout=timeout,
