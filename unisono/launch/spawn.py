@@ -18,11 +18,13 @@ from unisono.launch.arguments import (
     check_call,
     check_count,
     check_duration,
+    check_hang_timeout,
     check_log_dir,
     check_log_format,
     check_log_ranks,
     check_nprocs,
     check_platform,
+    check_prefix,
     check_start_method,
     check_timeout,
     pick_cores,
@@ -163,17 +165,14 @@ def spawn(
     if announced_place() is not None:
         _tell_idle_options(join, max_restarts=max_restarts, hang_timeout_s=hang_timeout_s, log_dir=log_dir)
         return run_announced(fn, args, nprocs, family, timeout, process_group)
-    policy = make_policy(
+    policy = Policy(
+        start_method=check_start_method(start_method),
+        grace_s=check_duration(grace_s, "grace_s"),
         daemon=daemon,
-        count=count,
-        start_method=start_method,
-        grace_s=grace_s,
-        max_restarts=max_restarts,
-        hang_timeout_s=hang_timeout_s,
-        log_dir=log_dir,
-        log_ranks=log_ranks,
-        prefix=prefix,
-        log_format=log_format,
+        max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be restarted"),
+        hang_timeout_s=check_hang_timeout(hang_timeout_s),
+        log_dir=check_log_dir(log_dir),
+        output=OutputOptions(check_prefix(prefix), check_log_ranks(log_ranks, count), check_log_format(log_format)),
     )
     threads = pick_num_threads(num_threads, num_loader_workers, count)
     cores = pick_cores(pin_cores, count)
@@ -197,36 +196,6 @@ def spawn(
 
 
 _PULSE_S = 1.0  # seconds between two checks of a worker's progress
-
-
-def make_policy(
-    count: int | None,
-    daemon: bool = False,
-    start_method: str | None = None,
-    grace_s: float = 5.0,
-    max_restarts: int = 0,
-    hang_timeout_s: float | None = None,
-    log_dir: str | os.PathLike[str] | None = None,
-    log_ranks: Collection[int] | None = None,
-    prefix: bool | None = None,
-    log_format: str = "text",
-) -> Policy:
-    """Validate the arguments of `spawn` that say how workers are started, watched and ended, and make a policy of them.
-
-    Args:
-        count: the total number of ranks; None if it is not known yet.
-    """
-    if prefix is not None and not isinstance(prefix, bool):
-        raise TypeError(f"prefix={prefix!r} is of type {type(prefix).__name__}; pass True, False or None")
-    return Policy(
-        start_method=check_start_method(start_method),
-        grace_s=check_duration(grace_s, "grace_s"),
-        daemon=daemon,
-        max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be restarted"),
-        hang_timeout_s=None if hang_timeout_s is None else check_duration(hang_timeout_s, "hang_timeout_s", False),
-        log_dir=check_log_dir(log_dir),
-        output=OutputOptions(prefix, check_log_ranks(log_ranks, count), check_log_format(log_format) == "json"),
-    )
 
 
 def make_job(
