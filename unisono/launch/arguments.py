@@ -70,6 +70,10 @@ def check_duration(seconds: float, name: str, is_zero_allowed: bool = True) -> f
     return seconds
 
 
+def check_hang_timeout(seconds: float | None) -> float | None:
+    return None if seconds is None else check_duration(seconds, "hang_timeout_s", False)
+
+
 def check_timeout(timeout: timedelta) -> None:
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout={timeout!r} is of type {type(timeout).__name__}; pass a datetime.timedelta")
@@ -114,20 +118,27 @@ def check_log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
     return Path(log_dir)
 
 
-def check_log_format(log_format: str) -> str:
+def check_prefix(prefix: bool | None) -> bool | None:
+    if prefix is not None and not isinstance(prefix, bool):
+        raise TypeError(f"prefix={prefix!r} is of type {type(prefix).__name__}; pass True, False or None")
+    return prefix
+
+
+def check_log_format(log_format: str) -> bool:
+    """Whether lines are shown as JSON objects."""
     if log_format not in ("text", "json"):
         raise ValueError(f"log_format={log_format!r} does not exist; choose 'text' or 'json'")
-    return log_format
+    return log_format == "json"
 
 
-def check_log_ranks(log_ranks: Collection[int] | None, count: int | None) -> tuple[int, ...] | None:
+def check_log_ranks(log_ranks: Collection[int] | None, count: int) -> tuple[int, ...] | None:
     if log_ranks is None:
         return None
     if isinstance(log_ranks, str | bytes) or not isinstance(log_ranks, Collection):
         raise TypeError(f"log_ranks={log_ranks!r} is of type {type(log_ranks).__name__}; pass ranks, as in [0]")
     for rank in log_ranks:
-        check_count(rank, "a rank of log_ranks", 0, f"the ranks are 0 to {count - 1}" if count else "ranks begin at 0")
-        if count is not None and rank >= count:
+        check_count(rank, "a rank of log_ranks", 0, f"the ranks are 0 to {count - 1}")
+        if rank >= count:
             raise ValueError(f"log_ranks={list(log_ranks)} names rank {rank}; the ranks are 0 to {count - 1}")
     return tuple(sorted(set(log_ranks)))
 
@@ -156,16 +167,14 @@ def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
     return cores
 
 
-def pickle_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: dict[str, dict[str, Any]] | None = None
-) -> bytes:
-    """Pickle the call, what a worker needs before it, and the globals of modules.
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
+    """Pickle the call, and what a worker needs before it.
 
     Raises:
         UnpicklableError: names what cannot be sent.
     """
     try:
-        return dumps_call(fn, args, first, carried or {})
+        return dumps_call(fn, args, first)
     except Exception as error:
         named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
         name, part = next((each for each in named if not is_picklable(each[1])), named[0])

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -44,6 +44,22 @@ _NO_COPY = (
     "example in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
 )
 _TOLD = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The arguments that `DeviceLoader` passes on to `ParallelLoader`, whose docstring describes each."""
+
+    batchdim: int
+    fixed_batch_size: bool
+    loader_prefetch_size: int
+    device_prefetch_size: int
+    prefetch_bytes: int | None
+    transfer_threads: int
+    split: Split
+    tail: Tail | None
+    seed: int | None
+    already_sharded: bool
+    sources: Sources | None
 
 
 class ParallelLoader:
@@ -352,7 +368,7 @@ class DeviceLoader:
 
     Args:
         device: the device on which batches are delivered; None uses the world's device.
-        others: as for `ParallelLoader`.
+        others: as for `ParallelLoader`, by name.
 
     Attributes:
         valid_samples, weight: as for `DeviceIterator`, of the innermost open loop, or of the last one.
@@ -362,39 +378,14 @@ class DeviceLoader:
         self,
         loader: Iterable[Any],
         device: str | int | torch.device | None = None,
-        batchdim: int = 0,
-        fixed_batch_size: bool = False,
-        loader_prefetch_size: int = 8,
-        device_prefetch_size: int = 4,
         *,
-        prefetch_bytes: int | None = None,
-        transfer_threads: int = 1,
-        split: Split = "rank",
-        tail: Tail | None = None,
-        seed: int | None = None,
-        already_sharded: bool = False,
         world: World | None = None,
-        sources: Sources | None = None,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         world = world or current_world()
         self._device = world.device if device is None else device
         # Each loop is an `again()` of it, so its source and its bookmark last for all of them.
-        self._never_begun = ParallelLoader(
-            loader,
-            [self._device],
-            batchdim,
-            fixed_batch_size,
-            loader_prefetch_size,
-            device_prefetch_size,
-            prefetch_bytes=prefetch_bytes,
-            transfer_threads=transfer_threads,
-            split=split,
-            tail=tail,
-            seed=seed,
-            already_sharded=already_sharded,
-            world=world,
-            sources=sources,
-        )
+        self._never_begun = ParallelLoader(loader, [self._device], world=world, **options)
         self.length_was_asked = False
         self._loops = [Progress()]  # the innermost last; not the iterators, which keep threads alive
 

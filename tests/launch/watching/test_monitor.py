@@ -24,7 +24,7 @@ from unisono.launch.watching import monitor as monitor_module
 from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample, own_samples, read_samples
 
 MIB = 1 << 20
-A_SAMPLE = Sample(1, 12.5, 99.0, 3 * MIB, None, 2, 10, 20, None, 77)
+A_SAMPLE = Sample(1, 12.5, 99.0, 3 * MIB, 2, 10, 20, None, 77)
 
 IDLE = "input()"
 BUSY = "while True: pass"
@@ -123,8 +123,7 @@ def test_the_cpu_time_of_children_that_come_and_go_is_seen(monitors):
 
 
 @pytest.mark.skipif(not hasattr(psutil.Process(), "io_counters"), reason="the system does not tell")
-def test_what_is_written_and_shared_is_told(monitors, monkeypatch, tmp_path):
-    monkeypatch.setattr(monitor_module, "_PSS_EVERY", 1e9)
+def test_what_is_written_is_told(monitors, tmp_path):
     monitor = monitors()
     source = (
         f"import os\nwith open({str(tmp_path / 'file')!r}, 'wb') as file: file.write(b'x' * {MIB})\nprint()\ninput()"
@@ -133,12 +132,8 @@ def test_what_is_written_and_shared_is_told(monitors, monkeypatch, tmp_path):
         worker.stdout.readline()
         monitor.watch(0, worker.pid)
         sample = samples_to_come(monitor, 0, 1)[0]
-        first = monitor.curve(0)[0]
     assert sample.read_bytes is not None
     assert sample.write_bytes is not None
-    assert first.pss is not None
-    assert 0 < first.pss <= first.rss
-    assert sample.pss is None, "it costs too much for every round"
 
 
 def test_what_a_worker_tells_of_itself_stands_in_its_later_samples(monitors):

@@ -7,7 +7,7 @@ Its samples show how memory grew before a worker died, feed the report, and are 
 Invariants:
 
 1. Measuring uses at most one percent of one core: after a round the thread rests for a hundred times the CPU time of
-   that round. The proportional set size, which is the most expensive, has a separate budget.
+   that round.
 2. A process that vanishes during a measurement is ignored; a worker that has ended gets no more samples.
 3. The thread ends immediately when the monitor is closed.
 """
@@ -36,7 +36,6 @@ SAMPLES_PATH = "UNISONO_SAMPLES"
 
 _CURVE = 120  # samples kept per worker
 _REST = 100  # as a multiple of the CPU time of measuring
-_PSS_EVERY = 10.0  # in intervals
 _SETTLE_S = 0.2  # before the first round, while the group's other workers start
 _ALL_ROUNDS = 1000  # all of these are written; after that, one in ten
 
@@ -54,7 +53,6 @@ class Sample:
         at: when, as returned by `time.time`, to the millisecond; called "time" in the file, like all times there.
         cpu_percent: of one core, since the previous sample; 0 in a worker's first one.
         rss: bytes of memory; memory shared by several of the processes is counted for each.
-        pss: bytes of memory, with shared memory counted proportionally; None if it was not measured.
         num_children: the number of the worker's descendants.
         read_bytes, write_bytes: from and to storage since the start; None if the system does not report it.
         device_bytes: memory on the worker's device, if the worker has reported it.
@@ -66,7 +64,6 @@ class Sample:
     at: float
     cpu_percent: float
     rss: int
-    pss: int | None
     num_children: int
     read_bytes: int | None
     write_bytes: int | None
@@ -112,7 +109,6 @@ class Monitor:
         self._watched: dict[int, _Watched] = {}
         self._pulses: dict[int, Pulse] = {}
         self._num_rounds = 0
-        self._pss_due = 0.0
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -164,12 +160,6 @@ class Monitor:
                 each.process = None
             else:
                 samples[rank] = _with_pulse(sample, pulses[rank]) if rank in pulses else sample
-        if time.monotonic() >= self._pss_due:
-            # CPU time, not wall time: waiting for the GIL does not load a core.
-            spent = time.thread_time()
-            samples = {rank: replace(each, pss=_pss(trees[each.pid])) for rank, each in samples.items()}
-            rest = max(_PSS_EVERY * self._interval_s, _REST * (time.thread_time() - spent))
-            self._pss_due = time.monotonic() + rest
         # `living` holds what was measured: a worker that has replaced one of them meanwhile starts with no samples.
         with self._lock:
             for rank, sample in samples.items():
@@ -259,7 +249,6 @@ def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
         at=round(time.time(), 3),
         cpu_percent=_percent(seconds - before[1], now - before[0]) if before else 0.0,
         rss=sum(use.rss for use in known),
-        pss=None,
         num_children=len(known) - 1,
         read_bytes=read,
         write_bytes=written,
@@ -297,16 +286,3 @@ def _look(process: psutil.Process) -> _Use | None:
 def _percent(spent: float, elapsed: float) -> float:
     """Of one core. The seconds of a process that leaves the tree are lost, so the total can decrease."""
     return round(100 * max(0.0, spent) / elapsed, 1) if elapsed > 0 else 0.0
-
-
-def _pss(tree: list[psutil.Process]) -> int | None:
-    """The proportional set size of the tree; None if the system does not report it for each process."""
-    total = 0
-    for process in tree:
-        try:
-            total += process.memory_full_info().pss
-        except psutil.NoSuchProcess:  # includes zombies
-            continue
-        except (psutil.Error, OSError, AttributeError):
-            return None
-    return total
