@@ -54,7 +54,6 @@ class LoaderOptions(TypedDict, total=False):
     loader_prefetch_size: int
     device_prefetch_size: int
     prefetch_bytes: int | None
-    transfer_threads: int
     split: Split
     tail: Tail | None
     seed: int | None
@@ -82,7 +81,6 @@ class ParallelLoader:
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
             alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
             their `prefetch_factor`.
-        transfer_threads: how many threads move batches, per device. The order is kept.
         split: the meaning of a batch of `loader`. "rank": one rank's batch; a global batch consists of one per rank.
             "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
@@ -114,7 +112,6 @@ class ParallelLoader:
         device_prefetch_size: int = 4,
         *,
         prefetch_bytes: int | None = None,
-        transfer_threads: int = 1,
         split: Split = "rank",
         tail: Tail | None = None,
         seed: int | None = None,
@@ -135,7 +132,6 @@ class ParallelLoader:
             )
         check_size(loader_prefetch_size, "loader_prefetch_size", 0)
         check_size(device_prefetch_size, "device_prefetch_size")
-        check_size(transfer_threads, "transfer_threads")
         if prefetch_bytes is not None:
             check_size(prefetch_bytes, "prefetch_bytes")
         if isinstance(batchdim, bool) or not isinstance(batchdim, int):
@@ -151,7 +147,7 @@ class ParallelLoader:
             )
         self._loader = loader
         self._batchdim = batchdim
-        self._prefetch = (loader_prefetch_size, device_prefetch_size, prefetch_bytes, transfer_threads)
+        self._prefetch = (loader_prefetch_size, device_prefetch_size, prefetch_bytes)
         self._loops = loops
         self._rule = _rule(
             self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), already_sharded
@@ -262,7 +258,7 @@ class ParallelLoader:
         """The function from which a lane's loop receives its batches."""
         if not self._source.is_uneven:
             return lane.receive
-        _, device_prefetch_size, prefetch_bytes, _ = self._prefetch
+        _, device_prefetch_size, prefetch_bytes = self._prefetch
         # What Lockstep holds has left the lane, and is no longer counted by its bound on bytes.
         ahead = device_prefetch_size if prefetch_bytes is None else 1
         return Lockstep(lane, self._world, self._rule, self._batchdim, ahead, begun).receive
