@@ -5,14 +5,14 @@ not.
 
 Invariants:
 1. Every sample of every part is yielded once, in the part's own order.
-2. Progress is kept as one count of samples for each part, so a stream that is cut by stride can continue with other
-   numbers of ranks and workers; a stream that is cut otherwise needs the same numbers.
+2. A position is one count of samples for each part, so a stream that is cut by stride can continue with other numbers
+   of ranks and workers; a stream that is cut otherwise needs the same numbers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from unisono.errors import StateError
 from unisono.loaders import fetcher
 from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
-from unisono.loaders.resume import is_stateful
+from unisono.loaders.resume import State, is_stateful
 from unisono.loaders.sharding import fingerprint, glimpse, mark_of
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
@@ -45,6 +45,24 @@ class Layer(NamedTuple):
     ranks: int
     workers: int
     taken: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """What a batch took: `samples` of a part. `trail` as in `Made`."""
+
+    part: int
+    samples: int
+    trail: Trail | None = None
+
+
+def count_reads(position: State, reads: Iterable[Read]) -> State:
+    """The position in a stream after these reads, without the samples of the epoch that precede it (its `offset`)."""
+    *before, (ranks, workers, taken) = position["layers"]
+    taken, last = list(taken), list(position["last"])
+    for read in reads:
+        taken[read.part] += read.samples
+        last[read.part // workers] = read.part % workers
+    return {**position, "layers": [*before, [ranks, workers, taken]], "last": last}
 
 
 @dataclass(frozen=True)
