@@ -496,7 +496,7 @@ def test_the_world_of_the_calling_thread_is_summarised() -> None:
 def test_a_monitored_process_finds_in_its_samples_what_it_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "samples.jsonl"
     own = [(0.0, 5, os.getpid()), (90.0, 9, os.getpid()), (70.0, 7, os.getpid()), (30.0, 20, os.getpid() + 1)]
-    Monitor(path)._write([Sample(0, 1.0, cpu, rss, 0, None, None, None, pid) for cpu, rss, pid in own])
+    Monitor(path)._write([Sample(0, 1.0, cpu, rss, None, pid) for cpu, rss, pid in own])
     world = solo_world()
     assert (summarise(world).peak_rss, summarise(world).mean_cpu_percent) == (0, 0)
     monkeypatch.setenv(SAMPLES_PATH, str(path))

@@ -38,7 +38,7 @@ for line in sys.stdin:
 
 
 def a_curve(*sizes: int) -> list[Sample]:
-    return [Sample(1, float(at), 0.0, size, 0, None, None) for at, size in enumerate(sizes)]
+    return [Sample(1, float(at), 0.0, size) for at, size in enumerate(sizes)]
 
 
 def a_machine(root: Path, group_kills: int | None = 0, machine_kills: int | None = 0, limit: int = 8 * GIB) -> Path:
