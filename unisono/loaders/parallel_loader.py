@@ -334,10 +334,6 @@ class ParallelLoader:
         except TypeError:
             return None
 
-    def per_device_samples(self) -> int:
-        """The number of batches for each device, by its name in the PyTorch/XLA API; TypeError as for `len`."""
-        return len(self)
-
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
 
