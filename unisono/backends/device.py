@@ -12,7 +12,7 @@ from typing import get_args
 
 import torch
 
-from unisono.backends import NAMES, available_devices, get_backend, pick_backend, resolve_device
+from unisono.backends import available_devices, pick_backend, resolve_device
 
 KINDS = ("cpu", "cuda", "mps", "xla")
 RUNTIMES = ("eager", "xla")
@@ -78,12 +78,6 @@ class Device:
     def default(cls) -> Device:
         """The first device of the first available family: an accelerator if there is one, otherwise the CPU."""
         return cls.of(pick_backend().device(0))
-
-    @classmethod
-    def default_eager(cls) -> Device:
-        """The first device of the first available eager family."""
-        families = [get_backend(name) for name in NAMES]
-        return cls.of(next(each for each in families if each.is_available() and not each.is_lazy).device(0))
 
     @classmethod
     def default_xla(cls) -> Device:
