@@ -294,6 +294,6 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
         raise RuntimeError(other_stream("ranks"))
     for batches in zip(*(offer.batches for offer in going), strict=False):  # the rounds that all ranks will take
         trails = {batch.read.trail for batch in batches if batch.read.trail is not None}
-        if len(trails) > len(dict(trails)):  # two marks after the same row
+        if len(trails) > len({trail.rows for trail in trails}):  # two marks after the same row
             raise RuntimeError(other_stream("ranks"))
     return going

@@ -215,7 +215,7 @@ class _Taken:
         self._is_shared = cut.ranks > 1
         self._is_saved = self._position["mark"] is not None
         self._read: Read | None = None  # the last one
-        self._trails: dict[int, int] = {}  # the most recent ones of all parts: the mark, by the number of rows
+        self._trails: dict[int, Trail] = {}  # the most recent ones of all parts, by the number of rows
 
     def __iter__(self) -> _Taken:
         return self
@@ -223,9 +223,8 @@ class _Taken:
     def __next__(self) -> Loaded:
         while True:
             made = next(self._make_batches)
-            if made.by == "stride" and made.mark:
-                self._compare(made.mark)
-            self._compare_trail(made.trail)
+            if made.trail is not None:
+                self._compare(made.trail)
             if made.is_left_out:
                 self._leave_out(made.samples or 0)
                 continue
@@ -245,23 +244,15 @@ class _Taken:
         """The position after the last batch; with several ranks also what that has read, for `Lockstep`."""
         return {"offset": offset, **self._position, **({"read": self._read} if self._read and self._is_shared else {})}
 
-    def _compare(self, mark: int) -> None:
-        known = self._position["mark"]
-        if known is None:
-            self._position["mark"] = mark
-        elif mark != known and self._is_saved:
+    def _compare(self, trail: Trail) -> None:
+        """Check that this part's reader has read the same stream as the others', and as was read before the state."""
+        known = self._position["mark"] = self._position["mark"] or trail.first
+        if trail.first != known and self._is_saved:
             raise StateError(
                 "the state was saved over another stream: the first samples differ; load it over the same data, in the "
                 "same order"
             )
-        elif mark != known:
-            raise RuntimeError(other_stream("loader workers"))
-
-    def _compare_trail(self, trail: Trail | None) -> None:
-        if trail is None:
-            return
-        rows, mark = trail
-        if self._trails.setdefault(rows, mark) != mark:
+        if trail.first != known or self._trails.setdefault(trail.rows, trail) != trail:
             raise RuntimeError(other_stream("loader workers"))
         if len(self._trails) > 2 * self._workers:
             del self._trails[next(iter(self._trails))]
