@@ -11,12 +11,12 @@ from datetime import timedelta
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from unisono import preemption
+from unisono.arguments import check_integer
 from unisono.backends import pick_backend
 from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.arguments import (
     check_call,
-    check_count,
     check_duration,
     check_hang_timeout,
     check_log_dir,
@@ -169,7 +169,7 @@ def spawn(
         start_method=check_start_method(start_method),
         grace_s=check_duration(grace_s, "grace_s"),
         daemon=daemon,
-        max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be restarted"),
+        max_restarts=check_integer(max_restarts, "max_restarts", 0, "pass how often the group may be restarted"),
         hang_timeout_s=check_hang_timeout(hang_timeout_s),
         log_dir=check_log_dir(log_dir),
         output=OutputOptions(check_prefix(prefix), check_log_ranks(log_ranks, count), check_log_format(log_format)),

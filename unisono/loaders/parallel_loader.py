@@ -25,6 +25,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
+from unisono.arguments import check_integer, check_type
 from unisono.backends import resolve_device, resolve_devices
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
@@ -130,14 +131,11 @@ class ParallelLoader:
                 f"loader={loader!r:.200} is of type {type(loader).__name__}; pass a DataLoader, or an iterable of "
                 "batches: a list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
             )
-        check_size(loader_prefetch_size, "loader_prefetch_size", 0)
-        check_size(device_prefetch_size, "device_prefetch_size")
+        check_integer(loader_prefetch_size, "loader_prefetch_size", 0)
+        check_integer(device_prefetch_size, "device_prefetch_size", 1)
         if prefetch_bytes is not None:
-            check_size(prefetch_bytes, "prefetch_bytes")
-        if isinstance(batchdim, bool) or not isinstance(batchdim, int):
-            raise TypeError(
-                f"batchdim={batchdim!r} is of type {type(batchdim).__name__}; pass a dimension, 0 for the first"
-            )
+            check_integer(prefetch_bytes, "prefetch_bytes", 1)
+        check_type(batchdim, "batchdim", "pass a dimension, 0 for the first", int)
         self._devices = resolve_devices(devices)
         self._world = world or current_world()
         if len(self._devices) > 1 and self._world.world_size > 1:
@@ -305,7 +303,7 @@ class ParallelLoader:
             BusyError: the pass has begun.
         """
         self._refuse_begun("set_epoch")
-        check_size(epoch, "epoch", 0)
+        check_integer(epoch, "epoch", 0)
         self._bookmark.jump(epoch)
 
     @property
@@ -457,19 +455,6 @@ def _plain_seed(seed: Any) -> int:
             f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None for the loader's own"
         )
     return operator.index(seed)
-
-
-def check_size(size: int, name: str, least: int = 1) -> None:
-    """Check that a size is an integer of at least `least`.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is smaller.
-    """
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name}={size!r} is of type {type(size).__name__}; pass an integer")
-    if size < least:
-        raise ValueError(f"{name}={size} is too small; pass an integer of at least {least}")
 
 
 def _rule(

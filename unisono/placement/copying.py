@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
+from unisono.arguments import check_type
 from unisono.backends.device import DeviceLike, torch_device
 from unisono.torch_private import STEP_WRAPPED, STORAGE_ADDRESS, make_subclass
 from unisono.tree import leaves
@@ -85,8 +86,7 @@ def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: `tensor` is not a tensor.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor={tensor!r} is of type {type(tensor).__name__}; pass a tensor")
+    check_type(tensor, "tensor", "pass a tensor", torch.Tensor)
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
 
 
