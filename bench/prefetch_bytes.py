@@ -89,8 +89,14 @@ def run(case: Case, batches: int) -> Books:
     """One epoch."""
     books = Books(batches)
     bound = None if case.prefetch_mib is None else case.prefetch_mib * MIB
-    sizes = (case.loader_prefetch_size, case.device_prefetch_size)
-    loader = DeviceLoader(books, "cpu", 0, False, *sizes, prefetch_bytes=bound, already_sharded=True)
+    loader = DeviceLoader(
+        books,
+        "cpu",
+        loader_prefetch_size=case.loader_prefetch_size,
+        device_prefetch_size=case.device_prefetch_size,
+        prefetch_bytes=bound,
+        already_sharded=True,
+    )
     step = bytes(STEP_BYTES)
     for batch in loader:
         books.turn_page()

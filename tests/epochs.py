@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from unisono import DeviceLoader
+from unisono.loaders.channel import Channel
 from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sharding import Piece, Rule
 from unisono.world import World, thread_worlds
@@ -87,6 +88,11 @@ class Dealt(NamedTuple):
     @property
     def global_batches(self) -> list[list[int]]:
         return [list(itertools.chain(*(each.counted for each in dealt))) for dealt in self.rounds]
+
+
+def is_awaiting_room(channel: Channel[Any]) -> bool:
+    """Whether the sender waits for room there, or is about to."""
+    return channel._room_bell._expected > 0
 
 
 def worlds(count: int) -> list[World]:

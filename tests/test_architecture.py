@@ -40,6 +40,7 @@ FLOOR = {
             "rows",
             "foreign_names",
             "strategies",
+            "arguments",
             "terminal",
             "torch_private",
         ],

@@ -46,13 +46,11 @@ class Call:
 
     Attributes:
         fn, args: the function and its arguments.
-        carried: the object that was sent with the call.
         left_out: the names in the caller's `__main__` that `fn` might look up and that could not be pickled, and why.
     """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    carried: Any
     left_out: dict[str, str]
 
 
@@ -91,19 +89,18 @@ def block_of(storage: Any) -> Any:
     return block
 
 
-def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: Any = None) -> bytes:
+def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
     """Pickle a call for a process without the contents of this `__main__`.
 
     Args:
         first: an object that is rebuilt before the call.
-        carried: another object to send; objects that it shares with the call stay shared.
     """
     with io.BytesIO() as file:
         # One pickler for both dumps: its memo keeps shared objects shared.
         pickler = _ByValue(file)
         pickler.dump(first)
         # The last four are filled while the ones before are pickled.
-        pickler.dump((fn, args, carried, pickler.looked_up, pickler.names, pickler.left_out, pickler.lines))
+        pickler.dump((fn, args, pickler.looked_up, pickler.names, pickler.left_out, pickler.lines))
         return file.getvalue()
 
 
@@ -115,7 +112,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
     """
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
-    fn, args, carried, looked_up, names, left_out, lines = unpickler.load()
+    fn, args, looked_up, names, left_out, lines = unpickler.load()
     main = sys.modules["__main__"].__dict__
     main.update(looked_up)
     for name, each in names.items():
@@ -125,7 +122,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
             main[name] = each
     for file, text in lines.items():
         linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not checked against the disk
-    return Call(fn, args, carried, left_out)
+    return Call(fn, args, left_out)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations

@@ -19,9 +19,8 @@ Invariant: if a structure is refused, none of it is changed, since all of it is 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from unisono.torch_private import APPLY
-from unisono.tree import tree_map
+from unisono.tree import leaves, tree_map
 
 T = TypeVar("T")
 
@@ -48,7 +47,7 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
 
     Raises:
         TypeError: `x` is none of these.
-        ValueError: something in `x` is in reduced precision already, and the message says where; or `x` is a tensor of
+        ValueError: something in `x` is in reduced precision already, and the message names it; or `x` is a tensor of
             another type than float32; or `x` is an optimizer whose parameters are in full precision; or `dtype` is not
             a reduced precision.
     """
@@ -65,73 +64,63 @@ def to_full_precision(x: T) -> T:
 def is_reduced_precision(x: object) -> bool:
     """Whether the tensors of `x` are in reduced precision, ignoring those that are never converted.
 
-    For an optimizer, this checks its state for parameters in reduced precision, or all of its state if there is none.
-    False if there is nothing to check.
+    An optimizer's state in full precision is ignored if its parameters are in full precision, too. False if there is
+    nothing to check.
 
     Raises:
         TypeError: `x` is not a tensor, module, optimizer, or structure.
         ValueError: some tensors are and some are not; the message names one of each.
     """
-    content = _Content(x)
-    asked = list(content.parts)
-    for where, optimizer in content.optimizers:
-        state = list(_state(optimizer, where))
-        asked += [each for each in state if each.owners_dtype in REDUCED] or state
     first: dict[bool, _Part] = {}
-    for part in asked:
-        first.setdefault(part.tensor.dtype in REDUCED, part)
+    for part in _parts(x):
+        is_reduced = part.tensor.dtype in REDUCED
+        if is_reduced or part.owners_dtype not in FULL:
+            first.setdefault(is_reduced, part)
     if len(first) == 2:
         raise ValueError(f"x is in mixed precision: {first[True]}, but {first[False]}; convert one of them")
     return True in first
 
 
 class _Part(NamedTuple):
-    """One convertible tensor, the path to it, and the parameters whose state it is, if it belongs to an optimizer."""
+    """A tensor that can be converted; if it is an optimizer's state, with the dtype of the parameters that it is of."""
 
-    where: str
+    name: str
     tensor: torch.Tensor
-    owners: tuple[torch.Tensor, ...] = ()
+    owners_dtype: torch.dtype | None = None
 
-    @property
-    def owners_dtype(self) -> torch.dtype:
-        """The type to which the owners' types promote; for a single owner, its own."""
-        return functools.reduce(torch.promote_types, (owner.dtype for owner in self.owners))
+    def lags(self, source: frozenset[torch.dtype]) -> bool:
+        """Whether it is state in the source precision of parameters that no longer are."""
+        return self.tensor.dtype in source and self.owners_dtype not in source
 
     def __str__(self) -> str:
-        return f"{self.where} is {_name(self.tensor.dtype)}"
+        return f"{self.name} is {_name(self.tensor.dtype)}"
 
 
-class _Content:
-    """The contents of a structure, each once: its tensors and those of its modules, its modules, its optimizers."""
-
-    def __init__(self, x: object) -> None:
-        self.parts: list[_Part] = []
-        self.modules: list[nn.Module] = []
-        self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
-        for where, leaf in _leaves_with_paths(x, "x"):
-            if isinstance(leaf, nn.Module):
-                self.modules.append(leaf)
-                self.parts += _module_parts(leaf, where)
-            elif isinstance(leaf, torch.optim.Optimizer):
-                self.optimizers.append((where, leaf))
-            elif isinstance(leaf, torch.Tensor | PackedSequence):
-                tensor = leaf.data if isinstance(leaf, PackedSequence) else leaf
-                self.parts += [_Part(where, tensor)] if tensor.dtype in FULL | REDUCED else []
-            elif leaf is x:
-                raise TypeError(
-                    f"x={x!r} is of type {type(x).__name__}; pass a tensor, module, optimizer, or a structure"
-                )
+def _parts(x: object) -> list[_Part]:
+    """The parts of a structure: its tensors, those of its modules, and the state of its optimizers."""
+    parts: list[_Part] = []
+    for leaf in leaves(x):
+        if isinstance(leaf, nn.Module):
+            parts += _module_parts(leaf)
+        elif isinstance(leaf, torch.optim.Optimizer):
+            parts += _state(leaf)
+        elif isinstance(leaf, torch.Tensor | PackedSequence):
+            if leaf.data.dtype in FULL | REDUCED:
+                parts.append(_Part("x" if leaf is x else f"a tensor of shape {tuple(leaf.data.shape)}", leaf.data))
+        elif leaf is x:
+            raise TypeError(f"x={x!r} is of type {type(x).__name__}; pass a tensor, module, optimizer, or a structure")
+    return parts
 
 
 def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T:
-    content = _Content(x)
-    _check(x, content, source)
-    for module in content.modules:
+    modules = [leaf for leaf in leaves(x) if isinstance(leaf, nn.Module)]
+    optimizers = [leaf for leaf in leaves(x) if isinstance(leaf, torch.optim.Optimizer)]
+    _check(x, modules, optimizers, source)
+    for module in modules:
         _convert_module(module, source, target)
     # After the modules: state follows its parameters, and is recognised by lagging in precision.
-    for where, optimizer in content.optimizers:
-        changing = {id(each.tensor) for each in _state(optimizer, where) if _lags(each, source)}
-        _convert_state(optimizer, changing, target)
+    for optimizer in optimizers:
+        _convert_state(optimizer, source, target)
 
     def convert(leaf: Any) -> Any:
         is_source = isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.dtype in source
@@ -140,7 +129,12 @@ def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T:
     return tree_map(convert, x)  # type: ignore[no-any-return]
 
 
-def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None:
+def _check(
+    x: object,
+    modules: list[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    source: frozenset[torch.dtype],
+) -> None:
     """Raise ValueError if something is converted already or cannot be, or is an optimizer before its parameters."""
     word = "reduced" if source is FULL else "full"
     if isinstance(x, torch.Tensor) and x.dtype not in FULL | REDUCED:
@@ -148,15 +142,14 @@ def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None
             f"x is {_name(x.dtype)}, and precision applies to float32, bfloat16 and float16; if you mean a conversion, "
             "convert it with x.to(dtype)"
         )
-    for part in content.parts:
-        if part.tensor.dtype not in source:
+    for part in _parts(x):
+        if part.owners_dtype is None and part.tensor.dtype not in source:
             raise ValueError(f"{part}: it is in {word} precision already, and nothing has been converted")
     # Parameters that are converted in this call, before the optimizer's state.
-    accompanied = {id(parameter) for module in content.modules for parameter in module.parameters()}
-    for where, optimizer in content.optimizers:
-        state = list(_state(optimizer, where))
-        owners = {id(owner) for each in state for owner in each.owners}
-        if not state or owners & accompanied or any(_lags(each, source) for each in state):
+    accompanied: set[torch.Tensor] = {parameter for module in modules for parameter in module.parameters()}
+    for optimizer in optimizers:
+        state = list(_state(optimizer))
+        if not state or accompanied.intersection(_parameters(optimizer)) or any(each.lags(source) for each in state):
             continue
         if state[0].tensor.dtype not in source:
             raise ValueError(f"{state[0]}: it is in {word} precision already, and nothing has been converted")
@@ -166,13 +159,8 @@ def _check(x: object, content: _Content, source: frozenset[torch.dtype]) -> None
         )
 
 
-def _lags(state: _Part, source: frozenset[torch.dtype]) -> bool:
-    """Whether an optimizer's state is in the source precision, but its parameters no longer are."""
-    return state.tensor.dtype in source and state.owners_dtype not in source
-
-
 def _convert_module(module: nn.Module, source: frozenset[torch.dtype], target: torch.dtype) -> None:
-    own = [part.tensor for part in _module_parts(module, "")]
+    own = [part.tensor for part in _module_parts(module)]
     # This also calls the function for gradients. Reading `.grad` warns unless the tensor is a leaf.
     gradients = [each.grad for each in own if each.is_leaf and each.grad is not None]
     changing = {id(each) for each in [*own, *gradients]}
@@ -183,65 +171,39 @@ def _convert_module(module: nn.Module, source: frozenset[torch.dtype], target: t
     getattr(module, APPLY)(convert)
 
 
-def _convert_state(optimizer: torch.optim.Optimizer, changing: set[int], target: torch.dtype) -> None:
-    for group in optimizer.param_groups:
-        for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
-            for key, value in state.items():
-                state[key] = tree_map(lambda leaf: leaf.to(target) if id(leaf) in changing else leaf, value)
+def _convert_state(optimizer: torch.optim.Optimizer, source: frozenset[torch.dtype], target: torch.dtype) -> None:
+    changing = {id(each.tensor) for each in _state(optimizer) if each.lags(source)}
+    for parameter in _parameters(optimizer):
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            state[key] = tree_map(lambda leaf: leaf.to(target) if id(leaf) in changing else leaf, value)
 
 
-def _module_parts(module: nn.Module, where: str) -> Iterator[_Part]:
+def _module_parts(module: nn.Module) -> Iterator[_Part]:
     """The parameters and buffers in full or reduced precision, except those of layers that keep running statistics."""
     for path, layer in module.named_modules():
         if getattr(layer, "running_mean", None) is None:
             for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
                 if tensor.dtype in FULL | REDUCED:
-                    yield _Part(".".join(filter(None, [where, path, name])), tensor)
+                    yield _Part(f"{path}.{name}" if path else name, tensor)
 
 
-def _state(optimizer: torch.optim.Optimizer, where: str) -> Iterator[_Part]:
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[_Part]:
     """The state that takes its parameter's precision: no step counts, and no scalars of parameters with dimensions."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
     is_joint = isinstance(optimizer, torch.optim.LBFGS)  # keeps one vector for all parameters, as state of the first
-    for index, parameter in enumerate(parameters):
+    for parameter in parameters:
+        owners = parameters if is_joint else [parameter]
+        dtype = functools.reduce(torch.promote_types, [owner.dtype for owner in owners])
         for key, value in optimizer.state.get(parameter, {}).items():
-            for path, leaf in _leaves_with_paths(value, f"{where}.state[{index}][{key!r}]"):
+            for leaf in leaves(value):
                 is_number = key == "step" or (isinstance(leaf, torch.Tensor) and leaf.ndim < min(parameter.ndim, 1))
                 if isinstance(leaf, torch.Tensor) and leaf.dtype in FULL | REDUCED and not is_number:
-                    yield _Part(path, leaf, tuple(parameters) if is_joint else (parameter,))
+                    yield _Part(f"the {key} of a parameter of shape {tuple(parameter.shape)}", leaf, dtype)
 
 
-def _leaves_with_paths(tree: object, where: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of a structure and the paths to them, as Python expressions; each leaf once."""
-    tree_map(lambda leaf: leaf, tree)  # raises ValueError if a container contains itself
-    seen: dict[int, object] = {}
-
-    def walk(node: Any, where: str) -> Iterator[tuple[str, Any]]:
-        children = _children(node)
-        if children is not None:
-            for step, child in children:
-                yield from walk(child, where + step)
-        elif id(node) not in seen:
-            seen[id(node)] = node  # held, so that no later node gets its id
-            yield where, node
-
-    return walk(tree, where)
-
-
-def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """The children of a container as defined in `unisono.tree`, each with its path; None for a leaf."""
-    if isinstance(node, PackedSequence | type):
-        return None
-    if isinstance(node, Mapping):
-        return [(f"[{key!r}]", value) for key, value in node.items()]
-    if dataclasses.is_dataclass(node):
-        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-        return [(f".{name}", getattr(node, name)) for name in names]
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return [(f".{name}", value) for name, value in zip(node._fields, node, strict=True)]
-    if isinstance(node, list | tuple | set | frozenset):
-        return [(f"[{index}]", value) for index, value in enumerate(node)]
-    return None
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _name(dtype: torch.dtype) -> str:

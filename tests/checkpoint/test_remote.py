@@ -64,7 +64,7 @@ def test_the_last_few_are_kept_and_latest_names_the_last(store: Any) -> None:
 
 def test_what_is_no_checkpoint_stays_and_does_not_count(store: Any) -> None:
     store.pipe_file("/unisono/data/train.bin", b"years of work")
-    with pytest.raises(FileExistsError, match=r"holds train.bin.*data/best"):
+    with pytest.raises(FileExistsError, match=r"is no checkpoint.*data/best"):
         save(f"{ROOT}/data", model=filled(1))
     store.pipe_file("/unisono/run/checkpoint_0/model.safetensors", b"of another framework")
     store.pipe_file("/unisono/run/checkpoint_9/0123456789ab/state.pt", b"a save that was killed")
@@ -140,6 +140,27 @@ def test_wherever_putting_stops_the_one_before_or_the_new_one_is_there(
         assert len(store.ls(f"/unisono/best-{stop_at}")) == 2, "the manifest, and the files that it names"
     assert found == sorted(found)
     assert set(found) == {1, 2}
+
+
+def test_an_upload_that_was_killed_is_no_checkpoint(store: Any) -> None:
+    store.pipe_file("/unisono/run/checkpoint_0/0123456789ab/state.pt", b"a save that was killed")
+    assert load(f"{ROOT}/run", must_exist=False, model=filled(0)) is None
+    with pytest.raises(NoCheckpointError):
+        load(f"{ROOT}/run", model=filled(0))
+
+
+@pytest.mark.parametrize("operation", ["ls", "cat_file"])
+def test_a_store_that_does_not_answer_is_an_error_and_not_a_missing_checkpoint(
+    store: Any, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ConnectionError("no answer")
+
+    with Checkpointer(f"{ROOT}/run", every=1, model=filled(1)) as checkpointer:
+        checkpointer.step()
+    monkeypatch.setattr(type(store), operation, fail)
+    with pytest.raises(ConnectionError, match="no answer"):
+        load(f"{ROOT}/run", must_exist=False, model=filled(0))
 
 
 def test_a_damaged_one_is_passed_over(store: Any, caplog: pytest.LogCaptureFixture) -> None:

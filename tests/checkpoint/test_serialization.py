@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
-import json
+import io
 import math
+import os
+import pickle
 import struct
 import zlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,16 +53,22 @@ def test_a_tensor_of_any_type_and_shape_comes_back(dtype: torch.dtype, shape: tu
 def test_containers_keep_their_types_order_and_sharing() -> None:
     shared = torch.randn(3, requires_grad=True)
     value = {
-        "b": [1, -(2**80), 2.5, math.inf, math.nan, True, None, "ü\n", b"\0\xff", bytearray(b"x"), 1 - 2j],
-        "a": ((shared,), Pair(shared, nn.Parameter(torch.ones(2), requires_grad=False))),
-        3: collections.OrderedDict([(("k", 1), {1, 2}), (None, frozenset({"x"}))]),
+        "b": [1, -(2**80), 2.5, math.inf, math.nan, True, None, "ü\n", b"\0\xff", 1 - 2j],
+        "a": ((shared,), (shared, nn.Parameter(torch.ones(2), requires_grad=False))),
+        3: collections.OrderedDict([(("k", 1), {1, 2}), (None, {"x"})]),
         "torch": [torch.float16, torch.Size([1, 2]), torch.device("cpu")],
         "strided": torch.arange(12.0).reshape(3, 4).T[::2],
     }
     found = deserialize(serialize(value))
     assert equal(found, value)
-    assert found["a"][0][0] is found["a"][1].first
-    assert found["a"][1].first.is_leaf
+    assert found["a"][0][0] is found["a"][1][0]
+    assert found["a"][1][0].is_leaf
+
+
+def test_a_part_of_a_tensor_is_stored_without_the_rest() -> None:
+    large = torch.arange(100_000)
+    assert len(serialize(large[:2])) < 10_000
+    assert torch.equal(deserialize(serialize(large[:2])), large[:2])
 
 
 def test_a_module_is_its_state() -> None:
@@ -83,7 +92,7 @@ def test_tensors_are_made_on_the_device_that_is_asked_for() -> None:
     [
         ([object()], r"the object\[0\] is a builtins.object"),
         ({"a": {"b": len}}, r"the object\['a'\]\['b'\] is a builtins.builtin"),
-        (torch.eye(2).to_sparse(), "layout torch.sparse_coo.*to_dense"),
+        ((Pair(1, 2),), r"the object\[0\] is a .*Pair.*convert it to plain data"),
     ],
 )
 def test_what_cannot_be_serialized_is_named_with_its_place(value: Any, words: str) -> None:
@@ -94,7 +103,7 @@ def test_what_cannot_be_serialized_is_named_with_its_place(value: Any, words: st
 def test_what_contains_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(TypeError, match="contains itself"):
+    with pytest.raises(ValueError, match="contains itself"):
         serialize(value)
 
 
@@ -108,7 +117,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
     for length in range(len(data)):
         with pytest.raises(DamagedCheckpointError):
             deserialize(data[:length])
-    with pytest.raises(DamagedCheckpointError, match="bytes, and these are"):
+    with pytest.raises(DamagedCheckpointError, match="checksum differs"):
         deserialize(data + b"\0")
 
 
@@ -118,40 +127,30 @@ def test_wrong_bytes_and_newer_ones_are_told_apart() -> None:
     with pytest.raises(TypeError, match="is of type str; pass the bytes"):
         deserialize("text")
     newer = bytearray(serialize(None))
-    newer[7:8] = struct.pack("B", 2)
-    with pytest.raises(CheckpointVersionError, match="version 2 of the format"):
+    newer[7:8] = struct.pack("B", 3)
+    with pytest.raises(CheckpointVersionError, match="version 3 of the format"):
         deserialize(newer)
 
 
-def forged(described: Any) -> bytes:
-    """Bytes with the right checksum, of a description that `serialize` does not make."""
-    text = json.dumps(described).encode()
-    rest = text + bytes(-(33 - 5 + len(text)) % 64)
-    lengths = struct.pack("<QQ", len(rest), len(text))
-    return b"UNISONO\x01" + struct.pack("<I", zlib.crc32(rest, zlib.crc32(lengths))) + lengths + rest
+def forged(data: bytes) -> bytes:
+    """Bytes with the right checksum, of contents that `serialize` does not write."""
+    return b"UNISONO\x02" + struct.pack("<I", zlib.crc32(data)) + data
 
 
-@pytest.mark.parametrize(
-    "described",
-    [
-        *(["again", 5], ["nothing"], [], ["dtype", "load"], ["float", "x"], ["tensor"], {"a": 1, "b": ["tensor"]}),
-        *(["tensor", "float32", shape, False, "cpu", 0, size] for shape, size in (([4], 0), ([10**12], 0), ([-1], 0))),
-        ["tensor", "float32", [10], False, "cpu", 0, 40],
-    ],
-    ids=str,
-)
-def test_bytes_that_somebody_has_forged_are_an_error(described: Any) -> None:
-    if isinstance(described, dict):
-        described = ["dict", list(described.items())]
-    with pytest.raises(DamagedCheckpointError, match="describe nothing that"):
-        deserialize(forged(described))
+class Executed:
+    """What an unpickler that trusts its input would run."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("executed",)
 
 
-def test_a_named_tuple_that_has_other_fields_by_now_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = serialize(Pair(1, 2))
-    assert deserialize(data) == Pair(1, 2)
-    monkeypatch.setattr(f"{__name__}.Pair", collections.namedtuple("Pair", ["one"]))
-    with pytest.raises(CheckpointError, match="Pair has the fields one here, and 2 were given"):
-        deserialize(data)
-    with pytest.raises(CheckpointError, match=r"os.system is not defined here"):
-        deserialize(forged(["named", "os", "system", ["true"]]))
+def test_bytes_that_somebody_has_forged_are_an_error_and_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = io.BytesIO()
+    torch.save(Executed(), file)
+    for data in (file.getvalue(), pickle.dumps(Executed(), 2), b"", b"abc" * 50):
+        with pytest.raises(DamagedCheckpointError, match="hold what serialize"):
+            deserialize(forged(data))
+    assert not list(tmp_path.iterdir())

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import pty
 import socket
 import subprocess
 import sys
@@ -77,7 +76,6 @@ def test_what_is_wrong_with_a_machine_is_a_line_and_its_advice_the_next_one(tmp_
     assert ("note", "environment") in told
     assert all(line[0] != " " or line.lstrip().startswith("-> ") for line in lines if line)
     assert lines[-1].startswith("1 problem, ")
-    assert "\033" not in done.stdout
     assert "workers" not in {words[1] for words in told}
 
 
@@ -112,23 +110,6 @@ def test_a_name_server_that_does_not_answer_is_a_warning_and_holds_nobody_up(tmp
     [found] = findings(done)["names"]
     assert found["state"] == "warning"
     assert "/etc/resolv.conf" in found["advice"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_colors_are_for_terminals_without_no_color(no_color: str):
-    screen, terminal = pty.openpty()
-    with os.fdopen(screen, "rb", 0) as screen_end:
-        with subprocess.Popen(
-            [*DOCTOR, "--quick"], stdout=terminal, env={**os.environ, "TERM": "xterm", "NO_COLOR": no_color}
-        ) as process:
-            os.close(terminal)
-            text = b""
-            with contextlib.suppress(OSError):  # how a terminal without a program ends
-                while piece := screen_end.read(65536):
-                    text += piece
-        assert process.returncode in (0, 1)
-    assert (b"\033[32mok" in text) == (no_color == "")
 
 
 def test_a_check_that_fails_is_a_finding():
@@ -193,14 +174,13 @@ def test_no_worker_is_started_where_a_launcher_has_started_this_process(monkeypa
     ("environ", "harmful"),
     [
         ({"HOME": "/root", "PATH": "/bin"}, []),
-        ({"CPU_NUM_DEVICES": "4", "CUDA_LAUNCH_BLOCKING": "0", "GLOO_SOCKET_IFNAME": "lo"}, []),
+        ({"CUDA_LAUNCH_BLOCKING": "0", "GLOO_SOCKET_IFNAME": "lo"}, []),
         ({"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, []),
-        ({"CPU_NUM_DEVICES": "all"}, ["CPU_NUM_DEVICES=all"]),
         ({"GLOO_SOCKET_IFNAME": "no-such-if"}, ["GLOO_SOCKET_IFNAME=no-such-if"]),
         ({"OMP_PROC_BIND": "true"}, ["OMP_PROC_BIND=true"]),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, ["TORCH_NCCL_ASYNC_ERROR_HANDLING=0"]),
         ({"WORLD_SIZE": "1", "RANK": "0"}, []),
-        ({"WORLD_SIZE": "4", "RANK": "0"}, ["WORLD_SIZE=4 RANK=0"]),
+        ({"WORLD_SIZE": "4", "RANK": "0"}, ["WORLD_SIZE=4"]),
     ],
 )
 def test_variables_that_harm_a_run_are_told_from_those_that_only_change_it(environ: dict[str, str], harmful: list[str]):

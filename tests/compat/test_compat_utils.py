@@ -81,20 +81,6 @@ def test_a_structure_is_walked_and_rewritten_with_its_types_its_sharing_and_its_
     assert xu.for_each_instance_rewrite(structure, lambda part: False, str) is structure
 
 
-def test_an_arena_converts_all_tensors_in_one_call():
-    calls = []
-
-    def convert(tensors):
-        calls.append(len(tensors))
-        return [tensor.to(xm.xla_device()) for tensor in tensors]
-
-    arena = xm.ToXlaTensorArena(convert, lambda tensor: tensor.dtype == torch.float32)
-    found = arena.transform({"a": torch.ones(1), "b": [torch.zeros(2), torch.tensor(1)], "c": "name"})
-    assert calls == [2]
-    assert found["a"].device.type == found["b"][0].device.type == FAMILY
-    assert found["b"][1].is_cpu
-
-
 def test_views_of_one_memory_are_found():
     base = torch.arange(4)
     xm.check_view_sharing([base, {"again": base}, torch.arange(4)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from types import ModuleType
 
 import pytest
 import torch
@@ -81,17 +80,6 @@ REFUSALS = {
     "log_ranks=[2]": (ValueError, {"log_ranks": [2]}, r"log_ranks=\[2\] names rank 2; the ranks are 0 to [01]"),
     "log_ranks=['0']": (TypeError, {"log_ranks": ["0"]}, "a rank of log_ranks='0' is of type str; the ranks are 0 to"),
     "prefix='yes'": (TypeError, {"prefix": "yes"}, "prefix='yes' is of type str; pass True, False or None"),
-    "carry is a module": (
-        TypeError,
-        {"carry": torch},
-        r"carry=<module 'torch' .* is of type module; pass modules, as in \[",
-    ),
-    "carry has a name": (TypeError, {"carry": ["torch"]}, r"carry has 'torch', a str; pass modules, as in \[config\]"),
-    "carry has a module of nobody's": (
-        ValueError,
-        {"carry": [ModuleType("nobodys")]},
-        "carry has 'nobodys', which workers cannot import; pass what is needed to fn",
-    ),
     "timeout=30": (TypeError, {"timeout": 30}, "timeout=30 is of type int; pass a datetime.timedelta"),
     "timeout=0": (
         ValueError,

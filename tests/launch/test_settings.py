@@ -19,15 +19,12 @@ from faults import Script
 import unisono
 from unisono.backends import get_backend
 from unisono.launch.loggers import read_loggers
-from unisono.launch.settings import PROCESS, SETTINGS, Settings, Value, adopt_settings, read_settings
+from unisono.launch.settings import SETTINGS, Settings, Value, adopt_settings, read_settings
 from unisono.launch.spawn import spawn
 from unisono.launch.worker import _adopt_settings
 
 # By the name of a setting: a line that sets it, and an expression that shows it.
 HOW: dict[str, tuple[str, str]] = {
-    "os.umask": ("os.umask(0o037)", "mask()"),
-    "os.nice": ("os.nice(3)", "os.nice(0)"),
-    "os.sched_setaffinity": ("os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})", "os.sched_getaffinity(0)"),
     "resource.setrlimit": (
         "resource.setrlimit(resource.RLIMIT_NOFILE, (345, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
         "resource.getrlimit(resource.RLIMIT_NOFILE)[0]",
@@ -35,19 +32,10 @@ HOW: dict[str, tuple[str, str]] = {
     "random.seed": ("random.seed(5)", "random.random()"),
     "numpy.random.seed": ("numpy.random.seed(5)", "numpy.random.rand()"),
     "numpy.seterr": ("numpy.seterr(over='raise')", "numpy.geterr()"),
-    "numpy.set_printoptions": ("numpy.set_printoptions(precision=2)", "str(numpy.array([1 / 3]))"),
     "warnings.filterwarnings": ("warnings.filterwarnings('error', category=UserWarning)", "warned()"),
     "logging.captureWarnings": ("logging.captureWarnings(True)", "logging._warnings_showwarning is not None"),
-    "decimal.setcontext": ("decimal.getcontext().prec = 7", "decimal.Decimal(1) / 3"),
     "sys.setrecursionlimit": ("sys.setrecursionlimit(4321)", "sys.getrecursionlimit()"),
-    "sys.setswitchinterval": ("sys.setswitchinterval(0.5)", "sys.getswitchinterval()"),
-    "sys.set_int_max_str_digits": ("sys.set_int_max_str_digits(5000)", "sys.get_int_max_str_digits()"),
-    "threading.stack_size": ("threading.stack_size(1 << 20)", "stack_size()"),
-    "gc.set_threshold": ("gc.set_threshold(801)", "gc.get_threshold()[0]"),
-    "time.tzset": ("os.environ['TZ'] = 'Pacific/Honolulu'; time.tzset()", "time.strftime('%Z', time.localtime(0))"),
-    "locale.setlocale": ("locale.setlocale(locale.LC_ALL, 'C.UTF-8')", "locale.setlocale(locale.LC_ALL)"),
     "tempfile.tempdir": ("tempfile.tempdir = os.path.join(os.getcwd(), 'own')", "tempfile.gettempdir()"),
-    "socket.setdefaulttimeout": ("socket.setdefaulttimeout(12.5)", "socket.socket().gettimeout()"),
     "multiprocessing.set_start_method": (
         "multiprocessing.set_start_method('spawn', force=True)",
         "multiprocessing.get_start_method()",
@@ -110,16 +98,11 @@ for path in SETTINGS.keys() - HOW.keys():  # switches that are on or off
         HOW[path] = (f"{path} = not {path}", path)
 
 SCRIPT = """
-import decimal, gc, locale, logging, multiprocessing, os, random, resource, socket, sys, tempfile, threading, time
-import warnings
+import logging, multiprocessing, os, random, resource, sys, tempfile, warnings
 import numpy, torch, torch._dynamo
-from pathlib import Path
 from unisono.launch.spawn import spawn
 
 os.mkdir("own")
-
-def mask():
-    return [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")]
 
 def warned():
     try:
@@ -128,14 +111,9 @@ def warned():
         return True
     return False
 
-def stack_size():
-    size = threading.stack_size()
-    threading.stack_size(size)
-    return size
-
 def show(index=0):
-    used = (decimal, gc, locale, logging, multiprocessing, os, random, resource, socket, sys, tempfile, threading, time)
-    used = (warnings, numpy, torch, torch._dynamo, mask, warned, stack_size)
+    used = (logging, multiprocessing, os, random, resource, sys, tempfile, warnings, numpy, torch, torch._dynamo)
+    used = (*used, warned)
     # Drawing comes last: what is drawn by others first does not matter then.
     return {{name: eval(shown) for name, (_, shown) in HOW.items()}}
 
@@ -192,19 +170,21 @@ def test_workers_are_started_with_the_flags_of_the_callers_interpreter(tmp_path)
 @pytest.mark.slow
 def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
     monkeypatch.setattr("unisono.launch.messages._said", set())
-    monkeypatch.setitem(SETTINGS, "locale.setlocale", (lambda: "nowhere.at_all", lambda value: None))
+    monkeypatch.setitem(SETTINGS, "sys.setrecursionlimit", (lambda: -1, lambda value: None))
     for _ in range(2):
         spawn(lambda index: index, nprocs=2)
-    told = [each for each in (record.getMessage() for record in caplog.records) if "locale.setlocale" in each]
+    told = [each for each in (record.getMessage() for record in caplog.records) if "sys.setrecursionlimit" in each]
     assert len(told) == 1
-    assert told[0].startswith("workers do not have what locale.setlocale has set in the calling process (Error: ")
+    assert told[0].startswith(
+        "workers do not have what sys.setrecursionlimit has set in the calling process (ValueError: "
+    )
 
 
 def test_a_limit_that_cannot_be_set_is_named():
     limits = pickle.loads(read_settings(["resource.setrlimit"])["resource.setrlimit"].data)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     impossible = Value(pickle.dumps({**limits, "RLIMIT_NOFILE": (10, 5)}))
-    refused = adopt_settings({"resource.setrlimit": impossible}, PROCESS)
+    refused = adopt_settings({"resource.setrlimit": impossible})
     assert re.match(r"OSError: RLIMIT_NOFILE=\(10, 5\): ", refused["resource.setrlimit"])
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
+from epochs import is_awaiting_room
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,7 +131,7 @@ def test_a_sender_waits_for_room():
 def test_where_there_is_room_nobody_waits():
     channel = Channel()
     assert channel.wait_for_room(lambda: True)
-    assert not channel.has_waiting_sender
+    assert not is_awaiting_room(channel)
 
 
 def test_a_receipt_is_told_of_before_the_sender_asks_for_room_again():
@@ -220,7 +221,7 @@ def test_a_waiting_sender_asks_again_when_it_is_woken():
     is_full.seen()
     may.append(True)
     with lock:
-        assert channel.has_waiting_sender
+        assert is_awaiting_room(channel)
         channel.wake_sender()
     assert result(waiting) is True
 

@@ -20,7 +20,7 @@ import numpy
 import psutil
 import pytest
 import torch
-from epochs import Bucketed, Numbers, dealt, join_own_threads, ranks_of, take
+from epochs import Bucketed, Numbers, dealt, is_awaiting_room, join_own_threads, ranks_of, take
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -764,7 +764,7 @@ def test_batches_of_many_tensors_do_not_use_up_the_descriptors():
         iterator = iter(loader)
         first = next(iterator)
         pipeline = iterator._lane._pipeline
-        while any(thread.is_alive() for thread in pipeline.threads) and not iterator._lane.holds_reader:
+        while any(thread.is_alive() for thread in pipeline.threads) and not is_awaiting_room(iterator._lane.entry):
             threading.Event().wait(0.01)
         assert psutil.Process().num_fds() < 600, "what waits is in plain memory"
         assert [int(each[0]) for each in (first, *iterator)] == list(range(30))

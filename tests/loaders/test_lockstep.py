@@ -26,6 +26,7 @@ from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Stamps
 from unisono.loaders.sharding import Claim, Rule
 from unisono.loaders.sources import Begun
+from unisono.loaders.stream_parts import Read
 from unisono.world import World, thread_worlds
 
 PATIENCE_S = 20.0
@@ -99,12 +100,10 @@ def begun_at(position: dict[str, Any]) -> Begun:
 
 
 def deliveries_of(rank: int, ranks: int, batches: Sequence[Any], **more: Any) -> list[Delivery]:
-    """What the lane of a rank with one loader worker gives: each batch with the position after it."""
-    made, taken = [], 0
+    """What the lane of a rank with one loader worker gives: each batch with what it has read."""
+    made = []
     for batch in batches:
-        taken += len(batch)
-        counts = [taken if each == rank else 0 for each in range(ranks)]
-        position = start_of(ranks, layers=[[ranks, 1, counts]], mark=7) | more
+        position = start_of(ranks, read=Read(rank, len(batch)), mark=7) | more
         made.append(Delivery(batch, None, Claim(len(batch), len(batch)), position, 0, Stamps()))
     return made
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 import warm_scripts
 from batches import CONTAINERS, Sample, same
-from epochs import join_own_threads, own_threads
+from epochs import is_awaiting_room, join_own_threads, own_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from modes import FAMILY, PROCESSES_2, devices, in_main_memory
@@ -352,7 +352,7 @@ def test_a_consumer_that_leaves_does_not_starve_the_others(leave):
         with ThreadPoolExecutor(1) as leaver, ThreadPoolExecutor(1) as stayer:
             left, stayed = leaver.submit(take_one), stayer.submit(lambda: found.extend(staying))
             # The reader waits for room in the left lane, and the stayer for the reader.
-            until(lambda: parallel._pipeline.lanes[0].holds_reader and parallel._pipeline.lanes[1].waiter)
+            until(lambda: is_awaiting_room(parallel._pipeline.lanes[0].entry) and parallel._pipeline.lanes[1].waiter)
             may_leave.set()
             assert left.result(PATIENCE_S) == 0
             stayed.result(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""The stages behind a loader: order through several transfers, bounds of a lane, ends and errors at their place."""
+"""The stages behind a loader: order, bounds of a lane, ends and errors at their place."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from epochs import is_awaiting_room
 from hypothesis import given
 from hypothesis import strategies as st
 from tracing import interrupting
@@ -85,10 +86,9 @@ class Flow:
         loaded: int = 8,
         moved: int = 4,
         limit: int | None = None,
-        transfers: int = 1,
         has_own_thread: bool = False,
     ) -> None:
-        self.pipeline = Pipeline(loaded, moved, limit, transfers)
+        self.pipeline = Pipeline(loaded, moved, limit)
         self.worlds: list[World] = [solo_world() for _ in range(lanes)]
         for place, world in enumerate(self.worlds):
             self.pipeline.add_lane(torch.device("cpu", place), backend, world.timeline, has_own_thread)
@@ -112,7 +112,7 @@ class Flow:
 
     def wait_full(self) -> None:
         """Until the reader waits for room in the first lane."""
-        while not self.lane.holds_reader:
+        while not is_awaiting_room(self.lane.entry):
             threading.Event().wait(0.001)
 
     def _rounds(self, batches: Iterator[Any], count: int) -> Iterator[list[Piece]]:
@@ -144,39 +144,18 @@ def failing(count: int) -> Iterator[int]:
 # Order.
 
 
-@pytest.mark.parametrize("transfers", [1, 2, 3, 5])
 @pytest.mark.parametrize("loaded", [1, 4])
 @pytest.mark.parametrize("moved", [1, 2, 7])
 @pytest.mark.parametrize("count", [0, 1, 50])
-def test_batches_arrive_in_order_through_any_number_of_transfers_and_places(transfers, loaded, moved, count):
-    with flow(Moving(), loaded=loaded, moved=moved, transfers=transfers) as made:
+def test_batches_arrive_in_order_through_any_number_of_places(loaded, moved, count):
+    with flow(Moving(), loaded=loaded, moved=moved) as made:
         (iterator,) = made.start(range(count))
         assert list(iterator) == list(range(count))
         assert list(iterator) == []
 
 
-def test_a_batch_that_is_moved_sooner_than_the_one_before_it_waits_for_its_turn():
-    backend = Moving(held=[0])
-    with flow(backend, transfers=2) as made:
-        (iterator,) = made.start(range(6))
-        backend.wait_until(lambda: {1, 3} <= set(backend.done))
-        assert 0 not in backend.done
-        backend.let(0)
-        assert list(iterator) == list(range(6))
-
-
-def test_as_many_batches_are_moved_at_a_time_as_there_are_transfers():
-    backend = Moving(held=[0, 1, 2])
-    with flow(backend, transfers=3) as made:
-        (iterator,) = made.start(range(3))
-        backend.wait_until(lambda: set(backend.begun) == {0, 1, 2})
-        backend.let(2, 1, 0)
-        assert list(iterator) == [0, 1, 2]
-    assert backend.threads == {"unisono-transfer-0", "unisono-transfer-0-1", "unisono-transfer-0-2"}
-
-
-def test_two_iterators_of_one_device_share_its_batches_through_several_transfers():
-    with flow(Moving(), transfers=3) as made:
+def test_two_iterators_of_one_device_share_its_batches():
+    with flow(Moving()) as made:
         (first,) = made.start(range(200))
         second = made.iterator(made.lane)
         with ThreadPoolExecutor(2) as pool:
@@ -186,7 +165,7 @@ def test_two_iterators_of_one_device_share_its_batches_through_several_transfers
 
 
 def test_the_position_behind_the_last_delivered_batch_is_known_whatever_was_prefetched():
-    with flow(Moving(), transfers=2) as made:
+    with flow(Moving()) as made:
         (iterator,) = made.start(range(9))
         progress = made.lane.progress
         assert (progress.rounds, progress.position) == (0, None)
@@ -200,14 +179,12 @@ def test_the_position_behind_the_last_delivered_batch_is_known_whatever_was_pref
 # Bounds.
 
 
-@pytest.mark.parametrize(("loaded", "moved", "transfers"), [(1, 1, 1), (3, 2, 1), (2, 4, 3), (1, 1, 2), (8, 2, 4)])
-def test_the_bounds_are_a_lanes_however_many_transfers_it_has(loaded, moved, transfers):
+@pytest.mark.parametrize(("loaded", "moved"), [(1, 1), (3, 2), (2, 4)])
+def test_each_lane_is_bounded(loaded, moved):
     backend = Moving()
-    with flow(backend, loaded=loaded, moved=moved, transfers=transfers) as made:
+    with flow(backend, loaded=loaded, moved=moved) as made:
         (iterator,) = made.start(itertools.count())
-        ahead = (
-            moved + transfers + loaded + 1
-        )  # a transfer may hold one that waits for its place, and so may the reader
+        ahead = moved + loaded + 2  # the transfer may hold one that waits for its place, and so may the reader
         made.wait_given(ahead)
         made.wait_full()
         assert (made.given, sorted(backend.done)) == (ahead, list(range(moved)))
@@ -233,9 +210,8 @@ def test_a_lane_is_refilled_in_one_go_when_half_of_it_is_empty():
 
 
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])
-@pytest.mark.parametrize("transfers", [1, 3])
-def test_no_more_bytes_wait_than_allowed_loaded_and_moved_together(backend, transfers):
-    with flow(backend(), limit=50, transfers=transfers) as made:
+def test_no_more_bytes_wait_than_allowed_loaded_and_moved_together(backend):
+    with flow(backend(), limit=50) as made:
         (iterator,) = made.start(b"0123456789" for _ in itertools.count())
         for taken in range(30):
             made.wait_given(taken + 5 + 1)  # one more is in the reader's hands
@@ -261,10 +237,9 @@ def test_a_batch_that_is_larger_than_the_bound_passes_alone(backend):
 
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])
 @pytest.mark.parametrize("lanes", [2, 3])
-@pytest.mark.parametrize("transfers", [1, 2])
 @pytest.mark.parametrize("limit", [1, 25, None])
-def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend, lanes, transfers, limit):
-    with flow(backend(), lanes=lanes, loaded=1, moved=1, limit=limit, transfers=transfers) as made:
+def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend, lanes, limit):
+    with flow(backend(), lanes=lanes, loaded=1, moved=1, limit=limit) as made:
         iterators = made.start(bytes([number]) * 10 for number in range(60))
         for place, iterator in enumerate(iterators):
             assert [batch[0] for batch in iterator] == list(range(place, 60, lanes))
@@ -273,56 +248,30 @@ def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend
 # Ends and errors.
 
 
-@pytest.mark.parametrize("transfers", [1, 2, 4])
 @pytest.mark.parametrize("count", range(6))
-def test_an_error_of_the_source_comes_behind_the_rounds_before_it_at_each_call(transfers, count):
-    with flow(Moving(), transfers=transfers) as made:
+def test_an_error_of_the_source_comes_behind_the_rounds_before_it_at_each_call(count):
+    with flow(Moving()) as made:
         (iterator,) = made.start(failing(count))
         assert [next(iterator) for _ in range(count)] == list(range(count))
-        for _ in range(2 * transfers):
+        for _ in range(2):
             with pytest.raises(CodedError, match=f"code {count}") as caught:
                 next(iterator)
             assert caught.value.__notes__ == [f"in the loader's reader, round {count}"]
 
 
-@pytest.mark.parametrize("transfers", [1, 2, 4])
 @pytest.mark.parametrize("broken", range(6))
-def test_an_error_of_a_transfer_comes_behind_the_rounds_before_it_at_each_call(transfers, broken):
-    with flow(Moving(broken=[broken]), transfers=transfers) as made:
+def test_an_error_of_a_transfer_comes_behind_the_rounds_before_it_at_each_call(broken):
+    with flow(Moving(broken=[broken])) as made:
         (iterator,) = made.start(range(40))
         assert [next(iterator) for _ in range(broken)] == list(range(broken))
-        for _ in range(2 * transfers):
+        for _ in range(2):
             with pytest.raises(CodedError, match=f"code {broken}") as caught:
                 next(iterator)
             assert caught.value.__notes__ == ["while a batch was moved to cpu:0"]
 
 
-def test_of_two_errors_the_one_of_the_earlier_round_is_told_whichever_happened_first():
-    backend = Moving(held=[2], broken=[2, 3])
-    with flow(backend, transfers=2) as made:
-        (iterator,) = made.start(range(40))
-        backend.wait_until(lambda: 3 in backend.begun)
-        backend.let(2)
-        assert [next(iterator), next(iterator)] == [0, 1]
-        for _ in range(3):
-            with pytest.raises(CodedError, match="code 2"):
-                next(iterator)
-
-
-def test_rounds_before_a_failed_one_are_delivered_though_they_were_moved_after_it():
-    backend = Moving(held=[0, 2], broken=[1])
-    with flow(backend, transfers=2) as made:
-        (iterator,) = made.start(range(40))
-        backend.wait_until(lambda: 1 in backend.begun)
-        backend.let(0, 2)
-        assert next(iterator) == 0
-        with pytest.raises(CodedError, match="code 1"):
-            next(iterator)
-
-
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])
-@pytest.mark.parametrize("transfers", [1, 2])
-def test_a_lane_whose_batch_could_not_be_moved_does_not_hold_up_the_others(backend, transfers, monkeypatch):
+def test_a_lane_whose_batch_could_not_be_moved_does_not_hold_up_the_others(backend, monkeypatch):
     def to_device(self: Any, batch: int, device: torch.device) -> tuple[Any, Any]:
         if batch == 0:
             raise CodedError(batch)
@@ -330,7 +279,7 @@ def test_a_lane_whose_batch_could_not_be_moved_does_not_hold_up_the_others(backe
 
     monkeypatch.setattr(backend, "to_device", to_device)
     sizes = {"loaded": 1, "moved": 1, "has_own_thread": True}
-    with flow(backend(), lanes=2, transfers=transfers, **sizes) as made:
+    with flow(backend(), lanes=2, **sizes) as made:
         failed, other = made.start(range(200))
         assert list(other) == list(range(1, 200, 2))
         with pytest.raises(CodedError):
@@ -346,7 +295,7 @@ def test_an_error_on_either_side_of_a_move_reaches_the_loop(fault):
         raise CodedError(1)
 
     setattr(Faulty, fault, fail)
-    with flow(Faulty(), transfers=2) as made:
+    with flow(Faulty()) as made:
         (iterator,) = made.start(range(10))
         with pytest.raises(CodedError):
             next(iterator)
@@ -366,10 +315,9 @@ def test_a_dataset_runs_on_the_device_of_the_only_loop(lanes, is_bound):
     assert list(where.values()) == devices
 
 
-@pytest.mark.parametrize("transfers", [1, 4])
-def test_closing_wakes_every_transfer_and_the_reader(transfers):
+def test_closing_wakes_the_transfer_and_the_reader():
     backend = Moving()
-    with flow(backend, loaded=1, moved=1, transfers=transfers) as made:
+    with flow(backend, loaded=1, moved=1) as made:
         (iterator,) = made.start(itertools.count())
         made.wait_full()
         made.pipeline.stop()
@@ -378,8 +326,8 @@ def test_closing_wakes_every_transfer_and_the_reader(transfers):
             next(iterator)
 
 
-def test_a_loop_that_waits_on_any_conveyor_is_woken_by_closing():
-    with flow(Moving(held=[1]), transfers=2) as made:
+def test_a_loop_that_waits_is_woken_by_closing():
+    with flow(Moving(held=[1])) as made:
         (iterator,) = made.start(range(2))
         assert next(iterator) == 0
         with ThreadPoolExecutor(1) as pool:
@@ -393,7 +341,7 @@ def test_a_loop_that_waits_on_any_conveyor_is_woken_by_closing():
 
 
 def test_an_end_before_the_first_round_starts_and_ends_every_transfer():
-    with flow(Moving(), lanes=2, transfers=3) as made:
+    with flow(Moving(), lanes=2) as made:
         assert [list(each) for each in made.start([])] == [[], []]
         assert made.pipeline.join(PATIENCE_S)
 
@@ -405,7 +353,7 @@ def test_a_batch_that_was_delivered_is_the_loops_alone():
         moves_in_background = True
 
     for backend in (Background(), CpuBackend()):
-        with flow(backend, transfers=2) as made:
+        with flow(backend) as made:
             gc.disable()
             try:
                 (iterator,) = made.start(Thing() for _ in range(3))
@@ -430,7 +378,7 @@ def test_where_nothing_has_to_be_moved_there_is_no_transfer_and_the_reader_hands
             threads.add(threading.current_thread().name)
             return super().to_device(batch, device)
 
-    with flow(Here(), lanes=2, transfers=3) as made:
+    with flow(Here(), lanes=2) as made:
         iterators = made.start(range(20))
         assert [thread.name for thread in made.pipeline.threads] == ["unisono-reader"]
         assert [list(each) for each in iterators] == [list(range(0, 20, 2)), list(range(1, 20, 2))]
@@ -461,7 +409,7 @@ def test_a_wait_is_divided_by_cause_without_a_rest(stamps, began, length):
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])
 @pytest.mark.parametrize("source", [lambda: iter(range(50)), lambda: failing(50)], ids=["an end", "an error"])
 def test_what_was_waited_for_adds_up_to_the_time_of_fetching(backend, source):
-    with flow(backend(), lanes=2, transfers=2) as made:
+    with flow(backend(), lanes=2) as made:
         for iterator in made.start(source()):
             with pytest.raises((CodedError, StopIteration)):
                 while True:

@@ -50,7 +50,7 @@ def test_it_is_a_loader():
         (TypeError, "sample_count=True is of type bool; pass an integer", True),
         (TypeError, "sample_count=2.5 is of type float", 2.5),
         (TypeError, "sample_count=None is of type NoneType", None),
-        (ValueError, "sample_count=-1 is negative; pass a number of at least 0", -1),
+        (ValueError, "sample_count=-1 is too small; pass an integer of at least 0", -1),
     ],
 )
 def test_a_wrong_count_is_refused(error, words, count):

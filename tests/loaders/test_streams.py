@@ -78,11 +78,6 @@ class Sharded(Stream):
         yield from range(self.first, self.count, self.row)
 
 
-class ShardedByPlace(Sharded):
-    def shard(self, n: int, i: int) -> Sharded:
-        return super().shard(n, i)
-
-
 class ShardedKeywords(Sharded):
     def shard(self, index: int, num_shards: int, contiguous: bool = False) -> Sharded:
         return super().shard(num_shards, index)
@@ -158,7 +153,7 @@ class Tensors(Stream):
             yield torch.tensor(batch)
 
 
-DATASETS = [Stream, CutsItself, Sharded, ShardedByPlace, ShardedKeywords, Splits, OneFile, SplitsByFraction, OfItsNode]
+DATASETS = [Stream, CutsItself, Sharded, ShardedKeywords, Splits, OneFile, SplitsByFraction, OfItsNode]
 
 
 class Got(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import warm_scripts
+from epochs import is_awaiting_room
 from matplotlib import image
 from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
 from torch.utils.data import DataLoader
@@ -188,8 +189,7 @@ def a_rank(rank: int, waits: tuple[float, float, float], reducing: float = 0.0, 
         ),
         pytest.param(
             [a_rank(0, (0.1, 0.5, 0), computing=0.4)],
-            "transfer-bound: 50% of the step waits for batches to be moved; more transfer_threads, or samples of a "
-            "smaller type, would help",
+            "transfer-bound: 50% of the step waits for batches to be moved; samples of a smaller type would help",
             id="transfer",
         ),
         pytest.param(
@@ -337,7 +337,7 @@ def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None
         with ThreadPoolExecutor(1) as pool:
             hurrying = pool.submit(hurry)
             for _ in slowly:
-                until(lambda: has_ended.is_set() or (slow.holds_reader and fast.waiter) or slow.sent == 30)
+                until(lambda: has_ended.is_set() or (is_awaiting_room(slow.entry) and fast.waiter) or slow.sent == 30)
                 spend(WORK_S)
             hurrying.result(20)
     ranks = [summarise(world) for world in worlds]
@@ -496,7 +496,7 @@ def test_the_world_of_the_calling_thread_is_summarised() -> None:
 def test_a_monitored_process_finds_in_its_samples_what_it_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "samples.jsonl"
     own = [(0.0, 5, os.getpid()), (90.0, 9, os.getpid()), (70.0, 7, os.getpid()), (30.0, 20, os.getpid() + 1)]
-    Monitor(path)._write([Sample(0, 1.0, cpu, rss, None, 0, None, None, None, pid) for cpu, rss, pid in own])
+    Monitor(path)._write([Sample(0, 1.0, cpu, rss, None, pid) for cpu, rss, pid in own])
     world = solo_world()
     assert (summarise(world).peak_rss, summarise(world).mean_cpu_percent) == (0, 0)
     monkeypatch.setenv(SAMPLES_PATH, str(path))

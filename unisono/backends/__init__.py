@@ -18,6 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
+from unisono.arguments import check_type
 from unisono.protocols import Backend
 
 OWN = ("cuda", "mps", "xla", "cpu")
@@ -144,10 +145,7 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
         ValueError: no such device exists here; the message lists those that do.
     """
     device = getattr(device, "torch_device", device)  # of a `Device`
-    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
-        raise TypeError(
-            f"device={device!r} is of type {type(device).__name__}; pass a string, an index or a torch.device"
-        )
+    check_type(device, "device", "pass a string, an index or a torch.device", str, int, torch.device)
     if isinstance(device, int):
         backend = pick_backend()
         return backend, backend.device(device)

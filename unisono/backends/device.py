@@ -12,7 +12,8 @@ from typing import get_args
 
 import torch
 
-from unisono.backends import NAMES, available_devices, get_backend, pick_backend, resolve_device
+from unisono.arguments import check_type
+from unisono.backends import available_devices, pick_backend, resolve_device
 
 KINDS = ("cpu", "cuda", "mps", "xla")
 RUNTIMES = ("eager", "xla")
@@ -41,8 +42,7 @@ class Device:
 
     def __post_init__(self) -> None:
         kind = _checked_kind(self.kind)
-        if isinstance(self.ordinal, bool) or not isinstance(self.ordinal, int):
-            raise TypeError(f"ordinal={self.ordinal!r} is of type {type(self.ordinal).__name__}; pass an integer")
+        check_type(self.ordinal, "ordinal", "pass an integer", int)
         if self.ordinal < 0:
             raise ValueError(f"ordinal={self.ordinal} of {kind} does not exist: ordinals start at 0")
         object.__setattr__(self, "kind", kind)
@@ -61,14 +61,11 @@ class Device:
         """
         if isinstance(device, Device):
             return device
-        if isinstance(device, int) and not isinstance(device, bool):
+        check_type(device, "device", "pass a string, an index or a torch.device", str, int, torch.device)
+        if isinstance(device, int):
             device = pick_backend().device(device)
         if isinstance(device, torch.device):
             return cls(device.type, device.index or 0)
-        if not isinstance(device, str):
-            raise TypeError(
-                f"device={device!r} is of type {type(device).__name__}; pass a string, an index or a torch.device"
-            )
         kind, colon, ordinal = device.partition(":")
         if colon and not ordinal.isdecimal():
             raise ValueError(f"device {device!r} is not written as a kind, a colon and a number, such as 'cpu:1'")
@@ -78,12 +75,6 @@ class Device:
     def default(cls) -> Device:
         """The first device of the first available family: an accelerator if there is one, otherwise the CPU."""
         return cls.of(pick_backend().device(0))
-
-    @classmethod
-    def default_eager(cls) -> Device:
-        """The first device of the first available eager family."""
-        families = [get_backend(name) for name in NAMES]
-        return cls.of(next(each for each in families if each.is_available() and not each.is_lazy).device(0))
 
     @classmethod
     def default_xla(cls) -> Device:
@@ -142,16 +133,14 @@ def torch_device(device: DeviceLike) -> torch.device:
     """
     if isinstance(device, Device):
         device = device.torch_device
-    if not isinstance(device, get_args(DeviceLike)) or isinstance(device, bool):
-        raise TypeError(f"device={device!r} is of type {type(device).__name__}; pass a string, an index, or a device")
+    check_type(device, "device", "pass a string, an index, or a device", *get_args(DeviceLike))
     if not isinstance(device, int) and str(device) == "meta":
         return torch.device(device)
     return resolve_device(device)[1]
 
 
 def _checked_kind(kind: str) -> str:
-    if not isinstance(kind, str):
-        raise TypeError(f"kind={kind!r} is of type {type(kind).__name__}; pass a string")
+    check_type(kind, "kind", "pass a string", str)
     name = _OTHER_NAMES.get(kind.lower(), kind.lower())
     if name not in KINDS:
         raise ValueError(f"kind={kind!r} is not a kind of device; choose one of {', '.join(KINDS)}")

@@ -9,14 +9,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from unisono.checkpoint.directory import Place, check_place, find
 from unisono.checkpoint.manifest import Manifest, read_manifest
-from unisono.checkpoint.remote import Location, check_place_at, score_at
+from unisono.checkpoint.remote import Location
 from unisono.checkpoint.writer import Writer
 from unisono.errors import CheckpointError, CollectiveMismatchError
 from unisono.outcome import Outcome
@@ -75,7 +74,7 @@ def checked_score(score: Any) -> float | None:
 def chosen_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
     """Where the checkpoint goes; None if the existing one has at least that score, or `score` is NaN."""
     chosen = place() if callable(place) else place
-    (check_place if isinstance(chosen.path, Path) else check_place_at)(chosen)
+    check_place(chosen)
     if score is None:
         return chosen
     known = _score_at(chosen.path)
@@ -83,8 +82,6 @@ def chosen_place(place: Place | Callable[[], Place], score: float | None) -> Pla
 
 
 def _score_at(path: Location) -> float | None:
-    if not isinstance(path, Path):
-        return score_at(path)
     try:
         return find(path, read_manifest)[1].score  # only the manifest, since the loop is waiting
     except CheckpointError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from unisono.arguments import check_integer
 from unisono.checkpoint.directory import Place
 from unisono.checkpoint.objects import kinds_of
 from unisono.checkpoint.remote import Location, location
@@ -187,7 +188,5 @@ def load(
 
 def check_count(count: Any, name: str) -> None:
     """Raise TypeError or ValueError unless `count` is a positive integer or None."""
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-        raise TypeError(f"{name}={count!r} is of type {type(count).__name__}; pass an integer, or None")
-    if count is not None and count < 1:
-        raise ValueError(f"{name}={count} is too small; pass an integer of at least 1, or None")
+    if count is not None:
+        check_integer(count, name, 1, "pass an integer of at least 1, or None")

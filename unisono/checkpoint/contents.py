@@ -16,9 +16,10 @@ import torch
 
 from unisono.backends import CPU
 from unisono.checkpoint.directory import SHARDS, STATE, find
-from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.manifest import Manifest, verify
 from unisono.checkpoint.objects import DIVIDED, part_name
-from unisono.checkpoint.remote import Location, fetch
+from unisono.checkpoint.remote import Location
+from unisono.checkpoint.transfers import fetch
 from unisono.errors import DamagedCheckpointError
 from unisono.parallel.strategies.shard_files import read_shards
 from unisono.parallel.strategies.states import by_parameter
@@ -53,16 +54,16 @@ def read_contents(path: Location) -> Contents:
         NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
     """
     if isinstance(path, Path):
-        return _read_contents(path)
+        return _read_contents(*find(path, verify))
     with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
-        local, where = fetch(path, Path(directory))
-        contents = _read_contents(local)
+        into = Path(directory)
+        where, manifest = find(path, lambda each: fetch(each, into / each.name))
+        contents = _read_contents(into / where.name, manifest)
     contents.path = where
     return contents
 
 
-def _read_contents(path: Path) -> Contents:
-    found, manifest = find(path)
+def _read_contents(found: Path, manifest: Manifest) -> Contents:
     try:
         saved = torch.load(found / STATE, map_location=CPU, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -45,7 +45,8 @@ from unisono.checkpoint.files import (
     sync_directory,
     write_file,
 )
-from unisono.checkpoint.manifest import FORMAT, NAME, Manifest, read_manifest, verify
+from unisono.checkpoint.manifest import FORMAT, NAME, Manifest, read_manifest
+from unisono.checkpoint.remote import Location, RemotePath
 from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _INTERRUPTED = re.compile(
     r"\.(?P<what>saving|replaced|removing|latest)-(?:(?P<of>.*)-)?@(?P<host>[^@]*)@(?P<pid>\d+)@\w+"
 )
+UPLOAD = re.compile(r"[0-9a-f]{12}")  # the name under which a save puts its files in a store
 _FOREIGN_S = 86400.0  # the age from which leftovers of another machine are removed
 _under_way: set[str] = set()  # marks of this process's saves
 
@@ -88,7 +90,7 @@ def check_place(place: Place) -> None:
     Raises:
         FileExistsError: it is not a checkpoint.
     """
-    path = place.path
+    path: Location = place.path
     if path.exists() and not _is_ours(path):
         what = "holds numbered checkpoints" if list(numbered_in(path)) else "is no checkpoint"
         raise FileExistsError(
@@ -97,10 +99,12 @@ def check_place(place: Place) -> None:
         )
 
 
-def _is_ours(path: Path) -> bool:
+def _is_ours(path: Location) -> bool:
     """Whether a directory is a checkpoint, perhaps a damaged one, or empty: nothing else is replaced or removed."""
     with suppress(OSError):
         names = {each.name for each in path.iterdir()}
+        if isinstance(path, RemotePath):
+            names = {name for name in names if not UPLOAD.fullmatch(name)}
         if not names or (STATE in names and names <= {NAME, STATE, SHARDS}):
             return True
         return FORMAT.encode() in (path / NAME).read_bytes()
@@ -144,7 +148,7 @@ def _make(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
     os.mkdir(new)
     try:
         files = {name: list(checksum) for name, checksum in write(new).items()}
-        created = _created_after_latest(manifest.created, root) if place.is_numbered else manifest.created
+        created = created_after_latest(manifest.created, root) if place.is_numbered else manifest.created
         # The manifest is written last: a directory that has one is complete.
         write_file(new / NAME, replace(manifest, files=files, created=created).to_bytes())
         sync_directory(new)
@@ -174,22 +178,32 @@ def _take_name(path: Path, new: Path, aside: Path) -> None:
         raise
 
 
-def _created_after_latest(created: float, root: Path) -> float:
+def created_after_latest(created: float, root: Location) -> float:
     """The time of a new checkpoint: later than the latest's even if clocks are set back, since it defines the order of
     saves."""
     with suppress(OSError, UnicodeDecodeError, CheckpointError):
-        latest = read_manifest(root / (root / LATEST).read_text().strip()).created
+        latest = read_manifest(_latest_in(root)).created
         return max(created, math.nextafter(latest, math.inf))
     return created
 
 
+def _latest_in(root: Location) -> Location:
+    """The checkpoint that `latest` names."""
+    return root / (root / LATEST).read_bytes().decode().strip()
+
+
+def outdated(place: Place) -> list[Any]:
+    """The checkpoints that are not to be kept once this one has been saved."""
+    if not place.is_numbered or place.keep is None:
+        return []
+    older = [path for path in newest_first(place.path.parent) if _is_ours(path)][place.keep :]
+    # Never the new one, even if checkpoints of a newer version, which sort first, leave no room for it.
+    return [path for path in older if path != place.path]
+
+
 def _clear(place: Place, mark: str) -> None:
     """Remove what is not to be kept, and what crashes have left; a failure is logged, and does no harm."""
-    root = place.path.parent
-    kept = place.keep if place.is_numbered else None
-    older = [path for path in newest_first(root) if _is_ours(path)][kept:] if kept else []
-    # Never the new one, even if checkpoints of a newer version, which sort first, leave no room for it.
-    gone = [path for path in older if path != place.path]
+    root, gone = place.path.parent, outdated(place)
     with suppress(OSError):  # another process may remove them, too
         gone += [path for path in root.glob(".*") if _is_left(path, place)]
     for path in gone:
@@ -233,19 +247,19 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def numbered_in(root: Path) -> Iterator[tuple[int, Path]]:
+def numbered_in(root: Location) -> Iterator[tuple[int, Any]]:
     """Yield the numbered checkpoints of a directory, both complete and damaged ones."""
-    with suppress(OSError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         for path in root.iterdir():
             if (found := _NUMBERED.fullmatch(path.name)) and path.is_dir():
                 yield int(found[1]), path
 
 
-def newest_first(root: Path) -> list[Path]:
+def newest_first(root: Location) -> list[Any]:
     """The numbered checkpoints, the most recently saved first; damaged ones come last. Numbers do not give the order: a
     run may have returned to an earlier checkpoint."""
 
-    def age(pair: tuple[int, Path]) -> tuple[float, int]:
+    def age(pair: tuple[int, Location]) -> tuple[float, int]:
         number, path = pair
         try:
             return read_manifest(path).created, number
@@ -257,13 +271,13 @@ def newest_first(root: Path) -> list[Path]:
     return [path for _, path in sorted(numbered_in(root), key=age, reverse=True)]
 
 
-def find(path: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path, Manifest]:
+def find(path: Location, check: Callable[[Any], Manifest]) -> tuple[Any, Manifest]:
     """Find the checkpoint at a path; in a directory of numbered ones, the one that `latest` names, or else the newest.
 
     Damaged ones are skipped with a warning each, if there is another one.
 
     Args:
-        check: `verify` reads all of it, `read_manifest` only its manifest.
+        check: reads all of it, as `verify` does, or only its manifest, as `read_manifest`.
 
     Raises:
         NoCheckpointError: there is no checkpoint.
@@ -284,21 +298,26 @@ def find(path: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path, 
         return candidate, manifest
     if damaged:
         raise DamagedCheckpointError(f"no checkpoint at {path} is intact: {'; '.join(damaged)}")
-    left = [each.name for each in _interrupted_saves(path)]
+    left = [each.name for each in _interrupted_saves(path)] if isinstance(path, Path) else []
     leftover = f"; saves that were interrupted have left {', '.join(left)}" if left else ""
     raise NoCheckpointError(f"there is no checkpoint at {path}{leftover}")
 
 
-def _candidates(path: Path) -> list[Path]:
+def _candidates(path: Location) -> list[Any]:
     """The checkpoints that may be loaded, in order of preference."""
-    if (path / NAME).exists() or not list(numbered_in(path)):
-        own = [path] if path.is_dir() and (any(path.iterdir())) and not _holds_interrupted_only(path) else []
-        return [*own, *_whole(_interrupted_saves(path))]
+    whole = _whole(_interrupted_saves(path)) if isinstance(path, Path) else []
+    if (path / NAME).exists():
+        return [path, *whole]
     numbered = newest_first(path)
     with suppress(OSError, UnicodeDecodeError):
-        named = path / (path / LATEST).read_text().strip()
-        numbered = [*(each for each in numbered if each == named), *(each for each in numbered if each != named)]
-    return [*numbered, *_whole(_interrupted_saves(path))]
+        named = _latest_in(path)
+        # The sort is stable, so the others stay newest first.
+        numbered.sort(key=lambda each: each != named)
+    if isinstance(path, RemotePath):
+        return [each for each in numbered if (each / NAME).exists()]  # without it, an upload was interrupted
+    if not numbered and path.is_dir() and any(path.iterdir()) and not _holds_interrupted_only(path):
+        numbered = [path]
+    return [*numbered, *whole]
 
 
 def _holds_interrupted_only(path: Path) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unisono.checkpoint.files import Checksum, checksum_of
+from unisono.checkpoint.remote import Location, RemotePath
 from unisono.errors import CheckpointVersionError, DamagedCheckpointError
 
 NAME = "manifest.json"
@@ -49,7 +50,7 @@ class Manifest:
         return json.dumps({**known, "crc": _crc(known)}, indent=1).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes, path: Path) -> Manifest:
+    def from_bytes(cls, data: bytes, path: Location) -> Manifest:
         """Parse the contents of a manifest's file.
 
         Raises:
@@ -75,7 +76,7 @@ class Manifest:
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Location) -> Manifest:
     """Read the manifest of the checkpoint at that path, without checking its other files.
 
     Raises:
@@ -85,6 +86,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         data = (path / NAME).read_bytes()
     except OSError as error:
+        # A store that does not answer has not damaged its checkpoints.
+        if isinstance(path, RemotePath) and not isinstance(error, FileNotFoundError):
+            raise
         raise DamagedCheckpointError(f"{path} has no {NAME} that can be read ({error.strerror})") from error
     return Manifest.from_bytes(data, path)
 

@@ -37,8 +37,8 @@ def as_plain(value: Any, where: str, copy: Callable[[torch.Tensor], torch.Tensor
     if kind.__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         return as_plain(value.item(), where, copy)
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
-        raise TypeError(f"{where} is a numpy array; let its state_dict return torch.from_numpy(array)")
+        raise TypeError(f"{where} is a numpy array; convert it by torch.from_numpy(array)")
     raise TypeError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded safely; let its state_dict "
-        "return plain data: numbers, strings, tensors, and lists, tuples, sets and dicts of these"
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded safely; convert it to "
+        "plain data: numbers, strings, tensors, and lists, tuples, sets and dicts of these"
     )

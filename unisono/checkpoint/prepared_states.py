@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.checkpointer import check_count
@@ -15,7 +14,6 @@ from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import kind_of
 from unisono.checkpoint.remote import Location, location
-from unisono.checkpoint.remote import numbered_in as numbered_at
 from unisono.checkpoint.saver import Extra, Loaded, Saver
 from unisono.errors import CheckpointError
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
@@ -129,8 +127,7 @@ class PreparedStates:
         return named if self._scaler is None else {**named, "scaler": self._scaler}
 
     def _next_place(self) -> Place:
-        found = numbered_in(self._root) if isinstance(self._root, Path) else numbered_at(self._root)
-        number = max((number for number, _ in found), default=-1) + 1
+        number = max((number for number, _ in numbered_in(self._root)), default=-1) + 1
         return Place.numbered(self._root, number, self._limit)
 
     def _poll_in_steps(self) -> None:

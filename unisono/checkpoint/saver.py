@@ -48,8 +48,9 @@ from unisono.checkpoint.objects import (
     whole_states,
 )
 from unisono.checkpoint.plain_data import as_plain
-from unisono.checkpoint.remote import Location, publish
+from unisono.checkpoint.remote import Location
 from unisono.checkpoint.staging import HostMemory, host_view
+from unisono.checkpoint.transfers import publish
 from unisono.checkpoint.writer import Writer
 from unisono.errors import NoCheckpointError
 from unisono.launch.gloo_output import suppress_greetings

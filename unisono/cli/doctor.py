@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 
-from unisono.cli.findings import STATES, Check, Finding, State, examine
-from unisono.launch.hosts.environment_risks import wants_color
+from unisono.cli.findings import Check, Finding, State, examine
 
 _NAME_WIDTH = 14
-_COLORS: dict[State, int] = {"ok": 32, "note": 36, "warning": 33, "problem": 31}
+_COUNTED: tuple[State, ...] = ("problem", "warning", "note")
 _EPILOG = """\
 Each line is ok, a note (good to know), a warning (hurts some runs) or a problem (runs do not work).
 The exit code is 1 when there is a problem, else 0.
@@ -65,17 +63,12 @@ def list_checks(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Ch
     yield Check("devices", machine_checks.devices, 30, when_late="the driver does not answer: try its own tool")
     yield Check("cores", machine_checks.cores)
     yield Check("memory", machine_checks.memory)
-    yield Check("shared memory", machine_checks.shared_memory)
     yield Check("limits", machine_checks.limits)
     yield Check("temporary", machine_checks.temporary_files, 10, "problem", "its file system hangs: set TMPDIR")
-    yield Check("clock", machine_checks.clock)
     yield Check("environment", machine_checks.environment)
-    yield Check("start methods", worker_checks.start_methods)
     if not is_quick:
         late = "a worker or a collective hangs; py-spy dump --pid PID shows where"
         yield Check("workers", worker_checks.workers, worker_checks.LIMIT_S, "problem", late)
-    yield Check("ports", network_checks.loopback, late="problem", when_late="a firewall drops what goes over lo")
-    yield Check("interfaces", network_checks.interfaces)
     if endpoint is not None:
         late = "its name is not resolved; give an address"
         yield Check("endpoint", partial(network_checks.endpoint, *endpoint), 10, "problem", late)
@@ -99,14 +92,11 @@ def _print_json(found: list[Finding]) -> Counter[State]:
 def _print_lines(found: Iterable[Finding]) -> Counter[State]:
     """Print one line for each finding as it arrives, with its advice below, and the totals; return the totals."""
     states: Counter[State] = Counter()
-    has_color = wants_color(sys.stdout)
     for each in found:
         states[each.state] += 1
-        mark = f"{each.state:8}"
-        mark = f"\033[{_COLORS[each.state]}m{mark}\033[0m" if has_color else mark
-        print(f"{mark} {each.name:{_NAME_WIDTH}} {each.text}", flush=True)
+        print(f"{each.state:8} {each.name:{_NAME_WIDTH}} {each.text}", flush=True)
         if each.advice:
             print(f"{'':8} {'':{_NAME_WIDTH}} -> {each.advice}", flush=True)
-    counts = [f"{states[state]} {state}{'s' * (states[state] != 1)}" for state in reversed(STATES[1:]) if states[state]]
+    counts = [f"{states[state]} {state}{'s' * (states[state] != 1)}" for state in _COUNTED if states[state]]
     print("\n" + (", ".join(counts) or "nothing to mend"))
     return states

@@ -14,7 +14,6 @@ from typing import Literal
 from unisono.outcome import Outcome
 
 State = Literal["ok", "note", "warning", "problem"]
-STATES: tuple[State, ...] = ("ok", "note", "warning", "problem")
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,11 @@ class Finding:
     state: State
     text: str
     advice: str = ""
+
+
+def warning_if(is_bad: bool, name: str, text: str, advice: str) -> Finding:
+    """A fact; if it is bad, a warning with advice."""
+    return Finding(name, "warning", text, advice) if is_bad else Finding(name, "ok", text)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +10,8 @@ from typing import TypeVar
 
 import psutil
 
-from unisono.cli.findings import Finding
-from unisono.launch.hosts.addresses import interface_of
+from unisono.cli.findings import Finding, warning_if
+from unisono.launch.hosts.addresses import interface_of, is_loopback
 
 SLOW_LOOKUP_S = 1.0
 CONNECT_S = 3.0
@@ -22,35 +21,6 @@ RESOLVER_ADVICE = (
 )
 
 T = TypeVar("T")
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def loopback() -> Iterator[Finding]:
-    """Whether two processes of this machine can connect by a port."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        with socket.create_connection(address, CONNECT_S):
-            yield Finding("ports", "ok", f"a free port of 127.0.0.1 ({address[1]}) is bound and reached")
-
-
-def interfaces() -> Iterator[Finding]:
-    """The interfaces that lead to other machines."""
-    found: dict[str, list[str]] = {}
-    for name, address in _own_addresses():
-        found.setdefault(name, []).append(str(address))
-    text = "; ".join(f"{name} {' '.join(addresses)}" for name, addresses in found.items())
-    yield Finding("interfaces", "ok" if text else "problem", text or "none is up", "" if text else "ip link set lo up")
-
-
-def _own_addresses() -> Iterator[tuple[str, Address]]:
-    """Yield the interfaces that are up with their addresses, except link-local ones."""
-    states = psutil.net_if_stats()
-    for name, found in psutil.net_if_addrs().items():
-        for each in found:
-            if each.family in (socket.AF_INET, socket.AF_INET6) and name in states and states[name].isup:
-                address = ipaddress.ip_address(each.address.split("%")[0])
-                if not address.is_link_local:
-                    yield name, address
 
 
 def names() -> Iterator[Finding]:
@@ -63,22 +33,18 @@ def names() -> Iterator[Finding]:
         return
     backward_s, name = _time(lambda: socket.getnameinfo((addresses[0], 0), 0)[0])
     text = f"{host} is {' '.join(addresses)} ({forward_s * 1e3:.0f} ms), which is {name} ({backward_s * 1e3:.0f} ms)"
-    if max(forward_s, backward_s) > SLOW_LOOKUP_S:
-        yield Finding("names", "warning", text, RESOLVER_ADVICE)
-    else:
-        yield Finding("names", "ok", text)
+    yield warning_if(max(forward_s, backward_s) > SLOW_LOOKUP_S, "names", text, RESOLVER_ADVICE)
     yield _check_interface(addresses[0])
 
 
-def _check_interface(text: str) -> Finding:
+def _check_interface(address: str) -> Finding:
     """The interface that gloo uses by default: that of the host name's address."""
-    address, owner = ipaddress.ip_address(text), interface_of(text)
-    if address.is_loopback:
-        others = [name for name, each in _own_addresses() if not each.is_loopback]
-        advice = f"for more than one machine: GLOO_SOCKET_IFNAME={others[0]}" if others else ""
+    owner = interface_of(address)
+    up = [name for name, found in psutil.net_if_stats().items() if found.isup and not name.startswith("lo")]
+    advice = f"for more than one machine: set GLOO_SOCKET_IFNAME to one of {', '.join(up)}" if up else ""
+    if is_loopback(address):
         return Finding("gloo", "note", f"announces {address}, which no other machine reaches", advice)
     if owner is None:
-        advice = "for more than one machine: set GLOO_SOCKET_IFNAME, or correct the host name's address"
         return Finding("gloo", "warning", f"the host name's address, {address}, belongs to no interface", advice)
     return Finding("gloo", "ok", f"announces {address} ({owner}) to other machines")
 

@@ -92,7 +92,11 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
         grace_s=parsed.grace or 5.0,
         process_group=parsed.process_group,
         prefix=nproc > 1 and not parsed.no_prefix,  # a single worker's stdout stays a terminal
-        **_watching(parsed),
+        start_method=parsed.start_method,
+        hang_timeout_s=parsed.hang_timeout,
+        log_dir=parsed.log_dir,
+        log_ranks=parsed.log_ranks,
+        log_format=parsed.log_format,
     )
 
 
@@ -101,20 +105,32 @@ def _run_on_machines(
 ) -> None:
     from unisono.backends import pick_backend
     from unisono.comm.selection import group_backend
-    from unisono.launch.arguments import check_nprocs, check_platform, pick_cores, pick_num_threads
+    from unisono.launch.arguments import (
+        check_duration,
+        check_hang_timeout,
+        check_log_dir,
+        check_nprocs,
+        check_platform,
+        check_start_method,
+        pick_cores,
+        pick_num_threads,
+    )
     from unisono.launch.hosts.agent import run_agent
+    from unisono.launch.policy import Policy
     from unisono.launch.run_target import run_worker_target, variables_of_run
-    from unisono.launch.spawn import make_job, make_policy, settle_streams
+    from unisono.launch.spawn import make_job, settle_streams
+    from unisono.launch.watching.output import OutputOptions
 
     family = pick_backend(parsed.backend)
     group_backend(family, parsed.process_group)
     count = check_nprocs(_number_from(parsed, place, "nproc"), family, parsed.process_group)
-    policy = make_policy(
-        count=None,
-        grace_s=parsed.grace or 25.0,
+    policy = Policy(
+        start_method=check_start_method(parsed.start_method),
+        grace_s=check_duration(parsed.grace or 25.0, "grace_s"),
         max_restarts=_max_restarts(parsed, machines, place),
-        prefix=not parsed.no_prefix,
-        **_watching(parsed),
+        hang_timeout_s=check_hang_timeout(parsed.hang_timeout),
+        log_dir=check_log_dir(parsed.log_dir),
+        output=OutputOptions(not parsed.no_prefix, parsed.log_ranks, parsed.log_format == "json"),
     )
     check_platform()
     job = make_job(
@@ -131,17 +147,6 @@ def _run_on_machines(
     )
     settle_streams()
     run_agent(job, policy, machines)
-
-
-def _watching(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `spawn` that mean the same on one machine and on several."""
-    return {
-        "start_method": parsed.start_method,
-        "hang_timeout_s": parsed.hang_timeout,
-        "log_dir": parsed.log_dir,
-        "log_ranks": parsed.log_ranks,
-        "log_format": parsed.log_format,
-    }
 
 
 def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> MachineOptions | None:

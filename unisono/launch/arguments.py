@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from unisono.arguments import check_integer, check_type
 from unisono.backends.cores import disjoint_cores, fair_num_threads
 from unisono.errors import UnisonoError, UnpicklableError
 from unisono.launch.unpicklable import describe_unpicklable, is_picklable
@@ -29,8 +31,7 @@ _REFUSED = {
 
 
 def check_call(fn: Any, args: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"fn={fn!r} is of type {type(fn).__name__}; pass a function that takes the index and *args")
+    check_type(fn, "fn", "pass a function that takes the index and *args", Callable)
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise TypeError(
             f"args={args!r} is of type {type(args).__name__}; pass a tuple, with one argument as (argument,)"
@@ -42,7 +43,7 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
     own."""
     if nprocs is None:
         return family.device_count()
-    check_count(nprocs, "nprocs", 1, "pass a number of at least 1, or None for all devices")
+    check_integer(nprocs, "nprocs", 1, "pass a number of at least 1, or None for all devices")
     if process_group == "gloo" != family.process_group_backend:
         return nprocs
     try:
@@ -52,27 +53,20 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
     return nprocs
 
 
-def check_count(value: int, name: str, least: int, advice: str) -> int:
-    """Check that `value` is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}; {advice}")
-    if value < least:
-        raise ValueError(f"{name}={value} is too small; {advice}")
-    return value
-
-
 def check_duration(seconds: float, name: str, is_zero_allowed: bool = True) -> float:
     """Check that `seconds` is a finite, non-negative number."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(f"{name}={seconds!r} is of type {type(seconds).__name__}; pass seconds")
+    check_type(seconds, name, "pass seconds", int, float)
     if not (0 < seconds <= _YEAR_S or (is_zero_allowed and seconds == 0)):
         raise ValueError(f"{name}={seconds!r} is not a duration; pass seconds from 0 to {_YEAR_S}, a year")
     return seconds
 
 
+def check_hang_timeout(seconds: float | None) -> float | None:
+    return None if seconds is None else check_duration(seconds, "hang_timeout_s", False)
+
+
 def check_timeout(timeout: timedelta) -> None:
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout={timeout!r} is of type {type(timeout).__name__}; pass a datetime.timedelta")
+    check_type(timeout, "timeout", "pass a datetime.timedelta", timedelta)
     if timeout <= timedelta():
         raise ValueError(f"timeout={timeout!r} leaves collectives no time; pass a positive timedelta")
     if timeout.total_seconds() > _YEAR_S:
@@ -107,36 +101,41 @@ def check_platform() -> None:
 def check_log_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
     if log_dir is None:
         return None
-    if not isinstance(log_dir, str | os.PathLike):
-        raise TypeError(f"log_dir={log_dir!r} is of type {type(log_dir).__name__}; pass the path of a directory")
+    check_type(log_dir, "log_dir", "pass the path of a directory", str, os.PathLike)
     if not os.fspath(log_dir):
         raise ValueError('log_dir="" names no directory; pass "." for the current one, or None to keep no files')
     return Path(log_dir)
 
 
-def check_log_format(log_format: str) -> str:
+def check_prefix(prefix: bool | None) -> bool | None:
+    check_type(prefix, "prefix", "pass True, False or None", bool, NoneType)
+    return prefix
+
+
+def check_log_format(log_format: str) -> bool:
+    """Whether lines are shown as JSON objects."""
     if log_format not in ("text", "json"):
         raise ValueError(f"log_format={log_format!r} does not exist; choose 'text' or 'json'")
-    return log_format
+    return log_format == "json"
 
 
-def check_log_ranks(log_ranks: Collection[int] | None, count: int | None) -> tuple[int, ...] | None:
+def check_log_ranks(log_ranks: Collection[int] | None, count: int) -> tuple[int, ...] | None:
     if log_ranks is None:
         return None
     if isinstance(log_ranks, str | bytes) or not isinstance(log_ranks, Collection):
         raise TypeError(f"log_ranks={log_ranks!r} is of type {type(log_ranks).__name__}; pass ranks, as in [0]")
     for rank in log_ranks:
-        check_count(rank, "a rank of log_ranks", 0, f"the ranks are 0 to {count - 1}" if count else "ranks begin at 0")
-        if count is not None and rank >= count:
+        check_integer(rank, "a rank of log_ranks", 0, f"the ranks are 0 to {count - 1}")
+        if rank >= count:
             raise ValueError(f"log_ranks={list(log_ranks)} names rank {rank}; the ranks are 0 to {count - 1}")
     return tuple(sorted(set(log_ranks)))
 
 
 def pick_num_threads(num_threads: int | None, num_loader_workers: int, count: int) -> int:
     """CPU threads per worker: the number given here or by OMP_NUM_THREADS, otherwise a fair share of the cores."""
-    check_count(num_loader_workers, "num_loader_workers", 0, "pass the num_workers of the DataLoader")
+    check_integer(num_loader_workers, "num_loader_workers", 0, "pass the num_workers of the DataLoader")
     if num_threads is not None:
-        return check_count(num_threads, "num_threads", 1, "pass an integer of at least 1, or None for a fair share")
+        return check_integer(num_threads, "num_threads", 1, "pass an integer of at least 1, or None for a fair share")
     asked = os.environ.get("OMP_NUM_THREADS", "")
     is_asked = asked.isdecimal() and int(asked) > 0
     threads = int(asked) if is_asked else fair_num_threads(count, num_loader_workers)
@@ -147,8 +146,7 @@ def pick_num_threads(num_threads: int | None, num_loader_workers: int, count: in
 
 def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
     """The cores of each worker if workers are to be pinned; otherwise None."""
-    if not isinstance(pin_cores, bool):
-        raise TypeError(f"pin_cores={pin_cores!r} is of type {type(pin_cores).__name__}; pass True or False")
+    check_type(pin_cores, "pin_cores", "pass True or False", bool)
     if not pin_cores:
         return None
     cores = disjoint_cores(count)
@@ -156,16 +154,14 @@ def pick_cores(pin_cores: bool, count: int) -> list[set[int]] | None:
     return cores
 
 
-def pickle_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None, carried: dict[str, dict[str, Any]] | None = None
-) -> bytes:
-    """Pickle the call, what a worker needs before it, and the globals of modules.
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
+    """Pickle the call, and what a worker needs before it.
 
     Raises:
         UnpicklableError: names what cannot be sent.
     """
     try:
-        return dumps_call(fn, args, first, carried or {})
+        return dumps_call(fn, args, first)
     except Exception as error:
         named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
         name, part = next((each for each in named if not is_picklable(each[1])), named[0])

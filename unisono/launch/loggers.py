@@ -1,8 +1,8 @@
 """The caller's loggers in its workers: levels, and handlers that write to a standard stream or to a file.
 
-A handler cannot be pickled: it holds a lock and an open stream. Instead its description is sent, and a worker makes
-another handler, for its own stdout or stderr, or appending to the same file. A handler of another kind (to a server, to
-memory, or one that rotates its files) stays with the caller, and `read_loggers` reports that.
+A handler cannot be pickled: it holds a lock and an open stream. So its other attributes are sent, and a worker makes
+another handler of them, for its own stdout or stderr, or appending to the same file. A handler of another kind (to a
+server, to memory, or one that rotates its files) stays with the caller, and `read_loggers` reports that.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import logging
 import logging.handlers
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from unisono.launch.imported_modules import is_users_file
 from unisono.launch.unpicklable import is_picklable
@@ -22,52 +22,27 @@ _FILES = (logging.FileHandler, logging.handlers.WatchedFileHandler)
 _KNOWN = (logging.StreamHandler, logging.NullHandler, *_FILES)
 
 
-@dataclass(frozen=True)
-class HandlerFacts:
+class HandlerFacts(NamedTuple):
     """The description of a handler.
 
     Attributes:
         kind: its class.
         stream: "stdout" or "stderr", if it writes to one of them.
-        path, encoding, errors: of its file, if it writes to one.
+        attributes: the others.
     """
 
     kind: type[logging.Handler]
-    level: int
-    formatter: logging.Formatter | None
-    filters: list[Any]
-    stream: str = ""
-    path: str = ""
-    encoding: str | None = None
-    errors: str | None = None
+    stream: str
+    attributes: dict[str, Any]
 
     def make(self) -> logging.Handler:
         """Make an equivalent handler in this process."""
-        handler = self._open()
-        handler.setLevel(self.level)
-        handler.setFormatter(self.formatter)
-        handler.filters[:] = self.filters
-        return handler
-
-    def _open(self) -> logging.Handler:
+        handler = self.kind.__new__(self.kind)
+        logging.Handler.__init__(handler)  # its lock
+        vars(handler).update(self.attributes)
         if self.stream:
-            return logging.StreamHandler(getattr(sys, self.stream))
-        if isinstance(self.kind, type) and issubclass(self.kind, logging.FileHandler):
-            # Append even if the caller's handler does not: the caller's lines are already in the file.
-            return self.kind(self.path, "a", self.encoding, delay=True, errors=self.errors)
-        return self.kind()
-
-
-@dataclass(frozen=True)
-class LoggerFacts:
-    """The description of a logger; `handlers` is None if the worker's handlers are to stay."""
-
-    name: str
-    level: int
-    propagate: bool
-    disabled: bool
-    filters: list[Any]
-    handlers: list[HandlerFacts] | None
+            vars(handler)["stream"] = getattr(sys, self.stream)
+        return handler
 
 
 @dataclass(frozen=True)
@@ -75,42 +50,56 @@ class Logging:
     """What a worker needs in order to log as the caller does.
 
     Attributes:
-        loggers: those that were changed since their creation, the root logger first.
+        attributes: of the loggers that were changed since their creation, by name: level, propagate, disabled, filters.
+        handlers: by the logger's name; the handlers of other loggers stay as a worker has them.
         disabled: the level up to which nothing is logged.
         level_names: by level, including levels that the caller has added.
         left_out: what stays with the caller, in words.
     """
 
-    loggers: list[LoggerFacts]
+    attributes: dict[str, dict[str, Any]]
+    handlers: dict[str, list[HandlerFacts]]
     disabled: int
     level_names: dict[int, str]
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[str]
 
 
 def read_loggers() -> Logging:
     """Describe the loggers of this process."""
-    left_out: list[str] = []
-    loggers = [_describe(each, left_out) for each in _changed_loggers()]
+    attributes, handlers, left_out = {}, {}, []
+    for logger in _changed_loggers():
+        name = logger.name
+        attributes[name] = {
+            "level": logger.level,
+            "propagate": logger.propagate,
+            "disabled": logger.disabled,
+            "filters": [each for each in logger.filters if is_picklable(each)],
+        }
+        if name.partition(".")[0] == "torch":  # torch adds its own handlers wherever it is imported
+            continue
+        described = [(each, _describe_handler(each)) for each in logger.handlers]
+        handlers[name] = [facts for _, facts in described if facts is not None]
+        if not _is_of_library(name):
+            left_out += [f"the handler {each!r} of logger {name!r}" for each, facts in described if facts is None]
     names = {level: name for name, level in logging.getLevelNamesMapping().items()}
-    return Logging(loggers, logging.root.manager.disable, names, left_out)
+    return Logging(attributes, handlers, logging.root.manager.disable, names, left_out)
 
 
 def adopt_loggers(facts: Logging) -> None:
     """Make this process log like the one that the loggers are from."""
-    for level, name in facts.level_names.items():
-        if logging.getLevelName(level) != name:
-            logging.addLevelName(level, name)
+    for level, level_name in facts.level_names.items():
+        if logging.getLevelName(level) != level_name:
+            logging.addLevelName(level, level_name)
     if logging.root.manager.disable != facts.disabled:  # setting it visits all loggers, so only if it differs
         logging.disable(facts.disabled)
-    for each in facts.loggers:
-        logger = logging.getLogger(each.name or None)
-        if logger.level != each.level:
-            logger.setLevel(each.level)
-        logger.propagate, logger.disabled, logger.filters[:] = each.propagate, each.disabled, each.filters
-        if each.handlers is not None:
+    for name, attributes in facts.attributes.items():
+        logger = logging.getLogger(name)
+        vars(logger).update(attributes)
+        if name in facts.handlers:
             # of a library that is imported here as well
             kept = [own for own in logger.handlers if type(own) not in _KNOWN]
-            logger.handlers[:] = [*(handler.make() for handler in each.handlers), *kept]
+            logger.handlers[:] = [*(handler.make() for handler in facts.handlers[name]), *kept]
+    logging.root.setLevel(logging.root.level)  # clears what all loggers have cached of the levels
 
 
 def _changed_loggers() -> Iterator[logging.Logger]:
@@ -122,19 +111,6 @@ def _changed_loggers() -> Iterator[logging.Logger]:
                 yield each
 
 
-def _describe(logger: logging.Logger, left_out: list[str]) -> LoggerFacts:
-    name = "" if logger is logging.root else logger.name
-    handlers: list[HandlerFacts] | None = None
-    if name.split(".")[0] != "torch":  # torch adds its own handlers wherever it is imported
-        described = [(each, _describe_handler(each)) for each in logger.handlers]
-        handlers = [facts for _, facts in described if facts is not None]
-        owner = f"logger {name!r}" if name else "the root logger"
-        if not _is_of_library(name):
-            left_out += [f"the handler {each!r} of {owner}" for each, facts in described if facts is None]
-    filters = [each for each in logger.filters if is_picklable(each)]
-    return LoggerFacts(name, logger.level, logger.propagate, logger.disabled, filters, handlers)
-
-
 def _is_of_library(name: str) -> bool:
     """Whether a logger belongs to an installed package, which adds its handlers wherever it is imported."""
     file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
@@ -143,20 +119,16 @@ def _is_of_library(name: str) -> bool:
 
 def _describe_handler(handler: logging.Handler) -> HandlerFacts | None:
     """Describe a handler; None if a worker cannot have an equivalent one."""
-    if not (is_picklable(handler.formatter) and is_picklable(handler.filters)):
+    attributes = {name: value for name, value in vars(handler).items() if name not in ("lock", "stream")}
+    if type(handler) not in _KNOWN or not is_picklable(attributes):
         return None
-    known: dict[str, Any] = {
-        "kind": type(handler),
-        "level": handler.level,
-        "formatter": handler.formatter,
-        "filters": list(handler.filters),
-    }
     if type(handler) is logging.StreamHandler:
         stream = _standard_stream(handler.stream)
-        return HandlerFacts(**known, stream=stream) if stream else None
-    if type(handler) in _FILES and isinstance(handler, logging.FileHandler):
-        return HandlerFacts(**known, path=handler.baseFilename, encoding=handler.encoding, errors=handler.errors)
-    return HandlerFacts(**known) if type(handler) is logging.NullHandler else None
+        return HandlerFacts(logging.StreamHandler, stream, attributes) if stream else None
+    if isinstance(handler, logging.FileHandler):
+        # It is opened with its first record. The caller's lines are already in the file, so append.
+        attributes |= {"stream": None, "mode": "a"}
+    return HandlerFacts(type(handler), "", attributes)
 
 
 def _standard_stream(stream: object) -> str | None:

@@ -8,22 +8,23 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from unisono import preemption
+from unisono.arguments import check_integer
 from unisono.backends import pick_backend
 from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.arguments import (
     check_call,
-    check_count,
     check_duration,
+    check_hang_timeout,
     check_log_dir,
     check_log_format,
     check_log_ranks,
     check_nprocs,
     check_platform,
+    check_prefix,
     check_start_method,
     check_timeout,
     pick_cores,
@@ -33,7 +34,6 @@ from unisono.launch.arguments import (
 from unisono.launch.context import ProcessContext
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
-from unisono.launch.imported_modules import check_carried, globals_of
 from unisono.launch.messages import say_once
 from unisono.launch.policy import Policy
 from unisono.launch.settings import Settings
@@ -62,7 +62,6 @@ class SpawnOptions(TypedDict, total=False):
     log_dir: str | os.PathLike[str] | None
     log_ranks: Collection[int] | None
     prefix: bool | None
-    carry: Collection[ModuleType]
     log_format: Literal["text", "json"]
     process_group: Literal["gloo"] | None
 
@@ -105,7 +104,6 @@ def spawn(
     log_dir: str | os.PathLike[str] | None = None,
     log_ranks: Collection[int] | None = None,
     prefix: bool | None = None,
-    carry: Collection[ModuleType] = (),
     log_format: Literal["text", "json"] = "text",
     process_group: Literal["gloo"] | None = None,
 ) -> list[Any] | ProcessContext:
@@ -142,7 +140,6 @@ def spawn(
         log_dir: the parent of this run's log directory: each rank's stdout and stderr, events, the monitor's samples.
         log_ranks: show the output of these ranks only; the log files contain every rank's.
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
-        carry: imported modules whose globals were changed at run time; the workers get them with their current values.
         log_format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
         process_group: how torch.distributed reduces: None uses memory shared between the workers, and NCCL on CUDA;
             "gloo" sends over the loopback interface and lets several workers share a GPU, which is useful in tests.
@@ -168,21 +165,17 @@ def spawn(
     if announced_place() is not None:
         _tell_idle_options(join, max_restarts=max_restarts, hang_timeout_s=hang_timeout_s, log_dir=log_dir)
         return run_announced(fn, args, nprocs, family, timeout, process_group)
-    policy = make_policy(
+    policy = Policy(
+        start_method=check_start_method(start_method),
+        grace_s=check_duration(grace_s, "grace_s"),
         daemon=daemon,
-        count=count,
-        start_method=start_method,
-        grace_s=grace_s,
-        max_restarts=max_restarts,
-        hang_timeout_s=hang_timeout_s,
-        log_dir=log_dir,
-        log_ranks=log_ranks,
-        prefix=prefix,
-        log_format=log_format,
+        max_restarts=check_integer(max_restarts, "max_restarts", 0, "pass how often the group may be restarted"),
+        hang_timeout_s=check_hang_timeout(hang_timeout_s),
+        log_dir=check_log_dir(log_dir),
+        output=OutputOptions(check_prefix(prefix), check_log_ranks(log_ranks, count), check_log_format(log_format)),
     )
     threads = pick_num_threads(num_threads, num_loader_workers, count)
     cores = pick_cores(pin_cores, count)
-    carried = check_carried(carry)
     needs_process = (
         max_restarts
         or pin_cores
@@ -193,7 +186,7 @@ def spawn(
     if count == 1 and join and not needs_process:
         return [_run_inline(fn, args, family)]
     check_platform()
-    job = make_job(fn, args, count, family, policy, timeout, threads, cores, carried, process_group=process_group)
+    job = make_job(fn, args, count, family, policy, timeout, threads, cores, process_group=process_group)
     settle_streams()
     context = ProcessContext(Supervisor(job, policy))
     if join:
@@ -205,36 +198,6 @@ def spawn(
 _PULSE_S = 1.0  # seconds between two checks of a worker's progress
 
 
-def make_policy(
-    count: int | None,
-    daemon: bool = False,
-    start_method: str | None = None,
-    grace_s: float = 5.0,
-    max_restarts: int = 0,
-    hang_timeout_s: float | None = None,
-    log_dir: str | os.PathLike[str] | None = None,
-    log_ranks: Collection[int] | None = None,
-    prefix: bool | None = None,
-    log_format: str = "text",
-) -> Policy:
-    """Validate the arguments of `spawn` that say how workers are started, watched and ended, and make a policy of them.
-
-    Args:
-        count: the total number of ranks; None if it is not known yet.
-    """
-    if prefix is not None and not isinstance(prefix, bool):
-        raise TypeError(f"prefix={prefix!r} is of type {type(prefix).__name__}; pass True, False or None")
-    return Policy(
-        start_method=check_start_method(start_method),
-        grace_s=check_duration(grace_s, "grace_s"),
-        daemon=daemon,
-        max_restarts=check_count(max_restarts, "max_restarts", 0, "pass how often the group may be restarted"),
-        hang_timeout_s=None if hang_timeout_s is None else check_duration(hang_timeout_s, "hang_timeout_s", False),
-        log_dir=check_log_dir(log_dir),
-        output=OutputOptions(prefix, check_log_ranks(log_ranks, count), check_log_format(log_format) == "json"),
-    )
-
-
 def make_job(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -244,7 +207,6 @@ def make_job(
     timeout: timedelta,
     num_threads: int,
     cores: list[set[int]] | None,
-    carried: Collection[ModuleType] = (),
     is_checked: bool = False,
     process_group: Literal["gloo"] | None = None,
 ) -> Job:
@@ -260,7 +222,7 @@ def make_job(
             "add a handler in fn"
         )
     return Job(
-        call=pickle_call(fn, tuple(args), settings, {each.__name__: globals_of(each) for each in carried}),
+        call=pickle_call(fn, tuple(args), settings),
         nprocs=count,
         backend=family.name,
         timeout=timeout,

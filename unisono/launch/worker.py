@@ -36,19 +36,18 @@ import torch.utils.data  # here, so that every fork has it
 
 from unisono import preemption, terminal
 from unisono.backends import get_backend
-from unisono.backends.switches import SWITCHES
 from unisono.comm.processes import is_of_transport
 from unisono.comm.selection import translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.heartbeat import beating
 from unisono.launch.hosts.environment import Place
-from unisono.launch.imported_modules import adopt_globals, compare_modules, describe_modules
+from unisono.launch.imported_modules import compare_modules, describe_modules
 from unisono.launch.loggers import adopt_loggers
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import Kind, Reporter
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.script_group import let_scripts_initialise
-from unisono.launch.settings import INTERPRETER, PROCESS, Settings, Value, adopt_settings, read_settings
+from unisono.launch.settings import Settings, adopt_settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
@@ -85,7 +84,6 @@ class Job:
         private: the group's directory, once there is one.
         samples: the path of the monitor's samples.
         modules: the caller's modules, pickled, as `describe_modules` returns them.
-        process: the process settings of the caller (`settings.PROCESS`); the other settings come with the call.
         columns: the width of the terminal that shows the workers' stderr; 0 if there is none.
         environ, directory, path, argv: the caller's.
     """
@@ -109,7 +107,6 @@ class Job:
     private: str = ""
     samples: str = ""
     modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
-    process: dict[str, Value] = field(default_factory=lambda: read_settings(PROCESS))
     columns: int = field(default_factory=lambda: terminal.columns_of(2))
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
@@ -169,8 +166,6 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     try:
         job: Job = pickle.loads(Path(job_file).read_bytes())
         place = job.place_of(rank)
-        # Before files and threads are created: umask, limits and affinity apply to those made later.
-        _report_refused(adopt_settings(job.process, PROCESS), reporter)
         _adopt_caller(job, place)
         world = _join_world(job, place)
         set_process_world(world)
@@ -248,7 +243,6 @@ def _call(job: Job, world: World, reporter: Reporter) -> Any:
     _is_loading = True
     try:
         loaded = loads_call(job.call, lambda settings: _adopt_settings(settings, world, reporter))
-        adopt_globals(loaded.carried)
     except Exception as error:
         raise UnpicklableError(
             f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); everything they "
@@ -269,14 +263,10 @@ def _adopt_settings(settings: Settings, world: World, reporter: Reporter) -> Non
     # First: it also reseeds the CPU's generator, whose exact state is among the settings.
     if world.backend.moves_in_background:  # it has its own generator, which may not even exist in the caller
         torch.manual_seed(settings.seed)
-    _report_refused(adopt_settings(settings.values, {**INTERPRETER, **SWITCHES}), reporter)
-    adopt_loggers(settings.loggers)
-
-
-def _report_refused(refused: dict[str, str], reporter: Reporter) -> None:
-    for name, reason in refused.items():
+    for name, reason in adopt_settings(settings.values).items():
         text = f"workers do not have what {name} has set in the calling process ({reason})"
         reporter.send(Kind.NOTE, text.encode())
+    adopt_loggers(settings.loggers)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Channel: a queue with two ends, each of which can be closed, and which notify each other.
 
 A channel has no bound itself. The sender first waits for room, by a condition over whatever the bound spans: one
-channel, or all channels of a lane.
+channel, or both of a lane.
 
 *Threads:* one sender and one receiver at a time. Channels created with the same lock can be inspected together.
 
@@ -149,11 +149,6 @@ class Channel(Generic[T]):
         """As `wake_sender`, from any thread, at any moment."""
         self._room_bell.ring_unlocked()
 
-    @property
-    def has_waiting_sender(self) -> bool:
-        """Whether a sender waits for room here, or is about to."""
-        return self._room_bell.is_awaited
-
 
 class _Bell:
     """Wakes the threads that wait at one end. A spurious ring is harmless: a woken thread checks again."""
@@ -162,11 +157,6 @@ class _Bell:
         # The `put` of a SimpleQueue is reentrant: a garbage collection within it may call `cancel`, which rings too.
         self._rings: SimpleQueue[None] = SimpleQueue()
         self._expected = 0
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a thread waits for it, or is about to."""
-        return self._expected > 0
 
     def expect(self) -> None:
         """Announce a `wait`, under the lock that guards the awaited state."""

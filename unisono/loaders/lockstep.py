@@ -27,6 +27,7 @@ from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane, Stamps
 from unisono.loaders.sharding import Claim, Rule, Size, check_told, mark_of
 from unisono.loaders.sources import Begun
+from unisono.loaders.stream_parts import Read, count_reads
 from unisono.loaders.streams import other_stream
 from unisono.outcome import copy_error
 from unisono.timeline import Waits
@@ -37,12 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Ready(NamedTuple):
-    """A batch of a rank: its size, the counts of its parts after it, the worker that made it, and the trail."""
+    """A batch of a rank: its size, and what it took from the stream."""
 
     size: Size
-    taken: list[int]
-    last: int
-    trail: Any
+    read: Read
 
 
 class _Offer(NamedTuple):
@@ -95,8 +94,7 @@ class Lockstep:
         self._rule = rule
         self._dim = dim
         self._ahead = ahead
-        # The position is the same on every rank, and a rank's trail is not.
-        self._position = {name: value for name, value in begun.position.items() if name != "trail"}
+        self._position = begun.position  # the same on every rank
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
@@ -193,14 +191,10 @@ class Lockstep:
         return None
 
     def _offer(self, error: Exception | None) -> _Offer:
-        rank = self._world.rank
         batches = []
         for each in self._own:
-            _, workers, taken = each.position["layers"][-1]
-            own = taken[rank * workers : (rank + 1) * workers]
             untold = "" if each.claim.is_sized else type(each.batch).__name__
-            size, trail = Size(each.claim.samples, untold=untold), each.position.get("trail")
-            batches.append(_Ready(size, own, each.position["last"][rank], trail))
+            batches.append(_Ready(Size(each.claim.samples, untold=untold), each.position["read"]))
         failure = f"{type(error).__name__}: {error}" if error is not None else None
         # Who cuts is known only after the stream's first sample, which the position of a batch includes.
         known = self._own[0].position if self._own else self._position
@@ -209,15 +203,8 @@ class Lockstep:
 
     def _advance(self, offered: list[_Ready | None], total: int) -> None:
         """Advance the position, which is that of all ranks' parts, after a round."""
-        before = self._position
-        ranks, workers, taken = before["layers"][-1]
-        taken, last = list(taken), list(before["last"])
-        for rank, ready in enumerate(offered):
-            if ready is not None:
-                taken[rank * workers : (rank + 1) * workers] = ready.taken
-                last[rank] = ready.last
-        layers = [*before["layers"][:-1], [ranks, workers, taken]]
-        self._position = {**before, "offset": before["offset"] + total, "layers": layers, "last": last}
+        position = count_reads(self._position, [ready.read for ready in offered if ready is not None])
+        self._position = {**position, "offset": position["offset"] + total}
         if self._states is not None:
             self._position["states"] = self._states
 
@@ -306,7 +293,7 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
     if going and going[0].by == "stride" and len({offer.mark for offer in going if offer.mark}) > 1:
         raise RuntimeError(other_stream("ranks"))
     for batches in zip(*(offer.batches for offer in going), strict=False):  # the rounds that all ranks will take
-        trails = {batch.trail for batch in batches if batch.trail is not None}
-        if len(trails) > len(dict(trails)):  # two marks after the same row
+        trails = {batch.read.trail for batch in batches if batch.read.trail is not None}
+        if len(trails) > len({trail.rows for trail in trails}):  # two marks after the same row
             raise RuntimeError(other_stream("ranks"))
     return going

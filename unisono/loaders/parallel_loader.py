@@ -21,10 +21,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
+from unisono.arguments import check_integer, check_type
 from unisono.backends import resolve_device, resolve_devices
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
@@ -44,6 +45,21 @@ _NO_COPY = (
     "example in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
 )
 _TOLD = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The arguments that `DeviceLoader` passes on to `ParallelLoader`, whose docstring describes each."""
+
+    batchdim: int
+    fixed_batch_size: bool
+    loader_prefetch_size: int
+    device_prefetch_size: int
+    prefetch_bytes: int | None
+    split: Split
+    tail: Tail | None
+    seed: int | None
+    already_sharded: bool
+    sources: Sources | None
 
 
 class ParallelLoader:
@@ -66,7 +82,6 @@ class ParallelLoader:
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
             alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
             their `prefetch_factor`.
-        transfer_threads: how many threads move batches, per device. The order is kept.
         split: the meaning of a batch of `loader`. "rank": one rank's batch; a global batch consists of one per rank.
             "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
@@ -98,7 +113,6 @@ class ParallelLoader:
         device_prefetch_size: int = 4,
         *,
         prefetch_bytes: int | None = None,
-        transfer_threads: int = 1,
         split: Split = "rank",
         tail: Tail | None = None,
         seed: int | None = None,
@@ -117,15 +131,11 @@ class ParallelLoader:
                 f"loader={loader!r:.200} is of type {type(loader).__name__}; pass a DataLoader, or an iterable of "
                 "batches: a list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
             )
-        check_size(loader_prefetch_size, "loader_prefetch_size", 0)
-        check_size(device_prefetch_size, "device_prefetch_size")
-        check_size(transfer_threads, "transfer_threads")
+        check_integer(loader_prefetch_size, "loader_prefetch_size", 0)
+        check_integer(device_prefetch_size, "device_prefetch_size", 1)
         if prefetch_bytes is not None:
-            check_size(prefetch_bytes, "prefetch_bytes")
-        if isinstance(batchdim, bool) or not isinstance(batchdim, int):
-            raise TypeError(
-                f"batchdim={batchdim!r} is of type {type(batchdim).__name__}; pass a dimension, 0 for the first"
-            )
+            check_integer(prefetch_bytes, "prefetch_bytes", 1)
+        check_type(batchdim, "batchdim", "pass a dimension, 0 for the first", int)
         self._devices = resolve_devices(devices)
         self._world = world or current_world()
         if len(self._devices) > 1 and self._world.world_size > 1:
@@ -135,7 +145,7 @@ class ParallelLoader:
             )
         self._loader = loader
         self._batchdim = batchdim
-        self._prefetch = (loader_prefetch_size, device_prefetch_size, prefetch_bytes, transfer_threads)
+        self._prefetch = (loader_prefetch_size, device_prefetch_size, prefetch_bytes)
         self._loops = loops
         self._rule = _rule(
             self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), already_sharded
@@ -246,7 +256,7 @@ class ParallelLoader:
         """The function from which a lane's loop receives its batches."""
         if not self._source.is_uneven:
             return lane.receive
-        _, device_prefetch_size, prefetch_bytes, _ = self._prefetch
+        _, device_prefetch_size, prefetch_bytes = self._prefetch
         # What Lockstep holds has left the lane, and is no longer counted by its bound on bytes.
         ahead = device_prefetch_size if prefetch_bytes is None else 1
         return Lockstep(lane, self._world, self._rule, self._batchdim, ahead, begun).receive
@@ -293,7 +303,7 @@ class ParallelLoader:
             BusyError: the pass has begun.
         """
         self._refuse_begun("set_epoch")
-        check_size(epoch, "epoch", 0)
+        check_integer(epoch, "epoch", 0)
         self._bookmark.jump(epoch)
 
     @property
@@ -322,10 +332,6 @@ class ParallelLoader:
         except TypeError:
             return None
 
-    def per_device_samples(self) -> int:
-        """The number of batches for each device, by its name in the PyTorch/XLA API; TypeError as for `len`."""
-        return len(self)
-
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
 
@@ -352,7 +358,7 @@ class DeviceLoader:
 
     Args:
         device: the device on which batches are delivered; None uses the world's device.
-        others: as for `ParallelLoader`.
+        others: as for `ParallelLoader`, by name.
 
     Attributes:
         valid_samples, weight: as for `DeviceIterator`, of the innermost open loop, or of the last one.
@@ -362,39 +368,14 @@ class DeviceLoader:
         self,
         loader: Iterable[Any],
         device: str | int | torch.device | None = None,
-        batchdim: int = 0,
-        fixed_batch_size: bool = False,
-        loader_prefetch_size: int = 8,
-        device_prefetch_size: int = 4,
         *,
-        prefetch_bytes: int | None = None,
-        transfer_threads: int = 1,
-        split: Split = "rank",
-        tail: Tail | None = None,
-        seed: int | None = None,
-        already_sharded: bool = False,
         world: World | None = None,
-        sources: Sources | None = None,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         world = world or current_world()
         self._device = world.device if device is None else device
         # Each loop is an `again()` of it, so its source and its bookmark last for all of them.
-        self._never_begun = ParallelLoader(
-            loader,
-            [self._device],
-            batchdim,
-            fixed_batch_size,
-            loader_prefetch_size,
-            device_prefetch_size,
-            prefetch_bytes=prefetch_bytes,
-            transfer_threads=transfer_threads,
-            split=split,
-            tail=tail,
-            seed=seed,
-            already_sharded=already_sharded,
-            world=world,
-            sources=sources,
-        )
+        self._never_begun = ParallelLoader(loader, [self._device], world=world, **options)
         self.length_was_asked = False
         self._loops = [Progress()]  # the innermost last; not the iterators, which keep threads alive
 
@@ -474,19 +455,6 @@ def _plain_seed(seed: Any) -> int:
             f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None for the loader's own"
         )
     return operator.index(seed)
-
-
-def check_size(size: int, name: str, least: int = 1) -> None:
-    """Check that a size is an integer of at least `least`.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is smaller.
-    """
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name}={size!r} is of type {type(size).__name__}; pass an integer")
-    if size < least:
-        raise ValueError(f"{name}={size} is too small; pass an integer of at least {least}")
 
 
 def _rule(

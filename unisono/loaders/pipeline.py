@@ -1,18 +1,15 @@
 """The two stages of a parallel loader, each a thread body: the reader distributes rounds, a transfer moves batches.
 
-    source --reader--> lane: n conveyors, each inbox --transfer--> outbox --> the loop
+    source --reader--> lane: inbox --transfer--> outbox --> the loop
 
-Round k of a lane travels on its conveyor k mod n, and its loop receives from conveyor k mod n: so several transfers
-may run concurrently, and the order holds by construction. A lane to a device to which nothing has to be moved has no
-transfer: the reader puts its batches directly into the outbox.
+A lane to a device to which nothing has to be moved has no transfer: the reader puts its batches directly into the
+outbox.
 
-The pipeline owns the lanes and the threads. The bounds apply per lane, over all of its conveyors: to the number of
-loaded batches in its inboxes, to the number of moved ones from the start of their move until the loop takes them, and
-to the bytes of both.
+The pipeline owns the lanes and the threads. The bounds apply per lane: to the number of loaded batches in its inbox, to
+the number of moved ones from the start of their move until the loop takes them, and to the bytes of both.
 
-*Threads:* `unisono-reader` runs `read`, `unisono-transfer-K` (`-K-J` for conveyor J, from 1 on) runs `transfer` for
-lane K. They hold the pipeline and the source, never the loader object that the user holds, so dropping that object
-ends them.
+*Threads:* `unisono-reader` runs `read`, `unisono-transfer-K` runs `transfer` for lane K. They hold the pipeline and
+the source, never the loader object that the user holds, so dropping that object ends them.
 
 Invariants:
 1. Every lane gets the same rounds, in order.
@@ -21,8 +18,7 @@ Invariants:
    that could not be moved are discarded, too.
 4. One thread may drain one lane after another, and a loop may be left. A full lane grows beyond its bounds while
    another lane waits, if the only thread that empties the full one is that waiter, or no iterator is left for it.
-5. A batch that is larger than the bound on bytes is admitted when its lane is empty. Since, in addition, batches are
-   moved in the order of their rounds, the batch that the loop waits for always has room.
+5. A batch that is larger than the bound on bytes is admitted when its lane is empty.
 """
 
 from __future__ import annotations
@@ -76,10 +72,9 @@ class Stamps(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A piece in a lane: `number` is its round's."""
+    """A piece in a lane."""
 
     piece: Piece
-    number: int
     nbytes: int
     stamps: Stamps
 
@@ -95,21 +90,6 @@ class Delivery(NamedTuple):
     stamps: Stamps
 
 
-class Conveyor:
-    """Every n-th round of a lane, from round `first` on: its loaded and its moved batches.
-
-    The reader puts into `entry`. `refill_at`, of the inbox and the outbox, as for `Channel`.
-    """
-
-    def __init__(
-        self, lane: Lane, first: int, lock: threading.Lock, is_direct: bool, refill_at: tuple[int | None, int | None]
-    ) -> None:
-        self.first = first
-        self.inbox: Channel[Loaded] = Channel(lock, lane.on_move, refill_at[0])
-        self.outbox: Channel[Delivery] = Channel(lock, lane.on_receipt, refill_at[1])
-        self.entry: Channel[Any] = self.outbox if is_direct else self.inbox
-
-
 class Lane:
     """The path of the batches to one device.
 
@@ -121,6 +101,7 @@ class Lane:
         progress: the progress of its loop.
         is_direct: whether nothing has to be moved, so that the reader delivers batches itself.
         is_cancelled: whether no loop receives here any more.
+        entry: the channel into which the reader puts.
     """
 
     def __init__(
@@ -139,64 +120,53 @@ class Lane:
         self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
         self.is_direct = not backend.moves_in_background
-        self._failed_at: int | None = None  # the first round that could not be moved
-        count = 1 if self.is_direct else pipeline.transfer_threads
-        self._takes_turns = threading.Lock() if count > 1 else None
-        # Over several conveyors, the length of one channel does not show whether half of the lane is empty.
-        refill_at = pipeline.refill_at(self.is_direct) if count == 1 else (None, None)
-        self.conveyors = [Conveyor(self, first, pipeline.lock, self.is_direct, refill_at) for first in range(count)]
-        entries, outboxes = [each.entry for each in self.conveyors], [each.outbox for each in self.conveyors]
-        # A channel wakes its own sender. If a bound spans several, a receipt from one makes room in the others.
-        self._woken_by_move = entries if count > 1 else []
-        self._woken_by_receipt = outboxes if count > 1 else []
-        if pipeline.prefetch_bytes is not None and not self.is_direct:
-            self._woken_by_receipt = self._woken_by_receipt + entries
+        self._has_failed = False  # a batch could not be moved
+        self._most_waiting = pipeline.loader_prefetch_size
+        if self.is_direct:  # as many as in both channels, with the one that would be moved
+            self._most_waiting += pipeline.device_prefetch_size + 1
+        # The number of waiting batches does not show how full a lane is that is bounded by bytes.
+        is_counted = pipeline.prefetch_bytes is None
+        self.inbox: Channel[Loaded] = Channel(pipeline.lock, refill_at=self._most_waiting // 2 if is_counted else None)
+        moved = self._most_waiting if self.is_direct else pipeline.device_prefetch_size
+        self.outbox: Channel[Delivery] = Channel(pipeline.lock, self._on_receipt, moved // 2 if is_counted else None)
+        self.entry: Channel[Any] = self.outbox if self.is_direct else self.inbox
 
     # The reader's end.
 
     def send(self, piece: Piece, asked_at: int, loaded_at: int) -> bool:
         """Put the piece of the next round in, waiting for room; return False if the lane is cancelled."""
         size = nbytes(piece.batch)
-        # Rounds go to the transfer threads in turn and are received in turn, which keeps their order without sorting.
-        conveyor = self.conveyors[self.sent % len(self.conveyors)]
-        entry = conveyor.entry
-        # Checked without the lock first: only this thread takes up room.
-        if not self._has_room(size) and not entry.wait_for_room(partial(self._has_room, size)):
+        if self._has_failed:
             return False
-        # `_has_room` is True after a failure, too, so that the reader does not wait for room that never comes.
-        if self._failed_at is not None:
+        # Checked without the lock first: only this thread takes up room.
+        if not self._has_room(size) and not self.entry.wait_for_room(partial(self._has_room, size)):
             return False
         # `asked_at` is 0 if no other lane can have held up the reader: `divide` then finds no time for peers.
         sent_at = perf_counter_ns() if asked_at else loaded_at
-        item: Any = Loaded(piece, self.sent, size, Stamps(asked_at, loaded_at, sent_at))
+        item: Any = Loaded(piece, size, Stamps(asked_at, loaded_at, sent_at))
         if self.is_direct:
             try:
                 item = self.move(item)
             except BaseException as error:
-                self.fail(self.sent, conveyor, Outcome.failure(error))
+                self.fail(Outcome.failure(error))
                 return False
         self.sent += 1
         self._sent_bytes += size
-        return entry.send(item)
+        return self.entry.send(item)
 
     def close(self, end: Outcome[None]) -> None:
         """Close the lane after the last round: the source has ended, or failed with the error of `end`."""
-        for conveyor in self.conveyors:
-            # Each lane raises its own copy: two threads must never raise the same exception object.
-            conveyor.entry.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
+        # Each lane raises its own copy: two threads must never raise the same exception object.
+        self.entry.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
 
     def _has_room(self, size: int) -> bool:
-        waiting = self.sent - self.received
-        pipeline = self._pipeline
-        if self.is_direct:
-            is_full = waiting >= pipeline.most_waiting
-        else:
-            # Only the inboxes: how many batches are moved ahead is bounded by the transfers, in `may_move`.
-            is_full = sum([len(each.inbox) for each in self.conveyors]) >= pipeline.loader_prefetch_size
+        # Of two channels only the first: how many batches are moved ahead is bounded by the transfer.
+        is_full = len(self.entry) >= self._most_waiting
         # One batch may always enter, however large: a bound below the size of a batch would block forever.
-        if pipeline.prefetch_bytes is not None and waiting:
-            is_full = is_full or self._sent_bytes - self._received_bytes + size > pipeline.prefetch_bytes
-        return not is_full or self._failed_at is not None or self._may_overflow()
+        bound = self._pipeline.prefetch_bytes
+        if bound is not None and self.sent > self.received:
+            is_full = is_full or self._sent_bytes - self._received_bytes + size > bound
+        return not is_full or self._may_overflow()
 
     def _may_overflow(self) -> bool:
         # One thread may loop over several devices in turn: while it waits at an empty lane, the full one stays full, so
@@ -205,7 +175,7 @@ class Lane:
         waiters = [lane.waiter for lane in starved]
         return any(waiter is not None and (self.owner in (None, waiter) or not self.iterators) for waiter in waiters)
 
-    # The transfers' end.
+    # The transfer's end.
 
     def move(self, loaded: Loaded) -> Delivery:
         """Move a batch to the device, or start its move."""
@@ -217,31 +187,15 @@ class Lane:
             raise
         return Delivery(batch, token, piece.claim, piece.position, loaded.nbytes, loaded.stamps)
 
-    def may_move(self, number: int) -> bool:
-        """Whether there is room for that round on the device, or the lane is cancelled. Called under the lock."""
-        return number < self.received + self._pipeline.device_prefetch_size or self.has_failed_before(number)
+    def may_move(self) -> bool:
+        """Whether there is room for another batch on the device. Called under the lock."""
+        return len(self.outbox) < self._pipeline.device_prefetch_size
 
-    def has_failed_before(self, number: int) -> bool:
-        """Whether an earlier round could not be moved."""
-        return self._failed_at is not None and self._failed_at < number
-
-    def fail(self, number: int, conveyor: Conveyor, end: Outcome[None]) -> None:
-        """Note that round `number` cannot be moved: its error closes its conveyor, and later batches are discarded."""
-        with self._pipeline.lock:
-            # With several transfer threads a later round may fail first; the loop gets all rounds before the earliest.
-            if self._failed_at is None or number < self._failed_at:
-                self._failed_at = number
-            for each in self.conveyors:
-                # The reader waits at an inbox, other transfers at their outboxes; the failure lets all of them pass.
-                each.inbox.wake_sender()
-                each.outbox.wake_sender()
-        conveyor.outbox.close(end)
-        conveyor.inbox.cancel()
-
-    def on_move(self, _: Loaded) -> None:
-        """Wake the reader after a transfer took a piece out of its inbox. Called under the lock."""
-        for entry in self._woken_by_move:
-            entry.wake_sender()
+    def fail(self, end: Outcome[None]) -> None:
+        """Note that a batch cannot be moved: the loop gets those before it, then this error."""
+        self._has_failed = True
+        self.outbox.close(end)
+        self.inbox.cancel()
 
     # The loop's end.
 
@@ -249,19 +203,15 @@ class Lane:
         """Return the next batch; as `Channel.receive`."""
         self.owner = threading.get_ident()
         try:
-            if self._takes_turns is None:
-                return self.conveyors[0].outbox.receive(self._start_waiting)
-            with self._takes_turns:  # two iterators of one device must not wait for the same round
-                return self.conveyors[self.received % len(self.conveyors)].outbox.receive(self._start_waiting)
+            return self.outbox.receive(self._start_waiting)
         finally:
             self.waiter = None
 
-    def on_receipt(self, delivery: Delivery) -> None:
-        """Count a batch that the loop took out, and wake senders that its room allows. Called under the lock."""
+    def _on_receipt(self, delivery: Delivery) -> None:
         self.received += 1
         self._received_bytes += delivery.nbytes
-        for channel in self._woken_by_receipt:
-            channel.wake_sender()
+        if self._pipeline.prefetch_bytes is not None:  # which spans both channels; each wakes its own sender
+            self.entry.wake_sender()
 
     def last_stamps(self) -> Stamps:
         """The stamps for a wait that ended without a round, because the source has ended."""
@@ -271,43 +221,25 @@ class Lane:
         """Note that an iterator is gone; from any thread, at any moment."""
         # No lock: `__del__` calls this, and a garbage collection may run it in a thread that holds the lock.
         self.iterators.discard(iterator)
-        for conveyor in self.conveyors:
-            conveyor.entry.wake_sender_unlocked()
+        self.entry.wake_sender_unlocked()
 
     def cancel(self) -> None:
         """Discard this lane's batches from now on: no loop receives here any more."""
         self.is_cancelled = True
-        for conveyor in self.conveyors:
-            conveyor.inbox.cancel()
-            conveyor.outbox.cancel()
+        self.inbox.cancel()
+        self.outbox.cancel()
 
     def _start_waiting(self) -> None:
         self.waiter = threading.get_ident()
         # The reader may be blocked at another lane that this thread would empty only later; see `_may_overflow`.
         for lane in self._pipeline.lanes:
             if lane is not self:
-                lane.wake_reader()
+                lane.entry.wake_sender()
 
-    def wake_reader(self) -> None:
-        """Make the reader, if it waits for room here, check again whether it may overflow. Called under the lock."""
-        for conveyor in self.conveyors:
-            conveyor.entry.wake_sender()
-
-    @property
-    def holds_reader(self) -> bool:
-        """Whether the reader waits for room here, or is about to."""
-        return any(each.entry.has_waiting_sender for each in self.conveyors)
-
-    def threads(self, place: int) -> list[threading.Thread]:
-        """Return the threads that move its batches, not started; `place` is the lane's."""
-        if self.is_direct:
-            return []
-        bodies = []
-        for conveyor in self.conveyors:
-            more = f"-{conveyor.first}" if conveyor.first else ""
-            name = f"unisono-transfer-{place}{more}"
-            bodies.append(threading.Thread(target=transfer, args=(self, conveyor), name=name, daemon=True))
-        return bodies
+    def thread(self, place: int) -> list[threading.Thread]:
+        """Return the thread that moves its batches, not started, if there is one; `place` is the lane's."""
+        name = f"unisono-transfer-{place}"
+        return [] if self.is_direct else [threading.Thread(target=transfer, args=(self,), name=name, daemon=True)]
 
 
 class Pipeline:
@@ -318,31 +250,16 @@ class Pipeline:
         device_prefetch_size: moved batches that may wait, per lane.
         prefetch_bytes: the bytes of loaded and moved batches that may wait, per lane; None for no such bound. The batch
             that is being read is not counted.
-        transfer_threads: how many threads move batches, per lane.
     """
 
-    def __init__(
-        self,
-        loader_prefetch_size: int,
-        device_prefetch_size: int,
-        prefetch_bytes: int | None = None,
-        transfer_threads: int = 1,
-    ) -> None:
+    def __init__(self, loader_prefetch_size: int, device_prefetch_size: int, prefetch_bytes: int | None = None) -> None:
         self.loader_prefetch_size = loader_prefetch_size
         self.device_prefetch_size = device_prefetch_size
-        self.most_waiting = loader_prefetch_size + device_prefetch_size + 1  # with the one that is being moved
         self.prefetch_bytes = prefetch_bytes
-        self.transfer_threads = transfer_threads
         self.lock = threading.Lock()
         self.lanes: list[Lane] = []
         self.threads: list[threading.Thread] = []
         self.asked_at = 0  # when the reader last requested a round; 0 while no lane can have waited for another
-
-    def refill_at(self, is_direct: bool) -> tuple[int | None, int | None]:
-        """When half of an inbox, and of an outbox, is empty; None if they may be bounded by bytes."""
-        if self.prefetch_bytes is not None:
-            return None, None
-        return self.loader_prefetch_size // 2, (self.most_waiting if is_direct else self.device_prefetch_size) // 2
 
     def add_lane(self, device: torch.device, backend: Backend, timeline: Timeline, has_own_thread: bool) -> None:
         """Add a lane, before the start; `has_own_thread` if a separate thread will empty it."""
@@ -352,7 +269,7 @@ class Pipeline:
         """Start the threads; `source` yields one piece per lane and round."""
         bodies = [threading.Thread(target=read, args=(source, self), name="unisono-reader", daemon=True)]
         for place, lane in enumerate(self.lanes):
-            bodies += lane.threads(place)
+            bodies += lane.thread(place)
         self.threads = bodies
         # Before the start: after an interrupt within it, `_end_all` still finds the threads that run.
         _started.add(self)
@@ -422,32 +339,22 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     del source, end, pieces  # an error's traceback references this frame, which must not keep the workers
 
 
-def transfer(lane: Lane, conveyor: Conveyor) -> None:
+def transfer(lane: Lane) -> None:
     """Body of a transfer: move each piece to the lane's device, then close the outbox as the inbox was closed."""
-    number, outbox = conveyor.first, conveyor.outbox
+    inbox, outbox = lane.inbox, lane.outbox
     try:
         with lane.timeline.helper("transfer") as track:
             lane.backend.activate(lane.device)
-            while (loaded := _take(conveyor)) is not None:
-                number = loaded.number
-                # The outbox may stay open: the lane is cancelled, or its loop ends at the earlier round that failed.
-                if not outbox.wait_for_room(partial(lane.may_move, number)) or lane.has_failed_before(number):
-                    break
+            while True:
+                loaded = inbox.receive()
+                if not outbox.wait_for_room(lane.may_move):
+                    break  # the lane is cancelled
                 with track.span(MOVE):
                     delivery = lane.move(loaded)
                 del loaded  # else this thread would keep the batch alive while it waits for the next
                 outbox.send(delivery)
                 del delivery
-    except BaseException as error:
-        lane.fail(number, conveyor, Outcome.failure(error))
-
-
-def _take(conveyor: Conveyor) -> Loaded | None:
-    """Return the next piece for a transfer; None after the last, when the outbox is closed too."""
-    try:
-        return conveyor.inbox.receive()
     except EndOfChannel:
-        conveyor.outbox.close(Outcome())
+        outbox.close(Outcome())
     except BaseException as error:  # ClosedError too: it is the source's own, or no loop receives it
-        conveyor.outbox.close(Outcome.failure(error))
-    return None
+        lane.fail(Outcome.failure(error))

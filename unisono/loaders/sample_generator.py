@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from unisono.arguments import check_integer
+
 T = TypeVar("T")
 
 
@@ -20,10 +22,7 @@ class SampleGenerator(Generic[T]):
     """
 
     def __init__(self, data: T, sample_count: int) -> None:
-        if isinstance(sample_count, bool) or not isinstance(sample_count, int):
-            raise TypeError(f"sample_count={sample_count!r} is of type {type(sample_count).__name__}; pass an integer")
-        if sample_count < 0:
-            raise ValueError(f"sample_count={sample_count} is negative; pass a number of at least 0")
+        check_integer(sample_count, "sample_count", 0)
         self._data = data
         self._sample_count = sample_count
         self._taken = 0

@@ -5,14 +5,14 @@ not.
 
 Invariants:
 1. Every sample of every part is yielded once, in the part's own order.
-2. Progress is kept as one count of samples for each part, so a stream that is cut by stride can continue with other
-   numbers of ranks and workers; a stream that is cut otherwise needs the same numbers.
+2. A position is one count of samples for each part, so a stream that is cut by stride can continue with other numbers
+   of ranks and workers; a stream that is cut otherwise needs the same numbers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from unisono.errors import StateError
 from unisono.loaders import fetcher
 from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
-from unisono.loaders.resume import is_stateful
+from unisono.loaders.resume import State, is_stateful
 from unisono.loaders.sharding import fingerprint, glimpse, mark_of
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
@@ -33,7 +33,18 @@ Cutter = Literal["caller", "dataset", "worker", "stride"]
 """What cuts a stream into parts; `streams.py` explains which of them does when."""
 
 
-Trail = tuple[int, int]
+class Trail(NamedTuple):
+    """What a part has seen of a stream that is cut by stride: equal for all parts that read the same stream.
+
+    Attributes:
+        first: a fingerprint of the stream's first sample.
+        rows: the number of rows read so far; a row is one sample for each part.
+        mark: a fingerprint of the rows' first samples.
+    """
+
+    first: int = 0
+    rows: int = 0
+    mark: int = 0
 
 
 class Layer(NamedTuple):
@@ -45,6 +56,24 @@ class Layer(NamedTuple):
     ranks: int
     workers: int
     taken: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """What a batch took: `samples` of a part. `trail` as in `Made`."""
+
+    part: int
+    samples: int
+    trail: Trail | None = None
+
+
+def count_reads(position: State, reads: Iterable[Read]) -> State:
+    """The position in a stream after these reads, without the samples of the epoch that precede it (its `offset`)."""
+    *before, (ranks, workers, taken) = position["layers"]
+    taken, last = list(taken), list(position["last"])
+    for read in reads:
+        taken[read.part] += read.samples
+        last[read.part // workers] = read.part % workers
+    return {**position, "layers": [*before, [ranks, workers, taken]], "last": last}
 
 
 @dataclass(frozen=True)
@@ -96,10 +125,7 @@ class Made(NamedTuple):
         samples: their number; None if only the batch itself shows it.
         part, by: the part, and what cut it.
         state: the dataset's own state after the batch.
-        mark: a fingerprint of the stream's first sample; 0 if that was not read.
-        trail: the number of rows of the stream read so far, a row being one sample for each part, and a fingerprint of
-            the rows' first samples: equal for all parts that read the same stream. None if the stream was not read from
-            its beginning, or is not cut by stride.
+        trail: None if the stream was not read from its beginning, or is not cut by stride.
         is_left_out: whether drop_last left the samples out.
     """
 
@@ -108,7 +134,6 @@ class Made(NamedTuple):
     part: int
     by: Cutter
     state: Any = None
-    mark: int = 0
     trail: Trail | None = None
     is_left_out: bool = False
 
@@ -152,7 +177,7 @@ class PartReader(IterableDataset[Packed]):
         part = cut.part(worker)
         samples = _Part(self.dataset, cut, part, asked)
         while chunk := list(islice(samples, self.size or 1)):
-            made = Made(None, len(chunk), part, samples.by, samples.state(), samples.mark, samples.trail)
+            made = Made(None, len(chunk), part, samples.by, samples.state(), samples.trail)
             if self.size is None:
                 yield made._replace(batch=self._collate_samples(chunk[0], samples), samples=None)
             elif self._drop_last and len(chunk) < self.size:
@@ -218,7 +243,6 @@ class _Part:
 
     Attributes:
         by: what cuts the stream; final once it has yielded its first sample.
-        mark: a fingerprint of that sample; 0 if it is not the first of the stream.
         trail: as in `Made`.
         index: the number of samples read from the stream, of all parts.
     """
@@ -229,14 +253,13 @@ class _Part:
         self._part = part
         self._asked = asked
         self.by: Cutter = cut.by
-        self.mark = 0
         self.index = 0
         self._has_begun = self._has_ended = False
         self._counts = [0] * len(cut.layers)  # the samples that have reached each layer
         self._seed = seed_of(cut.seed, cut.epoch)
         self._own_seed = seed_of(cut.seed, cut.epoch, part)
         self._is_restored = part in cut.states
-        self.trail: Trail | None = (0, 0) if cut.by == "stride" and not self._is_restored else None
+        self.trail = Trail() if cut.by == "stride" and not self._is_restored else None
         self._is_buffered = has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
         if asked is not None:
             # Before `iter`, in which many datasets shuffle: the stride needs the same order in all parts.
@@ -264,8 +287,9 @@ class _Part:
             self.index += 1
             self._see_who_cuts(sample)
             if self.trail is not None and number % (self._cut.ranks * self._cut.workers) == 0:
-                rows, mark = self.trail
-                self.trail = rows + 1, mark_of(mark, fingerprint(sample))
+                first, rows, mark = self.trail
+                first = first or mark_of(glimpse(sample)) or 1  # 0 stands for "not read"
+                self.trail = Trail(first, rows + 1, mark_of(mark, fingerprint(sample)))
             if self._is_own(number):
                 return sample
 
@@ -307,8 +331,7 @@ class _Part:
         by: Cutter = "worker" if was_asked else self._cut.by
         if not self._has_begun:
             self._has_begun = True
-            # 0 stands for "not read", so a hash of 0 becomes 1.
-            self.by, self.mark = by, 0 if self._is_restored else mark_of(glimpse(sample)) or 1
+            self.by = by
             self.trail = self.trail if by == "stride" else None
             check_layers(self._cut, by)
         elif by != self.by:

@@ -16,7 +16,6 @@ the parts' first samples are compared.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import weakref
@@ -39,19 +38,17 @@ from unisono.loaders.stream_parts import (
     Layer,
     Made,
     PartReader,
+    Read,
     StreamStart,
     Trail,
     check_layers,
+    count_reads,
     untouched,
 )
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
 
 logger = logging.getLogger(__name__)
-
-# Parameter names that are known to mean the number of parts, and the index of one.
-_NUMBERS = {"num_shards", "num_parts", "num_splits", "shards", "parts", "world_size", "count", "n"}
-_INDICES = {"index", "shard_index", "shard_id", "rank", "shard", "part", "i"}
 
 
 class StreamSource:
@@ -145,10 +142,9 @@ class StreamSource:
         if cuts_by_node(dataset, self._rank, self._ranks):
             return dataset, "dataset"
         for name in ("shard", "split"):
-            method = getattr(dataset, name, None)
-            if callable(method):
+            if callable(method := getattr(dataset, name, None)):
                 try:
-                    return _own_part(method, self._ranks, self._rank), "dataset"
+                    return _own_part(name, method, self._ranks, self._rank), "dataset"
                 except Exception as error:
                     logger.warning(
                         ("%s.%s gives no part %d of %d (%s: %s), so it is sharded by stride: every rank reads "
@@ -198,7 +194,7 @@ class StreamSource:
 
 
 class _Taken:
-    """The batches of a pass as they are read, with a count of the samples taken from each part."""
+    """The batches of a pass as they are read, and the position after them. It counts only this rank's parts."""
 
     def __init__(
         self, made: Iterator[Made], cut: Cut, start: State, leave_out: Callable[[int], None], whole: int | None
@@ -206,20 +202,20 @@ class _Taken:
         self._make_batches = made
         self._whole = whole  # the size that every batch must have
         self._leave_out = leave_out
-        self._layers = cut.layers[:-1]
-        self._ranks, self._workers, taken = cut.layers[-1]
-        self._rank = cut.rank
-        self._taken = list(taken)
+        self._workers = cut.workers
         is_same = cut.is_resumed and len(start["layers"]) == len(cut.layers)
-        # At a beginning, as if the last worker had just delivered, so that worker 0 is next.
-        self._lasts: list[int] = start["last"] if is_same else [cut.workers - 1] * cut.ranks
-        self._last = self._lasts[cut.rank]
-        self._by: Cutter = cut.layers_by if cut.is_resumed else cut.by
-        self._states = dict(cut.states)
-        self._mark: int | None = start.get("mark") if cut.is_resumed else None
-        self._is_saved = self._mark is not None
-        self._trail: Trail | None = None  # after the last batch
-        self._trails: dict[int, int] = {}  # the most recent ones of all parts: the mark, by the number of rows
+        self._position: State = {
+            "by": cut.layers_by if cut.is_resumed else cut.by,
+            "layers": [[layer.ranks, layer.workers, list(layer.taken)] for layer in cut.layers],
+            # At a beginning, as if the last worker had just delivered, so that worker 0 is next.
+            "last": start["last"] if is_same else [cut.workers - 1] * cut.ranks,
+            "mark": start.get("mark") if cut.is_resumed else None,
+            **({"states": dict(cut.states)} if cut.states else {}),
+        }
+        self._is_shared = cut.ranks > 1
+        self._is_saved = self._position["mark"] is not None
+        self._read: Read | None = None  # the last one
+        self._trails: dict[int, Trail] = {}  # the most recent ones of all parts, by the number of rows
 
     def __iter__(self) -> _Taken:
         return self
@@ -227,9 +223,8 @@ class _Taken:
     def __next__(self) -> Loaded:
         while True:
             made = next(self._make_batches)
-            if made.by == "stride" and made.mark:
-                self._compare(made.mark)
-            self._compare_trail(made.trail)
+            if made.trail is not None:
+                self._compare(made.trail)
             if made.is_left_out:
                 self._leave_out(made.samples or 0)
                 continue
@@ -238,46 +233,26 @@ class _Taken:
                     f"tail='error': part {made.part} of the stream ends with {made.samples} samples, where batches of "
                     f"{self._whole} are wanted; pass tail='split' (the default), 'drop' or 'pad'"
                 )
-            self._by = made.by
             # Without a number of samples, the batch is one item of the stream, which counts items.
-            self._taken[made.part] += made.samples or 1
-            self._last = made.part % self._workers
+            self._read = Read(made.part, made.samples or 1, made.trail)
+            self._position = {**count_reads(self._position, [self._read]), "by": made.by}
             if made.state is not None:
-                self._states[made.part] = made.state
+                self._position["states"] = {**self._position.get("states", {}), made.part: made.state}
             return made.batch, made.samples
 
     def position(self, offset: int, *_: int) -> State:
-        """The position after the last batch. It counts only this rank's parts."""
-        last = list(self._lasts)
-        last[self._rank] = self._last
-        layers = [*self._layers, Layer(self._ranks, self._workers, tuple(self._taken))]
-        return {
-            "offset": offset,
-            "by": self._by,
-            "layers": [[layer.ranks, layer.workers, list(layer.taken)] for layer in layers],
-            "last": last,
-            "mark": self._mark,
-            **({"trail": self._trail} if self._ranks > 1 else {}),
-            **({"states": dict(self._states)} if self._states else {}),
-        }
+        """The position after the last batch; with several ranks also what that has read, for `Lockstep`."""
+        return {"offset": offset, **self._position, **({"read": self._read} if self._read and self._is_shared else {})}
 
-    def _compare(self, mark: int) -> None:
-        if self._mark is None:
-            self._mark = mark
-        elif mark != self._mark and self._is_saved:
+    def _compare(self, trail: Trail) -> None:
+        """Check that this part's reader has read the same stream as the others', and as was read before the state."""
+        known = self._position["mark"] = self._position["mark"] or trail.first
+        if trail.first != known and self._is_saved:
             raise StateError(
                 "the state was saved over another stream: the first samples differ; load it over the same data, in the "
                 "same order"
             )
-        elif mark != self._mark:
-            raise RuntimeError(other_stream("loader workers"))
-
-    def _compare_trail(self, trail: Trail | None) -> None:
-        self._trail = trail
-        if trail is None:
-            return
-        rows, mark = trail
-        if self._trails.setdefault(rows, mark) != mark:
+        if trail.first != known or self._trails.setdefault(trail.rows, trail) != trail:
             raise RuntimeError(other_stream("loader workers"))
         if len(self._trails) > 2 * self._workers:
             del self._trails[next(iter(self._trails))]
@@ -322,21 +297,18 @@ def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
     return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
 
 
-def _own_part(method: Callable[..., Any], ranks: int, rank: int) -> Any:
-    """The part that `shard(num_shards, index)` or `split(num_parts)` of a dataset returns for a rank.
+def _own_part(name: str, method: Callable[..., Any], ranks: int, rank: int) -> Any:
+    """The part that `shard(num_shards, index)` or `split(n)` of a dataset returns for a rank.
 
     Raises:
-        TypeError: no parameter has a known name for the number of parts, or the part is not iterable.
+        TypeError: its parameters have other names, or the part is not iterable.
         ValueError: it returns another number of parts.
     """
-    names = inspect.signature(method).parameters.keys()
-    number, index = next(iter(names & _NUMBERS), None), next(iter(names & _INDICES), None)
-    if number is None:
-        raise TypeError(f"none of its parameters ({', '.join(names)}) is called num_shards, or the like")
-    if index is not None:
-        part = method(**{number: ranks, index: rank})
+    # By name: under other names the numbers may mean something else, such as the fraction for validation.
+    if name == "shard":
+        part = method(num_shards=ranks, index=rank)
     else:
-        parts = list(method(**{number: ranks}))
+        parts = list(method(n=ranks))
         if len(parts) != ranks:
             raise ValueError(f"it gave {len(parts)} parts")
         part = parts[rank]

@@ -53,7 +53,7 @@ class Unthreaded:
             raise EndOfChannel
         (piece,) = pieces
         now = perf_counter_ns()
-        loaded = Loaded(piece, lane.sent, nbytes(piece.batch), Stamps(loaded_at=now, sent_at=now))
+        loaded = Loaded(piece, nbytes(piece.batch), Stamps(loaded_at=now, sent_at=now))
         lane.sent += 1
         lane.received += 1
         return lane.move(loaded)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from unisono.arguments import check_type
 from unisono.backends import resolve_device
 from unisono.backends.device import Device, DeviceLike
 from unisono.protocols import Backend
@@ -34,8 +35,7 @@ def lazy_barrier(
         TypeError: `device` is not a device, or `wait` is not a bool.
         ValueError: there is no such device here, or the list is empty.
     """
-    if not isinstance(wait, bool):
-        raise TypeError(f"wait={wait!r} is of type {type(wait).__name__}; pass True or False")
+    check_type(wait, "wait", "pass True or False", bool)
     resolved = _resolve(device) + (_resolve(devices) if devices else [])
     for backend, each in resolved:
         backend.mark_step(each)

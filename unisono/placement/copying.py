@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
+from unisono.arguments import check_type
 from unisono.backends.device import DeviceLike, torch_device
 from unisono.torch_private import STEP_WRAPPED, STORAGE_ADDRESS, make_subclass
 from unisono.tree import leaves
@@ -65,8 +66,6 @@ def copy_to(obj: T, device: DeviceLike) -> T:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
     }
     _copy_tensors([each for each in found.tensors.values() if id(each) not in memo], target, memo)
-    for packed in found.packed.values():
-        memo[id(packed)] = _copy_packed(packed, memo)
     for optimizer in found.optimizers.values():
         memo[id(optimizer)] = object.__new__(type(optimizer))
     twin = copy.deepcopy(obj, memo)
@@ -87,8 +86,7 @@ def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: `tensor` is not a tensor.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor={tensor!r} is of type {type(tensor).__name__}; pass a tensor")
+    check_type(tensor, "tensor", "pass a tensor", torch.Tensor)
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -97,7 +95,6 @@ class _Found:
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self.packed: dict[int, PackedSequence] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._seen: dict[int, object] = {}  # holds references, so that no id is reused
 
@@ -109,7 +106,7 @@ class _Found:
             if isinstance(leaf, torch.Tensor):
                 self.tensors[id(leaf)] = leaf
             elif isinstance(leaf, PackedSequence):
-                self.packed[id(leaf)] = leaf
+                # Not the batch sizes, which torch reads in main memory.
                 self.visit([leaf.data, leaf.sorted_indices, leaf.unsorted_indices])
             elif isinstance(leaf, torch.optim.Optimizer):
                 self.optimizers[id(leaf)] = leaf
@@ -196,9 +193,3 @@ def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not nn.Parameter and issubclass(type(tensor), nn.Parameter):
         return make_subclass(type(tensor), data, tensor.requires_grad)
     return nn.Parameter(data, tensor.requires_grad)
-
-
-def _copy_packed(packed: PackedSequence, memo: _Memo) -> PackedSequence:
-    """Assemble the copy from those of its parts; the batch sizes stay in main memory, where torch reads them."""
-    data, sizes, *order = packed
-    return PackedSequence(memo[id(data)], sizes.clone(), *[each if each is None else memo[id(each)] for each in order])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from unisono.arguments import check_type
 from unisono.world import current_world
 
 P = ParamSpec("P")
@@ -30,8 +31,7 @@ def compiled(fn: Callable[P, R]) -> Callable[P, R]:
     Raises:
         TypeError: `fn` is not callable.
     """
-    if not callable(fn):
-        raise TypeError(f"fn={fn!r} is of type {type(fn).__name__}; pass a function")
+    check_type(fn, "fn", "pass a function", Callable)
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -63,8 +63,9 @@ class _Strict(TorchFunctionMode):
         _gather(args, found)
         if kwargs:
             _gather(kwargs, found)
-        if len(found) > 1 and not _is_uniform(found):
-            _check(func, dict(_name_tensors(args, kwargs)))
+        # Most operations take tensors of one kind.
+        if len(found) > 1 and any(each.dtype != found[0].dtype or each.device != found[0].device for each in found):
+            _check(func, found)
         return func(*args, **kwargs)
 
 
@@ -79,69 +80,25 @@ def _gather(value: Any, found: list[torch.Tensor]) -> None:
             _gather(each, found)
 
 
-def _is_uniform(tensors: list[torch.Tensor]) -> bool:
-    """Whether there is nothing to check: the fast path, which most operations take."""
-    first = tensors[0]
-    return all(each.dtype == first.dtype and each.device == first.device for each in tensors)
-
-
-def _name_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors with the argument that holds them: "argument 0", "argument 1[2]", "argument 'weight'"."""
-
-    def walk(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, list | tuple | dict):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, each in items:
-                yield from walk(each, f"{name}[{key!r}]")
-
-    for key, value in [*enumerate(args), *kwargs.items()]:
-        yield from walk(value, f"argument {key!r}")
-
-
-def _check(func: Callable[..., Any], tensors: dict[str, torch.Tensor]) -> None:
+def _check(func: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
     name = getattr(func, "__name__", str(func))
     if name in _EXPLICIT:
         return
-    placed = tensors
-    if name in _TAKES_LENGTHS:
-        placed = {where: each for where, each in tensors.items() if each.is_floating_point()}
-    apart = _first_apart(placed, lambda each: each.device)
-    if apart is not None and not _is_knowing_caller():
+    placed = [each for each in tensors if each.is_floating_point()] if name in _TAKES_LENGTHS else tensors
+    apart = [each for each in placed if each.device != placed[0].device]
+    if apart and not _is_knowing_caller():
         _refuse(
-            func, apart, "devices", "moves", "bring both to one device with unisono.placement.copy_to(tensor, device)"
+            func, placed[0], apart[0], "devices", "moves", "bring both to one device with unisono.placement.copy_to"
         )
-    floats = {where: each for where, each in tensors.items() if each.dtype in PRECISIONS}
-    apart = _first_apart(floats, lambda each: each.dtype)
-    if apart is None or name in _FULL_INSIDE or _is_autocast(floats) or _is_knowing_caller():
-        return
-    _refuse(
-        func,
-        apart,
-        "precisions",
-        "converts",
-        "convert one with unisono.precision.to_reduced_precision(tensor) or "
-        "unisono.precision.to_full_precision(tensor)",
-    )
+    floats = [each for each in tensors if each.dtype in PRECISIONS]
+    apart = [each for each in floats if each.dtype != floats[0].dtype]
+    if apart and not (name in _FULL_INSIDE or _is_autocast(floats[0]) or _is_knowing_caller()):
+        way_out = "convert one with unisono.precision.to_reduced_precision or to_full_precision"
+        _refuse(func, floats[0], apart[0], "precisions", "converts", way_out)
 
 
-def _first_apart(tensors: dict[str, torch.Tensor], trait: Callable[[torch.Tensor], object]) -> list[str] | None:
-    """Describe the first tensor, and the first one that differs from it in the trait."""
-    for where, tensor in tensors.items():
-        first_where, first = next(iter(tensors.items()))
-        if trait(tensor) != trait(first):
-            return [_describe_tensor(first_where, first), _describe_tensor(where, tensor)]
-    return None
-
-
-def _describe_tensor(where: str, tensor: torch.Tensor) -> str:
-    precision = str(tensor.dtype).removeprefix("torch.")
-    return f"{where} is {precision} of shape {tuple(tensor.shape)} on {tensor.device}"
-
-
-def _is_autocast(tensors: dict[str, torch.Tensor]) -> bool:
-    kind = next(iter(tensors.values())).device.type
+def _is_autocast(tensor: torch.Tensor) -> bool:
+    kind = tensor.device.type
     return bool(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
 
 
@@ -153,9 +110,15 @@ def _is_knowing_caller() -> bool:
     return frame is not None and str(frame.f_globals.get("__name__")).startswith(_KNOWING)
 
 
-def _refuse(func: Callable[..., Any], apart: list[str], what: str, verb: str, way_out: str) -> None:
+def _refuse(
+    func: Callable[..., Any], one: torch.Tensor, other: torch.Tensor, what: str, verb: str, way_out: str
+) -> None:
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     raise MixedPlacementError(
-        f"{name} mixes {what}: {', '.join(apart)}; inside unisono.placement.strict() nothing {verb} by itself: "
-        f"{way_out}, or create the tensor of a number with unisono.placement.scalar_like(value, tensor)"
+        f"{name} mixes {what}: {_describe(one)}, and {_describe(other)}; inside unisono.placement.strict() nothing "
+        f"{verb} by itself: {way_out}, or create the tensor of a number with unisono.placement.scalar_like"
     )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"

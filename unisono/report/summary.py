@@ -226,8 +226,8 @@ class Report:
         if source >= transfer:
             return f"input-bound: {source:.0%} of the step waits for the dataset; more loader workers would help"
         return (
-            f"transfer-bound: {transfer:.0%} of the step waits for batches to be moved; more transfer_threads, or "
-            "samples of a smaller type, would help"
+            f"transfer-bound: {transfer:.0%} of the step waits for batches to be moved; samples of a smaller type "
+            "would help"
         )
 
     def _is_idle(self) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,10 +47,13 @@ from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _NATIVE = (nn.Module, Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader)
 """What `prepare` prepares; like Accelerate, it returns anything else unchanged."""
+
+
+def _view(path: str) -> Any:
+    """A property: the attribute that this path leads to."""
+    return property(attrgetter(path))
 
 
 class Accelerator(Native):
@@ -236,42 +240,18 @@ class Accelerator(Native):
 
     # Code that runs on some ranks only.
 
-    def on_main_process(self, function: F) -> F:
-        return self.state.on_main_process(function)  # type: ignore[return-value]
-
-    def on_local_main_process(self, function: F) -> F:
-        return self.state.on_local_main_process(function)  # type: ignore[return-value]
-
-    def on_last_process(self, function: F) -> F:
-        return self.state.on_last_process(function)  # type: ignore[return-value]
-
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        return self.state.on_process(function, process_index)
-
-    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        return self.state.on_local_process(function, local_process_index)
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.state.is_last_process
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        return self.state.distributed_type
-
-    @property
-    def use_distributed(self) -> bool:
-        return self.state.use_distributed
-
-    multi_device = use_distributed
+    on_local_main_process = _view("state.on_local_main_process")
+    on_last_process = _view("state.on_last_process")
+    on_process = _view("state.on_process")
+    on_local_process = _view("state.on_local_process")
+    is_last_process = _view("state.is_last_process")
+    distributed_type = _view("state.distributed_type")
+    use_distributed = multi_device = _view("state.use_distributed")
+    is_fsdp2 = _view("state.is_fsdp2")
 
     @property
     def deepspeed_plugin(self) -> None:
         """None: DeepSpeed is not supported."""
-
-    @property
-    def is_fsdp2(self) -> bool:
-        return self.state.is_fsdp2
 
     @property
     def should_save_model(self) -> bool:
@@ -279,29 +259,12 @@ class Accelerator(Native):
 
     # How loaders are prepared.
 
-    @property
-    def split_batches(self) -> bool:
-        return self.dataloader_config.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        return self.dataloader_config.even_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        return self.dataloader_config.use_stateful_dataloader
+    split_batches = _view("dataloader_config.split_batches")
+    even_batches = _view("dataloader_config.even_batches")
+    dispatch_batches = _view("dataloader_config.dispatch_batches")
+    use_seedable_sampler = _view("dataloader_config.use_seedable_sampler")
+    non_blocking = _view("dataloader_config.non_blocking")
+    use_stateful_dataloader = _view("dataloader_config.use_stateful_dataloader")
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         return skip_first_batches(dataloader, num_batches)
@@ -348,15 +311,8 @@ class Accelerator(Native):
             for loader in self._prepared.loaders():
                 loader.set_epoch(loader.epoch)
 
-    @property
-    def save_iteration(self) -> int:
-        """The number of checkpoints saved; their numbers follow those in the directory."""
-        return self.project_configuration.iteration
-
-    @property
-    def logging_dir(self) -> str | None:
-        """As in the `ProjectConfiguration`; trackers write to `project_dir`."""
-        return self.project_configuration.logging_dir
+    save_iteration = _view("project_configuration.iteration")  # their numbers follow those in the directory
+    logging_dir = _view("project_configuration.logging_dir")  # trackers write to `project_dir`
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None

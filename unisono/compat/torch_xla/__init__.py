@@ -52,14 +52,9 @@ def device_count() -> int:
     return len(_devices.get_xla_supported_devices())
 
 
-def real_devices() -> list[str]:
-    """The devices by their hardware: "CPU:0"."""
-    return _devices.xla_real_devices()
-
-
-def sync(wait: bool = False, reset_scope: bool = True) -> None:
-    """End the step. See `xla_model.mark_step`; `reset_scope` has no effect."""
-    _steps.mark_step(wait, reset_scope)
+real_devices = _devices.xla_real_devices
+manual_seed = _devices.set_rng_state
+sync = _steps.mark_step
 
 
 @contextmanager
@@ -102,8 +97,3 @@ def launch(
     """
     nprocs = 1 if debug_single_process else None
     return _multiprocessing.spawn(fn, args, nprocs, start_method=start_method)
-
-
-def manual_seed(seed: int, device: str | torch.device | None = None) -> None:
-    """Seed the device's random generator. See `xla_model.set_rng_state`."""
-    _devices.set_rng_state(seed, device)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextvars import Context
+from types import NoneType
 
 import torch
 
+from unisono.arguments import check_type
 from unisono.backends import NAMES, available_devices, get_backend, resolve_device
 from unisono.protocols import Backend
 from unisono.world import World, current_world, process_world
@@ -100,8 +102,7 @@ def device_of(n: int | None, devkind: str | Sequence[str] | None) -> tuple[Backe
         TypeError: `n` is not an integer.
         ValueError: there is no such device; the message lists those that exist.
     """
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int)):
-        raise TypeError(f"n={n!r} is of type {type(n).__name__}; pass an integer, or None for the rank's own device")
+    check_type(n, "n", "pass an integer, or None for the rank's own device", int, NoneType)
     seen = devices_of(devkind)
     world = current_world()
     if not seen:

@@ -22,19 +22,9 @@ def __getattr__(name: str) -> Any:
     refuse(__name__, name, _INSTEAD)
 
 
-def world_size() -> int:
-    """The number of replicas, processes or threads."""
-    return xrt_world_size()
-
-
-def global_ordinal() -> int:
-    """The replica's number among all."""
-    return get_ordinal()
-
-
-def local_ordinal() -> int:
-    """The replica's number on this machine."""
-    return get_local_ordinal()
+world_size = xrt_world_size
+global_ordinal = get_ordinal
+local_ordinal = get_local_ordinal
 
 
 def device_type() -> str:

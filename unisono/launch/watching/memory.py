@@ -19,8 +19,6 @@ from unisono.launch.watching.monitor import Sample
 _ROOT = Path("/")
 _COUNTERS = ("memory.events", "memory.oom_control")  # of versions 2 and 1 of control groups
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-_SHOWN = 6  # points of the curve
-_NEAR = 0.05  # of the way from the lowest point to the last: within this, growth has not yet begun
 _GROWN = 1.1  # times the lowest point, from which on memory has grown
 _WAY_OUT = (
     "a smaller batch, fewer loader workers (num_workers), less prefetch (prefetch_factor, loader_prefetch_size) or "
@@ -100,16 +98,10 @@ def _story(curve: Sequence[Sample]) -> str:
     """Describe how the memory grew."""
     if len(curve) < 2:
         return f"how its memory grew is not known{_last_seen(curve)}"
-    lowest, last = min(sample.rss for sample in curve), curve[-1].rss
-    if last < _GROWN * lowest:
+    last, lowest = curve[-1], min(reversed(curve), key=lambda sample: sample.rss)  # the latest of the lowest
+    if last.rss < _GROWN * lowest.rss:
         return f"its own memory had not grown, so something else has used up the memory{_last_seen(curve)}"
-    near = lowest + _NEAR * (last - lowest)
-    grown = curve[max(place for place, sample in enumerate(curve) if sample.rss <= near) :]
-    # At least two: the last sample has grown, so it comes after the last one near the lowest.
-    count = min(_SHOWN, len(grown))
-    points = [grown[place * (len(grown) - 1) // (count - 1)].rss for place in range(count)]
-    seconds = grown[-1].at - grown[0].at
-    return f"its memory grew from {_size(points[0])} to {_size(last)} in {seconds:.1f} s ({_sizes(points)})"
+    return f"its memory grew from {_size(lowest.rss)} to {_size(last.rss)} in {last.at - lowest.at:.1f} s"
 
 
 def _last_seen(curve: Sequence[Sample]) -> str:
@@ -117,10 +109,4 @@ def _last_seen(curve: Sequence[Sample]) -> str:
 
 
 def _size(nbytes: int) -> str:
-    return _sizes([nbytes])
-
-
-def _sizes(values: Sequence[int]) -> str:
-    """Sizes in the unit of the largest: ``_sizes([2**29, 2**31]) == "0.5, 2.0 GiB"``."""
-    unit, shift, digits = ("GiB", 30, 1) if max(values) >= 1 << 30 else ("MiB", 20, 0)
-    return ", ".join(f"{value / (1 << shift):.{digits}f}" for value in values) + f" {unit}"
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"

@@ -7,7 +7,7 @@ Its samples show how memory grew before a worker died, feed the report, and are 
 Invariants:
 
 1. Measuring uses at most one percent of one core: after a round the thread rests for a hundred times the CPU time of
-   that round. The proportional set size, which is the most expensive, has a separate budget.
+   that round.
 2. A process that vanishes during a measurement is ignored; a worker that has ended gets no more samples.
 3. The thread ends immediately when the monitor is closed.
 """
@@ -24,7 +24,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -36,7 +35,6 @@ SAMPLES_PATH = "UNISONO_SAMPLES"
 
 _CURVE = 120  # samples kept per worker
 _REST = 100  # as a multiple of the CPU time of measuring
-_PSS_EVERY = 10.0  # in intervals
 _SETTLE_S = 0.2  # before the first round, while the group's other workers start
 _ALL_ROUNDS = 1000  # all of these are written; after that, one in ten
 
@@ -54,9 +52,6 @@ class Sample:
         at: when, as returned by `time.time`, to the millisecond; called "time" in the file, like all times there.
         cpu_percent: of one core, since the previous sample; 0 in a worker's first one.
         rss: bytes of memory; memory shared by several of the processes is counted for each.
-        pss: bytes of memory, with shared memory counted proportionally; None if it was not measured.
-        num_children: the number of the worker's descendants.
-        read_bytes, write_bytes: from and to storage since the start; None if the system does not report it.
         device_bytes: memory on the worker's device, if the worker has reported it.
         pid: the worker's process id.
         step, samples_per_s, loss: from the worker's latest pulse.
@@ -66,10 +61,6 @@ class Sample:
     at: float
     cpu_percent: float
     rss: int
-    pss: int | None
-    num_children: int
-    read_bytes: int | None
-    write_bytes: int | None
     device_bytes: int | None = None
     pid: int = 0
     step: int = 0
@@ -112,7 +103,6 @@ class Monitor:
         self._watched: dict[int, _Watched] = {}
         self._pulses: dict[int, Pulse] = {}
         self._num_rounds = 0
-        self._pss_due = 0.0
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -164,12 +154,6 @@ class Monitor:
                 each.process = None
             else:
                 samples[rank] = _with_pulse(sample, pulses[rank]) if rank in pulses else sample
-        if time.monotonic() >= self._pss_due:
-            # CPU time, not wall time: waiting for the GIL does not load a core.
-            spent = time.thread_time()
-            samples = {rank: replace(each, pss=_pss(trees[each.pid])) for rank, each in samples.items()}
-            rest = max(_PSS_EVERY * self._interval_s, _REST * (time.thread_time() - spent))
-            self._pss_due = time.monotonic() + rest
         # `living` holds what was measured: a worker that has replaced one of them meanwhile starts with no samples.
         with self._lock:
             for rank, sample in samples.items():
@@ -237,32 +221,19 @@ def _trees(roots: Iterable[psutil.Process]) -> dict[int, list[psutil.Process]]:
     return trees
 
 
-class _Use(NamedTuple):
-    """What one process uses; `cpu_seconds` includes its children that have ended."""
-
-    cpu_seconds: float
-    rss: int
-    io: tuple[int, int] | None
-
-
 def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
     """What the tree uses; None if its root has ended."""
     now, uses = time.monotonic(), [_look(process) for process in tree]
-    root, known = uses[0], [use for use in uses if use is not None]
-    if root is None or not root.rss:  # without memory it is a zombie, or about to become one
+    if uses[0] is None or not uses[0][1]:  # without memory it is a zombie, or about to become one
         return None
-    seconds = sum(use.cpu_seconds for use in known)
+    known = [use for use in uses if use is not None]
+    seconds = sum(seconds for seconds, _ in known)
     before, watched.spent = watched.spent, (now, seconds)
-    read, written = (sum(use.io[way] for use in known if use.io) if root.io else None for way in (0, 1))
     return Sample(
         rank=watched.rank,
         at=round(time.time(), 3),
         cpu_percent=_percent(seconds - before[1], now - before[0]) if before else 0.0,
-        rss=sum(use.rss for use in known),
-        pss=None,
-        num_children=len(known) - 1,
-        read_bytes=read,
-        write_bytes=written,
+        rss=sum(rss for _, rss in known),
         pid=tree[0].pid,
     )
 
@@ -277,36 +248,21 @@ def _with_pulse(sample: Sample, pulse: Pulse) -> Sample:
     )
 
 
-def _look(process: psutil.Process) -> _Use | None:
+def _look(process: psutil.Process) -> tuple[float, int] | None:
+    """The CPU seconds of a process, with those of its children that have ended, and its memory; None if it is gone."""
     try:
         with process.oneshot():
             # Compares creation times, so a reused pid is not taken for the same process.
             if not process.is_running():
                 return None
-            rss, times, io = process.memory_info().rss, process.cpu_times(), None
-            with suppress(psutil.Error, AttributeError):  # not readable on macOS, nor for another user's process
-                counters = process.io_counters()
-                io = counters.read_bytes, counters.write_bytes
+            rss, times = process.memory_info().rss, process.cpu_times()
     except (psutil.Error, OSError):
         return None
     # Children that were waited for have left the tree, but their CPU time was the worker's.
     ended = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
-    return _Use(times.user + times.system + ended, rss, io)
+    return times.user + times.system + ended, rss
 
 
 def _percent(spent: float, elapsed: float) -> float:
     """Of one core. The seconds of a process that leaves the tree are lost, so the total can decrease."""
     return round(100 * max(0.0, spent) / elapsed, 1) if elapsed > 0 else 0.0
-
-
-def _pss(tree: list[psutil.Process]) -> int | None:
-    """The proportional set size of the tree; None if the system does not report it for each process."""
-    total = 0
-    for process in tree:
-        try:
-            total += process.memory_full_info().pss
-        except psutil.NoSuchProcess:  # includes zombies
-            continue
-        except (psutil.Error, OSError, AttributeError):
-            return None
-    return total

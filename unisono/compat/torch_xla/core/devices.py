@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from unisono.arguments import check_integer
 from unisono.backends import resolve_device
 from unisono.backends.seeding import seed_device, seed_of_device
 from unisono.compat.torch_xla.places import choose, device_of, devices_of, here, replication
 from unisono.compat.torch_xla.utils.utils import for_each_instance_rewrite
-from unisono.loaders.parallel_loader import check_size
 from unisono.protocols import Backend
 
 
@@ -41,7 +41,7 @@ def get_xla_supported_devices(devkind: str | Sequence[str] | None = None, max_de
         TypeError, ValueError: an argument is of another type, or out of range.
     """
     if max_devices is not None:
-        check_size(max_devices, "max_devices", 0)
+        check_integer(max_devices, "max_devices", 0)
     found = [str(device) for device in devices_of(devkind)]
     return found[:max_devices] if max_devices else found
 
@@ -94,7 +94,7 @@ def set_rng_state(seed: int, device: str | torch.device | None = None) -> None:
     Raises:
         TypeError, ValueError: the seed is not an integer, or negative.
     """
-    check_size(seed, "seed", 0)
+    check_integer(seed, "seed", 0)
     seed_device(*_place(device), seed)
 
 

@@ -8,6 +8,7 @@ from typing import IO, Any, TypeVar
 
 import torch
 
+from unisono.arguments import check_type
 from unisono.comm.operations import name_ranks
 from unisono.compat.torch_xla.core.host import to_host
 from unisono.compat.torch_xla.core.ordinals import get_ordinal, is_master_ordinal
@@ -34,8 +35,7 @@ def rendezvous(tag: str, payload: bytes | str = b"", replicas: Sequence[int] = (
         CollectiveMismatchError: replicas that wait for one another have given different tags or replicas.
         BrokenWorldError: a peer failed or departed.
     """
-    if not isinstance(payload, bytes | bytearray | str):
-        raise TypeError(f"payload={payload!r} is of type {type(payload).__name__}; pass bytes, or use mesh_reduce")
+    check_type(payload, "payload", "pass bytes, or use mesh_reduce", bytes, bytearray, str)
     world = current_world()
     own = _checked_replicas(replicas, world)
     found = all_gather_object((tag, own, payload.encode() if isinstance(payload, str) else bytes(payload)), world)

@@ -13,6 +13,7 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
+from unisono.arguments import check_type
 from unisono.compat.torch_xla.places import here
 from unisono.world import current_world
 
@@ -97,8 +98,7 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
     Raises:
         TypeError: `closure` is not callable.
     """
-    if not callable(closure):
-        raise TypeError(f"closure={closure!r} is of type {type(closure).__name__}; pass a function")
+    check_type(closure, "closure", "pass a function", Callable)
     state = current_world().state
     (state.part(_Beside).added if run_async else state.part(_Closures)).append(partial(closure, *args))
 

@@ -1,13 +1,12 @@
-"""Tensors of a structure, handled together: which share memory, and converting them in one call."""
+"""Tensors of a structure that share memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from unisono.compat.torch_xla.utils.utils import for_each_instance, for_each_instance_rewrite
+from unisono.compat.torch_xla.utils.utils import for_each_instance
 from unisono.torch_private import STORAGE_ADDRESS
 
 
@@ -28,28 +27,3 @@ def check_view_sharing(obj: Any) -> None:
             )
 
     for_each_instance(obj, lambda part: isinstance(part, torch.Tensor), check)
-
-
-class ToXlaTensorArena:
-    """Converts the tensors of structures, all of one structure in one call.
-
-    Args:
-        convert_fn: takes a list of tensors and returns as many.
-        select_fn: whether a tensor is to be converted.
-    """
-
-    def __init__(
-        self, convert_fn: Callable[[list[torch.Tensor]], list[torch.Tensor]], select_fn: Callable[[torch.Tensor], bool]
-    ) -> None:
-        self._convert_fn = convert_fn
-        self._select_fn = select_fn
-
-    def transform(self, inputs: Any) -> Any:
-        """The structure with converted tensors, in containers of the same types."""
-        found: list[torch.Tensor] = []
-        for_each_instance(inputs, self._is_selected, found.append)
-        images = dict(zip(map(id, found), self._convert_fn(found), strict=True)) if found else {}
-        return for_each_instance_rewrite(inputs, self._is_selected, lambda tensor: images[id(tensor)])
-
-    def _is_selected(self, part: Any) -> bool:
-        return isinstance(part, torch.Tensor) and self._select_fn(part)

@@ -47,7 +47,6 @@ from unisono.compat.torch_xla.core.ordinals import xrt_world_size as xrt_world_s
 from unisono.compat.torch_xla.core.rates import RateTracker as RateTracker
 from unisono.compat.torch_xla.core.steps import add_step_closure as add_step_closure
 from unisono.compat.torch_xla.core.steps import mark_step as mark_step
-from unisono.compat.torch_xla.core.views import ToXlaTensorArena as ToXlaTensorArena
 from unisono.compat.torch_xla.core.views import check_view_sharing as check_view_sharing
 
 _NO_MODEL_PARALLELISM = (
@@ -57,6 +56,7 @@ _NO_MODEL_PARALLELISM = (
 _INSTEAD = {
     "all_to_all": f"{_NO_MODEL_PARALLELISM}; all_gather gives every replica all parts",
     "collective_permute": f"{_NO_MODEL_PARALLELISM}; all_gather gives every replica all parts",
+    "ToXlaTensorArena": "send_cpu_data_to_device moves the tensors of a structure",
     "unlazy": "call mark_step(), after which tensors have their values",
     "get_memory_info": "unisono.gather_report() has each rank's memory",
     "parse_xla_device": "a torch.device has `type` and `index`",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from unisono.compat.absent import refuse
@@ -13,9 +12,8 @@ _COUNTER = re.compile(r"Counter: (.+?)\s+Value: (\d+)")
 
 
 def __getattr__(name: str) -> Any:
-    refuse(
-        __name__, name, {"compare_metrics": "compare the numbers that parse_metrics_report returns, by your own rule"}
-    )
+    own = "compare the numbers that parse_metrics_report returns, by your own rule"
+    refuse(__name__, name, dict.fromkeys(["compare_metrics", "get_data_points_from_metrics_reports"], own))
 
 
 def parse_metrics_report(report: str) -> dict[str, float]:
@@ -25,11 +23,3 @@ def parse_metrics_report(report: str) -> dict[str, float]:
         numbers[f"{name}__TotalSamples"] = int(count)
         numbers[f"{name}__Accumulator_sec"] = float(milliseconds) / 1000
     return numbers | {f"{name}__Value": int(value) for name, value in _COUNTER.findall(report)}
-
-
-def get_data_points_from_metrics_reports(metrics_reports: Sequence[str]) -> dict[str, list[float | None]]:
-    """The numbers of several reports, by name, in the reports' order; None if a report has no such number."""
-    parsed = [parse_metrics_report(report) for report in metrics_reports]
-    return {
-        name: [each.get(name) for each in parsed] for name in dict.fromkeys(name for each in parsed for name in each)
-    }

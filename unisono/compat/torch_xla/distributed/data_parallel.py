@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from unisono.arguments import check_type
 from unisono.compat.torch_xla.distributed.parallel_loader import PASSES, PerDeviceLoader, tail_of
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
@@ -38,8 +39,7 @@ class DataParallel(native.DataParallel):
 
         The batches of an incomplete last round are dropped.
         """
-        if not callable(loop_fn):
-            raise TypeError(f"loop_fn={loop_fn!r} is of type {type(loop_fn).__name__}; pass a function")
+        check_type(loop_fn, "loop_fn", "pass a function", Callable)
 
         @wraps(loop_fn)
         def loop(model: nn.Module, batches: DeviceIterator, device: torch.device, context: Context) -> T:

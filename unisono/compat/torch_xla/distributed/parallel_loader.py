@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
+from unisono.arguments import check_integer
 from unisono.backends import resolve_device
 from unisono.compat.absent import refuse
 from unisono.compat.torch_xla.core.devices import send_attributes
@@ -174,10 +175,10 @@ class MpDeviceLoader:
         self._native = native.DeviceLoader(
             loader,
             device,
-            batchdim,
-            fixed_batch_size,
-            loader_prefetch_size,
-            device_prefetch_size,
+            batchdim=batchdim,
+            fixed_batch_size=fixed_batch_size,
+            loader_prefetch_size=loader_prefetch_size,
+            device_prefetch_size=device_prefetch_size,
             tail="split",
             already_sharded=is_rank_of_several(),
             sources=PASSES,
@@ -192,7 +193,7 @@ class MpDeviceLoader:
 
 
 def _checked(batches_per_execution: int, input_sharding: Any) -> int:
-    native.check_size(batches_per_execution, "batches_per_execution", 1)
+    check_integer(batches_per_execution, "batches_per_execution", 1)
     if input_sharding is not None:
         raise ValueError(
             "input_sharding is for one program over all devices, which is unisono.Accelerator(strategy='spmd'); leave "
