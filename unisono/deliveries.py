@@ -308,7 +308,8 @@ class Deliveries:
         kinds = [
             each
             for loop in self._loops
-            if loop.batches and (loop is last.loop or (is_known and not loop.is_open)) and loop.has_gap
+            if loop is last.loop or (is_known and loop.batches and not loop.is_open and loop.is_trained)
+            if loop.has_gap
             for each in loop.kinds.values()
             if ((each.rows == rows and each.samples != last.samples) if is_known else each.counts != last.counts)
         ]
