@@ -137,11 +137,11 @@ def test_metrics_are_refused_on_all_ranks_until_the_rows_that_count_are_given(fo
 
 def test_rows_are_not_taken_for_those_of_an_earlier_loop() -> None:
     accelerator = Accelerator()
-    told, untold = DeviceLoader([torch.ones(4, 3)]), DeviceLoader(batches(as_object))
+    told, unsized = DeviceLoader([torch.ones(4, 3)]), DeviceLoader(batches(as_object))
     with torch.no_grad():
         for _ in told:
             pass
-        for batch in untold:
+        for batch in unsized:
             with pytest.raises(ValueError, match="do not say how many samples"):
                 accelerator.gather_for_metrics(batch.rows.clone())
         for batch in told:
@@ -204,11 +204,11 @@ def test_two_views_of_a_batch_whose_size_is_known_are_still_cut() -> None:
 
 
 def test_beside_a_batch_that_does_not_tell_all_count_as_one() -> None:
-    told, untold = Size(4), Size(1, False, "Scene")
-    first, second = deal([told, untold], 2)
+    told, unsized = Size(4), Size(1, False, "Scene")
+    first, second = deal([told, unsized], 2)
     assert (first, second) == (Part(0, 0, 4, 1, 2, is_sized=False), Part(1, 0, 1, 1, 2, is_sized=False))
-    assert [part.samples for part in deal([untold, told], 5)] == [1, 0, 0, 1, 0]
-    assert [part.repeated for part in deal([untold, told], 5)] == [0, 1, 1, 0, 4]
+    assert [part.samples for part in deal([unsized, told], 5)] == [1, 0, 0, 1, 0]
+    assert [part.repeated for part in deal([unsized, told], 5)] == [0, 1, 1, 0, 4]
 
 
 @pytest.mark.parametrize("form", [as_object, as_dicts])

@@ -56,7 +56,7 @@ class Fetcher:
         self._has_rows = has_rows(loader)
         self._set_epoch: Any = getattr(loader.dataset, "set_epoch", None)
         self._epoch: int | None = None
-        self._told: object = None  # the mark of this fetcher's last call of `set_epoch`
+        self._epoch_mark: object = None  # the mark of this fetcher's last call of `set_epoch`
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
         self._seeded: tuple[object, ...] | None = None  # their state after the last seed; used while `_draws` is None
 
@@ -137,10 +137,10 @@ class Fetcher:
     def _tell_epoch(self, epoch: int) -> None:
         """Set the dataset's epoch, unless it is set and no other fetcher over the same dataset has changed it since."""
         global _latest
-        if self._epoch != epoch or self._told is not _latest:
+        if self._epoch != epoch or self._epoch_mark is not _latest:
             self._set_epoch(epoch)
             self._epoch = epoch
-            self._told = _latest = object()
+            self._epoch_mark = _latest = object()
 
     def _sample(self, request: Request, place: int, is_seeded: bool) -> Any:
         index = request.indices[place]

@@ -25,7 +25,7 @@ import torch
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane, Stamps
-from unisono.loaders.sharding import Claim, Rule, Size, check_told, mark_of
+from unisono.loaders.sharding import Claim, Rule, Size, check_sizes_known, mark_of
 from unisono.loaders.sources import Begun
 from unisono.loaders.stream_parts import Read, count_reads
 from unisono.loaders.streams import other_stream
@@ -130,7 +130,7 @@ class Lockstep:
         sizes = [size.samples for size in there]
         self._wanted = self._wanted or sizes[0]
         if self._rule.fixed_batch_size:
-            check_told(there)
+            check_sizes_known(there)
         if self._rule.fixed_batch_size and (None in offered or set(sizes) != {self._wanted}):
             logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
             self._leave_rest()
@@ -144,7 +144,7 @@ class Lockstep:
         self._advance(offered, sum(sizes))
         batch, repeated = self._pad(own)
         mark, dealt = mark_of(self._position["offset"]), sum(map(bool, sizes))
-        if any(size.untold for size in there):
+        if any(size.unsized for size in there):
             claim = Claim(min(own.claim.samples, 1), len(there), mark, repeated, dealt, is_sized=False)
         else:
             claim = Claim(own.claim.samples, sum(sizes), mark, repeated, dealt)
@@ -193,8 +193,8 @@ class Lockstep:
     def _offer(self, error: Exception | None) -> _Offer:
         batches = []
         for each in self._own:
-            untold = "" if each.claim.is_sized else type(each.batch).__name__
-            batches.append(_Ready(Size(each.claim.samples, untold=untold), each.position["read"]))
+            unsized = "" if each.claim.is_sized else type(each.batch).__name__
+            batches.append(_Ready(Size(each.claim.samples, unsized=unsized), each.position["read"]))
         failure = f"{type(error).__name__}: {error}" if error is not None else None
         # Who cuts is known only after the stream's first sample, which the position of a batch includes.
         known = self._own[0].position if self._own else self._position

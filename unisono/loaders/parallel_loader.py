@@ -44,7 +44,16 @@ _NO_COPY = (
     "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for "
     "example in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
 )
-_TOLD = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
+_OF_THE_LOADER = (
+    "dataset",
+    "batch_size",
+    "sampler",
+    "batch_sampler",
+    "drop_last",
+    "num_workers",
+    "collate_fn",
+    "generator",
+)
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -418,7 +427,7 @@ class DeviceLoader:
     def __getattr__(self, name: str) -> Any:
         """The attributes of the user's DataLoader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""
         # If `__init__` has failed, `_never_begun` is missing, and reading it here would recurse.
-        if name in _TOLD and "_never_begun" in self.__dict__:
+        if name in _OF_THE_LOADER and "_never_begun" in self.__dict__:
             return getattr(self._never_begun._loader, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

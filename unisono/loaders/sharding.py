@@ -193,12 +193,12 @@ class Size(NamedTuple):
     """How many samples a batch holds, and whether it can be cut into them.
 
     Attributes:
-        untold: the class of a batch of unknown size, which counts as one sample.
+        unsized: the class of a batch of unknown size, which counts as one sample.
     """
 
     samples: int
     can_be_cut: bool = True
-    untold: str = ""
+    unsized: str = ""
 
 
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
@@ -208,7 +208,7 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     possible, and the earlier ones take the larger parts; no part is larger than its batch. Parts of batches that can be
     cut are padded to `fill_to` samples. If one batch is of unknown size, all are taken whole, and count as one each.
     """
-    if any(size.untold for size in sizes):
+    if any(size.unsized for size in sizes):
         return [_part_of_unknown_size(sizes, rank, count) for rank in range(count)]
     total = sum(size.samples for size in sizes)
     if len(sizes) == count:
@@ -297,7 +297,7 @@ def rounds(
         if reference is None:
             reference = sizes[0].samples
         if rule.fixed_batch_size:
-            check_told(sizes)
+            check_sizes_known(sizes)
         has_other = len(group) < rule.batches or any(size.samples != reference for size in sizes)
         if rule.fixed_batch_size and has_other:
             logger.warning(
@@ -319,15 +319,15 @@ def rounds(
         start = dealt.stop
 
 
-def check_told(sizes: Sequence[Size]) -> None:
+def check_sizes_known(sizes: Sequence[Size]) -> None:
     """Check that batches which must have one size are of known size.
 
     Raises:
         ValueError: one is of unknown size.
     """
-    if untold := next((size.untold for size in sizes if size.untold), None):
+    if unsized := next((size.unsized for size in sizes if size.unsized), None):
         raise ValueError(
-            f"fixed_batch_size=True compares the sizes of batches, and one of class {untold} does not say how many "
+            f"fixed_batch_size=True compares the sizes of batches, and one of class {unsized} does not say how many "
             "samples it holds; let the loader yield tensors with the samples along batchdim, in dicts, lists or "
             "tuples, or leave fixed_batch_size out"
         )

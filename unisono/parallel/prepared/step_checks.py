@@ -28,7 +28,7 @@ K = TypeVar("K")
 
 # The engines of all prepared models of this process, each with the settings that only prepared optimizers apply.
 _engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()
-_told: WeakSet[Optimizer] = WeakSet()  # those that a warning was about
+_warned: WeakSet[Optimizer] = WeakSet()  # those that a warning was about
 
 
 def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
@@ -118,10 +118,16 @@ def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> Non
         return
     hand = world.state.part(by_hand.ByHand)
     is_prepared_for = bool(hand.trainers) and not world.state.deliveries.is_unused
-    if world.comm.size == 1 or world.rank != 0 or not is_prepared_for or optimizer in _told or optimizer in hand.agreed:
+    if (
+        world.comm.size == 1
+        or world.rank != 0
+        or not is_prepared_for
+        or optimizer in _warned
+        or optimizer in hand.agreed
+    ):
         return
     if any(isinstance(each, nn.Parameter) and each.grad is not None and not is_distributed(each) for each in own):
-        _told.add(optimizer)
+        _warned.add(optimizer)
         logger.warning(
             "the %s steps parameters of no prepared model: nothing here has reduced their gradients, and if nothing "
             "else does, each rank trains a model of its own; prepare(model, optimizer), or call "
