@@ -118,7 +118,7 @@ if not TYPE_CHECKING:  # for a type checker there are the imports above, and no 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})
 
 
 def _warm_where_that_is_asked_for() -> None:

@@ -419,7 +419,7 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
         (["-m", "train.py"], "'train.py': train is a module, .*; a script runs without -m"),
         (["-m", "nowhere"], "'nowhere': there is no module 'nowhere'"),
         (["-n", "two", "train.py"], "'two' is neither an integer of at least 1, nor auto, gpu or cpu"),
-        (["--nproc-per-node", "gpu", "--backend", "cpu", "train.py"], "this machine has no accelerator of cpu"),
+        (["-n", "gpu", "--backend", "cpu", "train.py"], "this machine has no accelerator of cpu"),
         (["--pin-cores", "-n", "4000", "--backend", "cpu", "train.py"], "4000 workers cannot have a CPU of their own"),
         (["--backend", "abacus", "train.py"], "backend 'abacus' does not exist; choose one of"),
         (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),

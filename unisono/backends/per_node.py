@@ -22,7 +22,7 @@ def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
         ValueError: there is no such word; or "gpu", but there is no accelerator.
     """
     if word not in WORDS:
-        raise ValueError(f"--nproc-per-node: {word!r} is neither an integer of at least 1, nor auto, gpu or cpu")
+        raise ValueError(f"-n, the number of workers: {word!r} is neither an integer of at least 1, nor auto, gpu or cpu")
     named = NAMES if family is None else (family,)
     if word != CPU:
         for backend in map(get_backend, named):
@@ -30,7 +30,7 @@ def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
                 return backend.device_count(), backend.name
     if word == "gpu":
         raise ValueError(
-            f"--nproc-per-node gpu: this machine has no accelerator of {', '.join(named)}; `cpu` is one worker per "
+            f"-n gpu: this machine has no accelerator of {', '.join(named)}; `cpu` is one worker per "
             "core, and a number is always possible"
         )
     return usable_cores(), CPU

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
@@ -32,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_module(f"unisono.cli.{name}").add_parser(subparsers)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        known = [name for action in parsed.parser._actions for name in action.option_strings]
+        close = [hint for each in unknown for hint in get_close_matches(each.partition("=")[0], known, n=1)]
+        hint = f"; is it {' or '.join(close)}?" if close else ""
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         return int(parsed.run(parsed))
     except KeyboardInterrupt:

@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "target", help="script.py; with -m a module; or package.module:function, which is called with the rank"
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script", metavar="...")
     return parser
 
 
@@ -71,7 +71,7 @@ def _add(group: Any, *names: str, **settings: Any) -> None:
 def _add_workers(group: Any) -> None:
     _add(
         group,
-        *("-n", "--nproc", "--nproc-per-node"),
+        *("-n", "--nproc", "--nprocs", "--nproc-per-node"),
         dest="nproc",
         type=_workers,
         metavar="N",

@@ -76,13 +76,13 @@ def _numpy_generator() -> tuple[Any, ...] | None:
 
 
 def _set_numpy_generator(state: tuple[Any, ...] | None) -> None:
-    import numpy
+    if state is not None:
+        import numpy
 
-    if state is None:  # the zygote may have imported it, and no two workers may draw the same numbers
-        numpy.random.seed()
-    else:
         kind, words, *rest = state
         numpy.random.set_state((kind, numpy.frombuffer(words, dtype="uint32"), *rest))
+    elif "numpy" in sys.modules:  # the zygote has imported it, and no two workers may draw the same numbers
+        sys.modules["numpy"].random.seed()
 
 
 def _numpy_errors() -> dict[str, Any] | None:

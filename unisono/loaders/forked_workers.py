@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import context
@@ -64,6 +65,7 @@ class Worker(_Process):  # type: ignore[misc]
         self._cell = mmap.mmap(-1, 8)  # both processes see it
         # Opened before the fork, so both processes share the file and its offset.
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with this
+        weakref.finalize(self, self.stacks.close)
 
     @property
     def place(self) -> int:
