@@ -100,7 +100,6 @@ class Lane:
         sent, received: the numbers of batches that were put in, and that its loop took out.
         progress: the progress of its loop.
         is_direct: whether nothing has to be moved, so that the reader delivers batches itself.
-        is_cancelled: whether no loop receives here any more.
         entry: the channel into which the reader puts.
     """
 
@@ -116,11 +115,9 @@ class Lane:
         self.iterators: set[int] = set()  # the ids of the iterators that receive here
         self.progress = Progress()
         self.sent = self.received = 0
-        self.is_cancelled = False
         self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
         self.is_direct = not backend.moves_in_background
-        self._has_failed = False  # a batch could not be moved
         self._most_waiting = pipeline.loader_prefetch_size
         if self.is_direct:  # as many as in both channels, with the one that would be moved
             self._most_waiting += pipeline.device_prefetch_size + 1
@@ -134,9 +131,9 @@ class Lane:
     # The reader's end.
 
     def send(self, piece: Piece, asked_at: int, loaded_at: int) -> bool:
-        """Put the piece of the next round in, waiting for room; return False if the lane is cancelled."""
+        """Put the piece of the next round in, waiting for room; return False if nothing is received here any more."""
         size = nbytes(piece.batch)
-        if self._has_failed:
+        if self.inbox.is_cancelled:
             return False
         # Checked without the lock first: only this thread takes up room.
         if not self._has_room(size) and not self.entry.wait_for_room(partial(self._has_room, size)):
@@ -192,8 +189,7 @@ class Lane:
         return len(self.outbox) < self._pipeline.device_prefetch_size
 
     def fail(self, end: Outcome[None]) -> None:
-        """Note that a batch cannot be moved: the loop gets those before it, then this error."""
-        self._has_failed = True
+        """End the lane where a batch cannot be moved: the loop gets those before it, then this error."""
         self.outbox.close(end)
         self.inbox.cancel()
 
@@ -225,7 +221,6 @@ class Lane:
 
     def cancel(self) -> None:
         """Discard this lane's batches from now on: no loop receives here any more."""
-        self.is_cancelled = True
         self.inbox.cancel()
         self.outbox.cancel()
 
