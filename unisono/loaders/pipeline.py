@@ -51,19 +51,27 @@ _started: WeakSet[Pipeline] = WeakSet()
 
 
 class Stamps(NamedTuple):
-    """The times when the reader requested a round, when it received it, and when the lane had room for its piece."""
+    """The times when the reader requested a round, when it received it, and when the lane had room for its piece.
+
+    `ready_at` is when the batch had arrived and the loop began to wait for other ranks, if it did.
+    """
 
     asked_at: int = 0
     loaded_at: int = 0
     sent_at: int = 0
+    ready_at: int = 0
 
     def divide(self, began: int, ended: int) -> Waits:
         """Split the time that a loop waited for this round, by cause, in nanoseconds.
 
         It waited for its peers until the round was requested, and again while the reader waited for room in their lanes
-        before this one's turn came; for the source in between; and for the transfer at the end.
+        before this one's turn came; for the source in between; for the transfer; and for other ranks at the end.
         """
-        asked, loaded, sent = self
+        if self.ready_at:
+            ready = max(self.ready_at, began)
+            source, transfer, peers = self._replace(ready_at=0).divide(began, ready)
+            return Waits(source, transfer, peers + ended - ready)
+        asked, loaded, sent, _ = self
         if sent <= began:  # true for all batches of a loop that is slower than its loader
             return Waits(0, ended - began, 0)
         asked, loaded, sent = max(asked, began), max(loaded, began), min(sent, ended)
