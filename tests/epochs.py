@@ -1,12 +1,16 @@
-"""Datasets of numbers, and what the ranks of one process are given of them."""
+"""Datasets of numbers, what the ranks of a process are given of them, and the threads and processes that read them."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -16,7 +20,15 @@ from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sharding import Piece, Rule
 from unisono.world import World, thread_worlds
 
-JOIN_S = 20.0
+PATIENCE_S = 20.0
+
+
+class CodedError(Exception):
+    """Has another `__init__` than it keeps arguments."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
 
 
 def own_threads() -> list[threading.Thread]:
@@ -27,8 +39,18 @@ def own_threads() -> list[threading.Thread]:
 def join_own_threads() -> None:
     """Wait until they have ended."""
     for thread in own_threads():
-        thread.join(JOIN_S)
+        thread.join(PATIENCE_S)
     assert not own_threads()
+
+
+def loader_workers() -> list[psutil.Process]:
+    """Those of this process."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.name() == "pt_data_worker":
+                found.append(child)
+    return found
 
 
 class Numbers(Dataset):
@@ -44,6 +66,15 @@ class Numbers(Dataset):
     def __getitem__(self, index: int) -> int:
         self.asked += 1
         return int(index)
+
+
+class Killed(Numbers):
+    """Who loads sample 21 is killed."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 21:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
 
 
 class Bucketed:

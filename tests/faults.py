@@ -34,6 +34,12 @@ SOON_S = 30.0  # before the fallbacks that the tests set, which are a minute awa
 PATIENCE_S = 60.0  # for what must come: a hang, and not a slow machine, fails the test
 
 
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what no one announces; the test's own time limit ends it."""
+    while not condition():
+        threading.Event().wait(0.001)
+
+
 @dataclass(frozen=True)
 class Line:
     """Where many processes speak and the test hears: a named pipe that carries whole lines. It pickles as its path."""

@@ -10,23 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
-from epochs import is_awaiting_room
+from epochs import PATIENCE_S, CodedError, is_awaiting_room
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import ClosedError
 from unisono.loaders.channel import Channel, EndOfChannel
 from unisono.outcome import Outcome
-
-PATIENCE_S = 20.0
-
-
-class CodedError(Exception):
-    """Has another `__init__` than it keeps arguments."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"code {code}")
-        self.code = code
 
 
 class Waiting:

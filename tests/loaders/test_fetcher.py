@@ -20,7 +20,18 @@ import numpy
 import psutil
 import pytest
 import torch
-from epochs import Bucketed, Numbers, dealt, is_awaiting_room, join_own_threads, ranks_of, take
+from epochs import (
+    PATIENCE_S,
+    Bucketed,
+    Killed,
+    Numbers,
+    dealt,
+    is_awaiting_room,
+    join_own_threads,
+    loader_workers,
+    ranks_of,
+    take,
+)
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -41,7 +52,6 @@ from unisono.loaders.sharding import Rule
 from unisono.loaders.shm import explain
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 
-PATIENCE_S = 20.0
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1, 2])
 
 
@@ -94,15 +104,6 @@ def caught(iterator: Iterator[Any]) -> tuple[int, BaseException]:
     except Exception as error:
         return count, error.with_traceback(None)
     pytest.fail("no error was raised")
-
-
-def loader_workers() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if child.name() == "pt_data_worker":
-                found.append(child)
-    return found
 
 
 # Errors.
@@ -195,15 +196,6 @@ def test_a_batch_that_cannot_leave_its_worker_is_named(thing, name):
     assert "a batch of the samples with indices 4, 5 cannot be sent from a loader worker" in str(error)
     assert name in str(error)
     assert "or pass num_workers=0" in str(error)
-
-
-class Killed(Numbers):
-    """Who loads sample 21 is killed."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 21:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
 
 
 class Exiting(Numbers):

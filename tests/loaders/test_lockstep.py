@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from epochs import PATIENCE_S, CodedError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,16 +29,6 @@ from unisono.loaders.sharding import Claim, Rule
 from unisono.loaders.sources import Begun
 from unisono.loaders.stream_parts import Read
 from unisono.world import World, thread_worlds
-
-PATIENCE_S = 20.0
-
-
-class CodedError(Exception):
-    """Has another `__init__` than it keeps arguments."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"code {code}")
-        self.code = code
 
 
 class Comm:

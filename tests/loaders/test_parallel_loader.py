@@ -10,10 +10,9 @@ import logging
 import os
 import pickle
 import re
-import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,11 +22,21 @@ import pytest
 import torch
 import warm_scripts
 from batches import CONTAINERS, Sample, same
-from epochs import is_awaiting_room, join_own_threads, own_threads
+from epochs import (
+    PATIENCE_S,
+    CodedError,
+    Killed,
+    Numbers,
+    is_awaiting_room,
+    join_own_threads,
+    loader_workers,
+    own_threads,
+)
+from faults import until
 from hypothesis import given
 from hypothesis import strategies as st
 from modes import FAMILY, PROCESSES_2, devices, in_main_memory
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from unisono import DeviceIterator, DeviceLoader, ParallelLoader
 from unisono.backends import get_backend
@@ -36,7 +45,6 @@ from unisono.timeline import COMPUTE, FETCH
 from unisono.tree import take
 from unisono.world import World, solo_world, thread_worlds
 
-PATIENCE_S = 20.0
 MOST = 4 if FAMILY == "cpu" else get_backend(FAMILY).device_count()
 
 
@@ -54,14 +62,6 @@ def rounds_of(loader: Any, count: int, **options: Any) -> list[list[tuple[Any, i
 
 def batches_of(loader: Any, count: int, **options: Any) -> list[list[Any]]:
     return [[batch for batch, _ in each] for each in rounds_of(loader, count, **options)]
-
-
-class CodedError(Exception):
-    """Has another `__init__` than it keeps arguments."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"code {code}")
-        self.code = code
 
 
 class Paced:
@@ -85,17 +85,6 @@ class Paced:
     def wait_given(self, count: int) -> None:
         while len(self.given) < count:
             assert self._given.acquire(timeout=PATIENCE_S)
-
-
-class Numbers(Dataset):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Stream(IterableDataset):
@@ -327,12 +316,6 @@ def test_one_thread_may_drain_one_device_after_another(count, sizes):
     assert found == [list(range(place, 200 * count, count)) for place in range(count)]
 
 
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what no one announces; the test's own time limit ends it."""
-    while not condition():
-        threading.Event().wait(0.001)
-
-
 @pytest.mark.any_family
 @pytest.mark.parametrize("leave", [DeviceIterator.close, lambda iterator: None], ids=["by closing", "by dropping it"])
 def test_a_consumer_that_leaves_does_not_starve_the_others(leave):
@@ -391,15 +374,6 @@ class Failing(Numbers):
     def __getitem__(self, index: int) -> int:
         if index == 21:
             raise CodedError(index)
-        return index
-
-
-class Killed(Numbers):
-    """Who loads sample 21 is killed."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 21:
-            os.kill(os.getpid(), signal.SIGKILL)
         return index
 
 
@@ -525,15 +499,6 @@ def test_an_error_that_was_handled_holds_the_dataset_no_longer():
         assert gone() is None
     finally:
         gc.enable()
-
-
-def loader_workers() -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if child.name() == "pt_data_worker":
-                found.append(child)
-    return found
 
 
 def test_a_stop_iteration_while_moving_is_an_error_and_no_end(monkeypatch):

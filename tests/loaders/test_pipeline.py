@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from epochs import is_awaiting_room
+from epochs import PATIENCE_S, CodedError, is_awaiting_room
 from hypothesis import given
 from hypothesis import strategies as st
 from tracing import interrupting
@@ -27,16 +27,6 @@ from unisono.loaders.pipeline import Pipeline, Stamps
 from unisono.loaders.sharding import Claim, Piece
 from unisono.timeline import FETCH, Timeline, Waits
 from unisono.world import World, solo_world
-
-PATIENCE_S = 20.0
-
-
-class CodedError(Exception):
-    """Has another `__init__` than it keeps arguments."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"code {code}")
-        self.code = code
 
 
 class Moving(CpuBackend):

@@ -9,13 +9,14 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from epochs import Bucketed, Numbers, chunks, counted, ranks_of, take
+from faults import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from modes import PROCESSES_2
@@ -51,12 +52,6 @@ def resumed(loaders: list[DeviceLoader], state: dict[str, Any]) -> list[DeviceLo
     for loader in loaders:
         loader.load_state_dict(state)
     return loaders
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what no one announces; the test's own time limit ends it."""
-    while not condition():
-        threading.Event().wait(0.001)
 
 
 def devices(count: int) -> list[str]:

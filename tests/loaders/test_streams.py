@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+from epochs import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
@@ -37,7 +38,6 @@ from unisono.errors import BrokenWorldError, BusyError, StateError, UnpicklableE
 from unisono.loaders.stream_parts import Cut, Layer, PartReader
 from unisono.loaders.streams import StreamSource
 
-PATIENCE_S = 20.0
 COUNT = 23
 SIZE = 3
 

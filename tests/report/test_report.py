@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -19,6 +19,7 @@ import pytest
 import torch
 import warm_scripts
 from epochs import is_awaiting_room
+from faults import until
 from matplotlib import image
 from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
 from torch.utils.data import DataLoader
@@ -281,12 +282,6 @@ def test_the_numbers_of_a_rank_are_those_of_its_timeline(monkeypatch: pytest.Mon
     report = Report([each])
     assert (report.waited(SOURCE), report.waited(TRANSFER), report.waited(PEERS)) == pytest.approx((0.6, 0.2, 0.1))
     assert report.verdict.startswith("input-bound: 60%")
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what no one announces; the test's own time limit ends it."""
-    while not condition():
-        threading.Event().wait(0.001)
 
 
 def spend(seconds: float) -> None:

@@ -42,6 +42,9 @@ class Channel(Generic[T]):
         on_receipt: called under the lock with each item that is received, before a sender is woken.
         refill_at: a receipt wakes a sender only when at most this many items are left, so that it fills the channel in
             one go, without interrupting its receiver at each item; None wakes it at each.
+
+    Attributes:
+        is_cancelled: whether the receiving end is closed.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Channel(Generic[T]):
         self._on_receipt = on_receipt
         self._refill_at = refill_at
         self._end: Outcome[None] | None = None
-        self._is_cancelled = False
+        self.is_cancelled = False
 
     def __len__(self) -> int:
         return len(self._items)
@@ -67,11 +70,11 @@ class Channel(Generic[T]):
 
         It is called under the lock: now, after a receipt (see `refill_at`), and when the sender is woken.
         """
-        while not self._is_cancelled:
+        while not self.is_cancelled:
             with self._lock:
                 # `cancel` acquires no lock, so it may run during this check.
                 if has_room():
-                    return not self._is_cancelled
+                    return not self.is_cancelled
                 # Under the lock of the check, so that a receipt before `wait` rings for this sender.
                 self._room_bell.expect()
             self._room_bell.wait()
@@ -82,7 +85,7 @@ class Channel(Generic[T]):
         with self._lock:
             self._items.append(item)
             self._item_bell.ring()
-        if self._is_cancelled:  # checked last: `cancel` may have dropped the items before this one was added
+        if self.is_cancelled:  # checked last: `cancel` may have dropped the items before this one was added
             self._items.clear()
             return False
         return True
@@ -92,7 +95,7 @@ class Channel(Generic[T]):
         with self._lock:
             # Stored before the flag is checked, as in `send`: a concurrent `cancel` clears it, or is seen here.
             self._end = self._end or end
-            if self._is_cancelled:
+            if self.is_cancelled:
                 self._end = None
             self._item_bell.ring()
 
@@ -117,7 +120,7 @@ class Channel(Generic[T]):
                     if self._refill_at is None or len(self._items) <= self._refill_at:
                         self._room_bell.ring()
                     return item
-                if self._is_cancelled:
+                if self.is_cancelled:
                     self._item_bell.ring()  # `cancel` has rung once, and a second iterator may wait here too
                     raise ClosedError("the loader was closed, so it yields no more batches")
                 if (end := self._end) is not None:
@@ -135,7 +138,7 @@ class Channel(Generic[T]):
         May be called from any thread, at any moment.
         """
         # The flag comes first: a sender that appends after `clear` sees it, and clears again.
-        self._is_cancelled = True
+        self.is_cancelled = True
         self._items.clear()
         self._end = None  # an error's traceback keeps its frames' objects alive, such as loader workers
         self._room_bell.ring_unlocked()

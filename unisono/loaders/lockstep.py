@@ -30,7 +30,6 @@ from unisono.loaders.sources import Begun
 from unisono.loaders.stream_parts import Read, count_reads
 from unisono.loaders.streams import other_stream
 from unisono.outcome import copy_error
-from unisono.timeline import Waits
 from unisono.tree import batch_size, can_cut, pick, tree_map
 from unisono.world import World
 
@@ -63,18 +62,6 @@ class _Offer(NamedTuple):
     by: str
     workers: int
     mark: int
-
-
-class _Met(NamedTuple):
-    """The stamps of a batch that was ready at `ready_at`, when this rank began to wait for the others."""
-
-    stamps: Stamps
-    ready_at: int
-
-    def divide(self, began: int, ended: int) -> Waits:
-        ready_at = max(self.ready_at, began)
-        source, transfer, peers = self.stamps.divide(began, ready_at)
-        return Waits(source, transfer, peers + ended - ready_at)
 
 
 class Lockstep:
@@ -118,13 +105,13 @@ class Lockstep:
             raise _bare(self._end)
         try:
             # Batches of rounds that were agreed on before are here already: there is no wait to divide.
-            stamps: Any = Stamps() if self._rounds else self._meet()
+            stamps = Stamps() if self._rounds else self._meet()
             return self._take(self._rounds.popleft(), stamps)
         except Exception as error:
             self._end = _bare(error)
             raise
 
-    def _take(self, offered: list[_Ready | None], stamps: Any) -> Delivery:
+    def _take(self, offered: list[_Ready | None], stamps: Stamps) -> Delivery:
         """Return this rank's batch of a round, or its substitute."""
         there = [each.size for each in offered if each is not None]
         sizes = [size.samples for size in there]
@@ -150,7 +137,7 @@ class Lockstep:
             claim = Claim(own.claim.samples, sum(sizes), mark, repeated, dealt)
         return own._replace(batch=batch, claim=claim, position=self._position, stamps=stamps)
 
-    def _meet(self) -> _Met:
+    def _meet(self) -> Stamps:
         """Announce what is ready here, and determine the rounds that all ranks can take."""
         error = self._fill()
         try:
@@ -173,7 +160,7 @@ class Lockstep:
         # All ranks decide this from the same offers, so either all or none take part in the broadcast.
         if not all(offer.has_sample for offer in offers):
             self._share_sample(next(rank for rank, offer in enumerate(offers) if offer.batches))
-        return _Met(stamps, ready_at)
+        return stamps._replace(ready_at=ready_at)
 
     def _fill(self) -> Exception | None:
         """Receive the batches that are ready, at least one. Return the source's error if it has no batch before it."""

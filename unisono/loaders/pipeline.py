@@ -51,19 +51,27 @@ _started: WeakSet[Pipeline] = WeakSet()
 
 
 class Stamps(NamedTuple):
-    """The times when the reader requested a round, when it received it, and when the lane had room for its piece."""
+    """The times when the reader requested a round, when it received it, and when the lane had room for its piece.
+
+    `ready_at` is when the batch had arrived and the loop began to wait for other ranks, if it did.
+    """
 
     asked_at: int = 0
     loaded_at: int = 0
     sent_at: int = 0
+    ready_at: int = 0
 
     def divide(self, began: int, ended: int) -> Waits:
         """Split the time that a loop waited for this round, by cause, in nanoseconds.
 
         It waited for its peers until the round was requested, and again while the reader waited for room in their lanes
-        before this one's turn came; for the source in between; and for the transfer at the end.
+        before this one's turn came; for the source in between; for the transfer; and for other ranks at the end.
         """
-        asked, loaded, sent = self
+        if self.ready_at:
+            ready = max(self.ready_at, began)
+            source, transfer, peers = self._replace(ready_at=0).divide(began, ready)
+            return Waits(source, transfer, peers + ended - ready)
+        asked, loaded, sent, _ = self
         if sent <= began:  # true for all batches of a loop that is slower than its loader
             return Waits(0, ended - began, 0)
         asked, loaded, sent = max(asked, began), max(loaded, began), min(sent, ended)
@@ -100,7 +108,6 @@ class Lane:
         sent, received: the numbers of batches that were put in, and that its loop took out.
         progress: the progress of its loop.
         is_direct: whether nothing has to be moved, so that the reader delivers batches itself.
-        is_cancelled: whether no loop receives here any more.
         entry: the channel into which the reader puts.
     """
 
@@ -116,11 +123,9 @@ class Lane:
         self.iterators: set[int] = set()  # the ids of the iterators that receive here
         self.progress = Progress()
         self.sent = self.received = 0
-        self.is_cancelled = False
         self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
         self.is_direct = not backend.moves_in_background
-        self._has_failed = False  # a batch could not be moved
         self._most_waiting = pipeline.loader_prefetch_size
         if self.is_direct:  # as many as in both channels, with the one that would be moved
             self._most_waiting += pipeline.device_prefetch_size + 1
@@ -134,9 +139,9 @@ class Lane:
     # The reader's end.
 
     def send(self, piece: Piece, asked_at: int, loaded_at: int) -> bool:
-        """Put the piece of the next round in, waiting for room; return False if the lane is cancelled."""
+        """Put the piece of the next round in, waiting for room; return False if nothing is received here any more."""
         size = nbytes(piece.batch)
-        if self._has_failed:
+        if self.inbox.is_cancelled:
             return False
         # Checked without the lock first: only this thread takes up room.
         if not self._has_room(size) and not self.entry.wait_for_room(partial(self._has_room, size)):
@@ -192,8 +197,7 @@ class Lane:
         return len(self.outbox) < self._pipeline.device_prefetch_size
 
     def fail(self, end: Outcome[None]) -> None:
-        """Note that a batch cannot be moved: the loop gets those before it, then this error."""
-        self._has_failed = True
+        """End the lane where a batch cannot be moved: the loop gets those before it, then this error."""
         self.outbox.close(end)
         self.inbox.cancel()
 
@@ -225,7 +229,6 @@ class Lane:
 
     def cancel(self) -> None:
         """Discard this lane's batches from now on: no loop receives here any more."""
-        self.is_cancelled = True
         self.inbox.cancel()
         self.outbox.cancel()
 

@@ -29,7 +29,7 @@ class Unthreaded:
 
     def receive(self) -> Delivery:
         """Return the next batch; as `Lane.receive`."""
-        if self._lane.is_cancelled:
+        if self._lane.outbox.is_cancelled:
             # Frees the dataset and its workers: `close` cannot, since this thread may be reading.
             self._source = iter(())
             raise ClosedError("the loader was closed, so it yields no more batches")

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import psutil
 import pytest
+from faults import until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -164,12 +165,6 @@ def growing_in(group: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.wait()
-
-
-def until(condition) -> None:
-    """Wait for what no one announces; the test's own time limit ends it."""
-    while not condition():
-        threading.Event().wait(0.001)
 
 
 def test_a_real_victim_of_the_out_of_memory_killer_is_known_as_one(group, monkeypatch):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from faults import SOON_S
+from faults import SOON_S, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,12 +63,6 @@ def running(source: str) -> Iterator[subprocess.Popen[str]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
         process.wait()
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for what no one announces; the test's own time limit ends it."""
-    while not condition():
-        threading.Event().wait(0.005)
 
 
 def samples_to_come(monitor: Monitor, rank: int, count: int) -> list[Sample]:
