@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.arguments import check_type
 from unisono.checkpoint.methods import CheckpointMethods
 from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import advice_on
@@ -239,6 +240,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             ValueError: as for `unisono.backward`; or it is unknown of which batch the inputs are, and with
                 `gradient_accumulation_steps` > 1 that decides which microbatches make a step.
         """
+        if type(loss) is not torch.Tensor:  # spares the call
+            check_type(loss, "loss", "pass the tensor that the loss function returned", torch.Tensor)
         self.world.timeline.loop().loss = loss.detach()
         if self.scaler is not None:
             if self._steps.begins_step():

@@ -448,6 +448,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, argum
         (["-n", "0", "t.py"], "'0' is neither an integer of at least 1, nor auto, gpu or cpu"),
         (["--num-threads", "0", "t.py"], "'0' is not an integer of at least 1"),
         (["--nproc_per_nod", "2", "t.py"], "usage: unisono run"),
+        (["--max-restart", "2", "t.py"], "unrecognized arguments: --max-restart; is it --max-restarts"),
         (["--restarts", "2", "t.py"], "unisono run: error: unrecognized arguments: --restarts"),
         (["--nnodes", "2:1", "t.py"], "'2:1' is not a number of machines"),
         (["--timeout", "-1", "t.py"], "'-1' is not a positive number of seconds"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,6 +134,14 @@ def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
     with pytest.raises(RuntimeError, match=r"forked 2 times and did not begin.*num_workers=0"):
         one_pass()
     assert set(psutil.Process().children()) <= before
+
+
+def test_a_loop_over_workers_leaves_no_file_open():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", ResourceWarning)
+        assert len(list(DeviceLoader(DataLoader(list(range(4)), num_workers=1)))) == 4
+        gc.collect()
+    assert [str(each.message) for each in found if each.category is ResourceWarning] == []
 
 
 def test_other_start_methods_and_contexts_are_left_as_they_are():

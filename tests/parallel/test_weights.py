@@ -7,7 +7,7 @@ import torch
 from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, scaling
 from torch import nn
 
-from unisono import DeviceLoader, backward, current_world, optimizer_step, use_world
+from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step, use_world
 from unisono.world import solo_world
 
 pytestmark = pytest.mark.any_family
@@ -257,6 +257,13 @@ def test_behind_a_loop_it_is_said_that_a_loss_is_of_no_loader_where_it_matters()
         return weight.grad.item()
 
     assert THREADS_2.run(body) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("loss", ["loss", 0.5, None])
+def test_a_loss_is_a_tensor(loss):
+    for call in (backward, Accelerator().backward):
+        with pytest.raises(TypeError, match=r"loss=.* is of type .*; pass the tensor that the loss function returned"):
+            call(loss)
 
 
 def test_weights_are_given_in_one_place():

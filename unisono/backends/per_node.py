@@ -22,7 +22,7 @@ def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
         ValueError: there is no such word; or "gpu", but there is no accelerator.
     """
     if word not in WORDS:
-        raise ValueError(f"-n, the number of workers: {word!r} is neither an integer of at least 1, nor auto, gpu or cpu")
+        raise ValueError(f"-n {word}: {word!r} is neither an integer of at least 1, nor auto, gpu or cpu")
     named = NAMES if family is None else (family,)
     if word != CPU:
         for backend in map(get_backend, named):

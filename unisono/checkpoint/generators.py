@@ -66,7 +66,8 @@ def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None
 
 
 def _describe_change(saved: int, now: int) -> str:
-    text = f"saved by {saved} rank{'s' * (saved != 1)}, loaded by {now}: random numbers (dropout) will differ from here on; "
+    ranks = "1 rank" if saved == 1 else f"{saved} ranks"
+    text = f"saved by {ranks}, loaded by {now}: random numbers (dropout) will differ from here on; "
     if now > saved:
         return text + f"the random generators of {name_ranks(range(saved, now))} start with new seeds"
     return text + f"those of {name_ranks(range(now, saved))} are left out"

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from unisono.arguments import check_type
 from unisono.deliveries import name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.backward import Passes
@@ -92,10 +93,13 @@ def backward(
             a prepared model's forward pass, the one that its inputs came from.
 
     Raises:
+        TypeError: the loss is no tensor.
         ValueError: the weight is negative or not finite, or conflicts with those given before in this step; or `batch`
             was delivered by no loader; or it is unknown of which of several batches the loss is, and they count
             differently; or gradients came through `unisono.functional`, and the ranks' weights differ.
     """
+    if type(loss) is not torch.Tensor:  # spares the call
+        check_type(loss, "loss", "pass the tensor that the loss function returned", torch.Tensor)
     world = world or current_world()
     hand = world.state.part(ByHand)
     trainers = list(hand.trainers)
