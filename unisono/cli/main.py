@@ -10,6 +10,7 @@ worker's exit code, or 128 + n for signal n.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_module(f"unisono.cli.{name}").add_parser(subparsers)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = [name for action in parsed.parser._actions for name in action.option_strings]
+        known = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", parsed.parser.format_help())
         close = [hint for each in unknown for hint in get_close_matches(each.partition("=")[0], known, n=1)]
         hint = f"; is it {' or '.join(close)}?" if close else ""
         parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
