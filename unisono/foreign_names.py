@@ -62,6 +62,7 @@ _ADVICE = {
     "verify_device_map": "prepare() refuses a model that is on several devices",
     # Lightning Fabric
     "all_gather": "call gather(values)",
+    "gather_object": "call unisono.all_gather_object(value)",
     "all_reduce": "call reduce(values)",
     "barrier": "call wait_for_everyone()",
     "broadcast": "call unisono.broadcast(tensor)",
