@@ -112,16 +112,6 @@ EXACT: dict[str, Callable[[int], Program]] = {
         samples=rounds(ranks, 4),
         others=rounds(ranks, 4),
     ),
-    "the last microbatch has no loss of one of two models, whose gradients are clipped then": lambda ranks: program(
-        [
-            "draw a; forward fit; backward accelerator; draw a; forward other; backward accelerator; clip torch",
-            "step f; step g; zero f none; zero g none",
-        ]
-        * 2,
-        samples=8 * ranks,
-        every=2,
-        layout="two",
-    ),
     "a further use of a loop's last batch is given up, in steps of two": lambda ranks: program(
         [f"draw a; {VISIT}; forward fit; backward accelerator; zero f none; {VISIT}"], samples=2 * ranks, every=2
     ),

@@ -455,12 +455,6 @@ class Passes:
                 engine.finish()
             if engine.gradients.known is not None:
                 queue_callback(weak_method(engine.gradients.look_again))  # after torch's own, as in `Engine.finish`
-        # The step is final, and a model that this pass has not reached has gradients of its earlier microbatches.
-        if ended is not None and ended.reduces and self.steps.step.every > 1:
-            for engine in list(self._engines) if len(self._engines) > 1 else ():
-                held = engine.gradients
-                if held.is_own and held.passed is not None and held.passed[0] is self.steps.step and not engine.gathers:
-                    engine.reduce()
 
 
 def _viewed(leaf: Any, hook: Callable[[torch.Tensor], Any]) -> Any:

@@ -201,12 +201,9 @@ class Stepper:
         if steps.step.every == 1 or steps.has_stepped(self.optimizer):
             return True
         held = [each.gradients for each in self._engines]
-        passed = [each for each in held if each.passed is not None and each.passed[0] is step]
-        if not passed or any(each.passed[1] > steps.requested for each in passed if each.passed is not None):
-            return True
-        # Reduced by a pass of its own, not by that of another model, which it may follow in the same microbatch.
-        began = step.visits[-1].microbatch
-        return any(each.is_reduced and each.passed is not None and each.passed[1] >= began for each in passed)
+        passed = [each.passed for each in held if each.passed is not None and each.passed[0] is step]
+        is_final = any(each.is_reduced for each in held)
+        return not passed or is_final or any(at > steps.requested for _, at in passed)
 
     def forget(self) -> None:
         """Record that the gradients are zero."""
