@@ -237,6 +237,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             retain_graph: keep the graph for another backward pass.
 
         Raises:
+            TypeError: the loss is no tensor.
             ValueError: as for `unisono.backward`; or it is unknown of which batch the inputs are, and with
                 `gradient_accumulation_steps` > 1 that decides which microbatches make a step.
         """

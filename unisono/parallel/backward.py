@@ -243,11 +243,6 @@ class Passes:
             self._parts.clear()
         self.went_past = False
 
-    def look_again(self) -> None:
-        """Note that a pass, or this package, has changed the gradients, and not the user."""
-        for engine in self._engines:
-            engine.gradients.look_again()
-
     def weight(self) -> float:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
         pass runs, as far as it is known."""

@@ -149,6 +149,26 @@ def test_gradients_that_are_added_to_those_of_a_backward_pass_are_reduced_too(mo
     compare(mode, {str(order): added(*order) for order in orders})
 
 
+def with_another_clipped(accelerator: Any, loader: DataLoader[Any]) -> State:
+    first, second = model(), model(1)
+    first, second, *optimizers, loader = accelerator.prepare(
+        first, second, sgd(first.parameters()), sgd(second.parameters()), loader
+    )
+    for batch in loader:
+        accelerator.backward(mean_loss(first, batch) + mean_loss(second, batch))
+        add(first, others(first, batch), in_place=True)
+        accelerator.clip_grad_norm_(second.parameters(), 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return first.state_dict() | {f"second.{name}": each for name, each in second.state_dict().items()}
+
+
+@MODES
+def test_clipping_another_model_leaves_them_to_be_reduced(mode: Mode) -> None:
+    compare(mode, {"lines": with_another_clipped})
+
+
 @pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"loss_reduction": "sum"}], ids=str)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -100,22 +100,27 @@ class PreparedObjects:
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
         self._builder.strategy.check_clipping()
-        if (clipped := self._reduce_gradients(parameters, "clip_grad_norm_")) is None:
+        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_norm_")
+        if clipped is None:
             return None
         norm = clip_grad_norm(clipped, max_norm, norm_type, world=self._builder.world)
-        self._builder.passes.look_again()
+        for stepper in steppers:
+            stepper.look_again()
         return norm
 
     def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`."""
-        if (clipped := self._reduce_gradients(parameters, "clip_grad_value_")) is not None:
+        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_value_")
+        if clipped is not None:
             nn.utils.clip_grad_value_(clipped, clip_value)
-            self._builder.passes.look_again()
+        for stepper in steppers:
+            stepper.look_again()
 
     def _reduce_gradients(
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str
-    ) -> list[torch.Tensor] | None:
-        """These parameters, with reduced and unscaled gradients; None while microbatches accumulate."""
+    ) -> tuple[list[torch.Tensor] | None, list[Stepper]]:
+        """These parameters, with reduced and unscaled gradients, and the steppers of their optimizers; while
+        microbatches accumulate, None."""
         found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         known = {id(each) for module in self.modules() for each in module.parameters()}
         wanted = {id(parameter) for parameter in found}
@@ -125,11 +130,13 @@ class PreparedObjects:
                 "so take them from the model that it returned"
             )
         if not self._builder.passes.steps.is_boundary():
-            return None
-        for stepper in self.steppers():
-            if any(id(each) in wanted for each in trained_parameters(stepper.optimizer)):
-                stepper.reduce()
-        return found
+            return None, []
+        steppers = [
+            each for each in self.steppers() if any(id(one) in wanted for one in trained_parameters(each.optimizer))
+        ]
+        for stepper in steppers:
+            stepper.reduce()
+        return found, steppers
 
     def release(self) -> None:
         """Release everything. Models and optimizers can be prepared again."""

@@ -183,7 +183,12 @@ class Stepper:
                     "call accelerator.backward(loss) instead"
                 )
             self._scaler.unscale_(self.optimizer)
-            self._passes.look_again()
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Record that this package has changed the gradients, and not the user."""
+        for engine in self._engines:
+            engine.gradients.look_again()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
