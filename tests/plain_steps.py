@@ -187,6 +187,8 @@ class Plain(Machine):
     # Passes.
 
     def passed(self, loss: Loss, way: str) -> None:
+        if loss.weight is not None:  # by `accelerator.backward`
+            way = "plain"
         trained = [each for each in self.parameters if each.requires_grad]
         if not loss.value.requires_grad:
             raise Unsaid("nothing is trained")
@@ -431,6 +433,7 @@ class Plain(Machine):
         self.now = copy.deepcopy(self.saved_step)
         self.now.began = 0
         self.asked = dict.fromkeys(self.optimizers, self.clock)
+        self.recent_began = self.clock
 
     def enter_block(self) -> None:
         self.block.close()

@@ -126,6 +126,43 @@ EXACT: dict[str, Callable[[int], Program]] = {
         samples=12 * ranks - 1,
         every=2,
     ),
+    "torch clips a model that the step's last pass has not reached": lambda ranks: program(
+        [
+            "draw a; forward fit; backward accelerator; step f; step g",
+            "forward other; backward plain; clip torch; step f; step g",
+        ],
+        samples=8 * ranks,
+        every=2,
+        layout="two",
+    ),
+    "a pass makes a step larger that is complete, and reaches one of its two models": lambda ranks: program(
+        [
+            "draw a; forward fit; backward accelerator; step f; step g; forward other; backward plain",
+            "draw a; forward fit; backward accelerator; step g",
+        ],
+        samples=8 * ranks,
+        every=2,
+        layout="two",
+    ),
+    "one pass has losses of two loaders, of which the first ends, and torch clips": lambda ranks: program(
+        ["draw a; draw a; draw a; forward fit; draw b; forward square; add; backward accelerator; clip torch; step f"],
+        samples=rounds(ranks, 3),
+        others=8 * ranks,
+        every=3,
+    ),
+    "one of two optimizers zeroes its gradients, and no sample counts": lambda ranks: program(
+        [
+            "draw a; forward tokens; backward accelerator; step g; zero g none",
+            "draw a; forward tokens; backward accelerator; zero f none; step g",
+        ],
+        samples=6 * ranks,
+        layout="halves",
+    ),
+    "an accumulate() block goes on in another loop": lambda ranks: program(
+        ["enter_block; draw a; forward fit; backward plain; step f; leave a", f"draw a; {VISIT}", f"draw a; {VISIT}"],
+        samples=8 * ranks,
+        every=4,
+    ),
 }
 
 
@@ -212,6 +249,13 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
         ["draw a; forward fit; backward assigned", *[f"draw a; forward fit; {STEP}"] * 3],
         samples=rounds(ranks, 4),
         every=3,
+    ),
+    "losses are sums, and a backward pass adds to gradients that were assigned to those of another": lambda ranks: (
+        program(
+            ["draw a; forward square; backward accelerator; forward fit; backward assigned; forward square", STEP],
+            samples=8 * ranks,
+            reduction="sum",
+        )
     ),
     "a backward pass adds to gradients that were assigned, in an uneven tail": lambda ranks: program(
         [f"draw a; {VISIT}; draw a; forward fit; backward assigned; forward square; {STEP}"], samples=rounds(ranks, 2)

@@ -56,14 +56,14 @@ class _Pass:
         visit: that it belongs to.
         part: the part of the microbatch, if the user has named its weight or batch; None if each output knows its own.
         reduces: whether it makes the step final.
-        engines: those of the models that it has reached, and whether it reduces their gradients when it ends.
+        engines: those of the models that it has reached, whether they may reduce, and whether they do when it ends.
     """
 
     origin: Origin
     visit: Visit
     part: float | None
     reduces: bool
-    engines: list[tuple[ref[Engine], bool]] = field(default_factory=list)
+    engines: list[tuple[ref[Engine], bool, bool]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -236,9 +236,7 @@ class Passes:
 
     def forget(self) -> None:
         """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
-        if self.steps.step.every == 1 or not any(
-            each.gradients.is_own or each.gradients.is_reduced for each in self._engines
-        ):
+        if not any(each.gradients.passed is not None or each.gradients.is_own for each in self._engines):
             self.steps.give_up()
             self._parts.clear()
         self.went_past = False
@@ -399,7 +397,9 @@ class Passes:
             self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
-        if (self.steps.step.every > 1 or run.part != 1) and engine.gradients.is_changed():
+        held = engine.gradients
+        is_weighed = self.steps.step.every > 1 or run.part != 1 or (self.steps.is_sum and held.is_reduced)
+        if is_weighed and held.is_changed():
             raise RuntimeError(
                 f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
                 "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "
@@ -409,7 +409,7 @@ class Passes:
         if run.part != 1 or self.steps.step.every > 1 or self.steps.is_sum:  # others may train since the forward pass
             engine.scale_leaves()
         reduces = counted.reduces and origin.syncs
-        counted.engines.append((ref(engine), reduces))
+        counted.engines.append((ref(engine), origin.syncs, reduces))
         engine.begin(reduces)
 
     def _bypassing(self, engine: Engine) -> Origin:
@@ -442,14 +442,20 @@ class Passes:
                 else:  # from checkpoints, which have no hooks, since the part is 1
                     self._count_late(run.origin or self.origin, engine)
                     engine.reduce()
-        ended = self._running.pop(task, None)
-        for each, reduces in ended.engines if ended is not None else ():
+        if (ended := self._running.pop(task, None)) is None:
+            return
+        for each, _, reduces in ended.engines:
             if (engine := each()) is None:
                 continue
             if reduces:
                 engine.finish()
             if engine.gradients.known is not None:
                 queue_callback(weak_method(engine.gradients.look_again))  # after torch's own, as in `Engine.finish`
+        step = self.steps.step
+        if step.every > 1 and step.state != COLLECTING and any(syncs for _, syncs, _ in ended.engines):
+            kept = [each() for each, syncs, reduces in ended.engines if reduces or not syncs]
+            for engine in [each for each in self._engines if each not in kept]:
+                engine.follow()
 
 
 def _viewed(leaf: Any, hook: Callable[[torch.Tensor], Any]) -> Any:

@@ -299,7 +299,8 @@ class Steps:
         self.origin = None
         if known is not None:
             _check_same(known.claim, claim)
-            if source is self._block:  # it may go on to the last batch of a loop
+            if source is self._block:  # it may go on to another loop, and to the last batch of one
+                known.batch = batch or known.batch
                 self._note_batch(batch)
             return known
         self.now += 1

@@ -207,7 +207,8 @@ class Stepper:
             return True
         held = [each.gradients for each in self._engines]
         passed = [each.passed for each in held if each.passed is not None and each.passed[0] is step]
-        is_final = any(each.is_reduced for each in held)
+        # Final by a pass of its own, not by that of another model, which its own may follow in the same microbatch.
+        is_final = any(each.is_reduced for each in held) and any(at >= step.visits[-1].microbatch for _, at in passed)
         return not passed or is_final or any(at > steps.requested for _, at in passed)
 
     def forget(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
 import torch
@@ -161,11 +161,7 @@ class Engine:
         if reduced_by is not None and is_other and steps.step.every > 1:
             held.set_aside()
         elif reduced_by is not None and held.earlier:
-            raise RuntimeError(
-                f"the gradients of the {self.name} hold those of an earlier step, which were not zeroed, and a "
-                "microbatch is to be averaged with those of this step, which was complete; zero_grad() after each "
-                "step, or step as soon as its microbatches are there"
-            )
+            self._refuse_earlier()
         elif reduced_by and (steps.step.every > 1 or steps.is_sum):
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
             # gathered, it adds to what is reduced.
@@ -205,6 +201,27 @@ class Engine:
         """Reduce at a step, if the gradients are still those of this rank alone. A collective."""
         self._settle(self.reduce_late)
         self.gradients.add_earlier()
+
+    def follow(self) -> None:
+        """Have `.grad` be that of the step, after a pass by which it became final, or larger, and which has not reduced
+        the gradients of this model. A collective."""
+        held, factor = self.gradients, self._steps.factor()
+        if held.passed is None or held.passed[0] is not self._steps.step or held.is_changed():
+            return  # nothing of the step; or it is refused when the optimizer steps
+        if held.is_own and not self.gathers:  # which reduces in a pass only
+            self.reduce()
+        elif held.reduced_by and held.reduced_by != factor:
+            if held.earlier:
+                self._refuse_earlier()
+            scale_gradients(self.reduced(), factor / held.reduced_by)
+            held.note_reduction(factor)
+
+    def _refuse_earlier(self) -> NoReturn:
+        raise RuntimeError(
+            f"the gradients of the {self.name} hold those of an earlier step, which were not zeroed, and a microbatch "
+            "is to be averaged with those of this step, which was complete; zero_grad() after each step, or step as "
+            "soon as its microbatches are there"
+        )
 
     def _settle(self, reduce: Callable[[], None]) -> None:
         factor = self._steps.factor()
