@@ -236,7 +236,10 @@ class Passes:
 
     def forget(self) -> None:
         """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
-        if not any(each.gradients.passed is not None or each.gradients.is_own for each in self._engines):
+        for engine in self._engines:
+            if engine.gradients.passed is not None or engine.gradients.is_own:
+                break
+        else:
             self.steps.give_up()
             self._parts.clear()
         self.went_past = False
