@@ -8,6 +8,7 @@ the parameters are exchanged too, to name the first that differs and the ranks t
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from unisono.errors import CollectiveMismatchError, ReplicasDifferError
 from unisono.parallel.parameter_names import in_brackets
 from unisono.parallel.sparse import remember_sparse
 from unisono.timeline import REDUCE
-from unisono.torch_private import foreach_copy_
+from unisono.torch_private import BatchNorm, foreach_copy_
 from unisono.world import World, current_world
+
+logger = logging.getLogger(__name__)
 
 _MANY_WORDS = 4096  # of 8 bytes; with more than these, rows are summed first, which is cheaper than mixing every word
 _ROW = 127  # odd, so that changes of the highest bit in all of its words do not cancel out
@@ -115,6 +118,26 @@ def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int 
         world.comm.broadcast(flat, root)
         parts = flat.split([each.numel() for each in group])
         foreach_copy_(group, [part.view_as(each) for each, part in zip(group, parts, strict=True)])
+
+
+def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
+    """Warn on rank zero if its buffers are about to replace others of the ranks, which have other values. Those of
+    BatchNorm always have, unless it is synchronised (docs/limits.md). A collective."""
+    named: dict[str, torch.Tensor] = {
+        f"the buffer {f'{path}.{name}' if path else name!r}": buffer
+        for path, part in module.named_modules()
+        if not isinstance(part, BatchNorm)
+        for name, buffer in part.named_buffers(recurse=False)
+    }
+    if named and (found := _first_difference(named, world)) is not None and world.rank == 0:
+        logger.warning(
+            "%s of the %s is %s after a step: forward() updates it from each rank's own data, and rank zero's replaces "
+            "the others'; reduce what updates it (unisono.all_reduce), or keep each rank's by strategy="
+            "unisono.strategies.DDP(broadcast_buffers=False)",
+            found.name,
+            type(module).__name__,
+            found.holders(),
+        )
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.parallel.agreement import broadcast_together, check_agreement
+from unisono.parallel.agreement import broadcast_together, check_agreement, warn_of_unequal_buffers
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.learning_rates import describe_rates
 from unisono.parallel.steps import Steps
@@ -83,6 +83,7 @@ class Engine:
         self._world, self._steps = world, steps
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
         self._is_agreed = False  # whether the ranks have compared their models
+        self._has_compared = False  # their buffers
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
         self._trained = self.trained()  # in the last forward pass
@@ -187,6 +188,9 @@ class Engine:
 
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
+        if not self._has_compared:
+            self._has_compared = True
+            warn_of_unequal_buffers(self.module, self._world)
         broadcast_together(self.members.buffers(), self._world)
 
     def complete(self) -> None:

@@ -1,0 +1,72 @@
+"""Buffers that a forward pass updates from its own data: rank zero's replace the others', and that is said."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from torch import nn
+from twin import loader_of, sgd
+
+from unisono import Accelerator, all_reduce
+
+EVERY = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+
+
+class Centred(nn.Module):
+    """Subtracts the running mean of its inputs."""
+
+    def __init__(self, is_reduced: bool) -> None:
+        super().__init__()
+        self.is_reduced = is_reduced
+        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        now = inputs.detach().mean(0)
+        self.mean.lerp_(all_reduce(now, "mean") if self.is_reduced else now, 0.5)
+        return inputs - self.mean
+
+
+def train(first: nn.Module, strategy: Any = "ddp") -> tuple[list[str], list[torch.Tensor]]:
+    """What is said in three steps, and the buffers after them."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("unisono.parallel.agreement")
+    logger.addHandler(handler)
+    try:
+        accelerator = Accelerator(strategy=strategy)
+        network = nn.Sequential(first, nn.Linear(5, 2)).double()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(12, 2))
+        for inputs, _, _ in loader:
+            accelerator.backward(network(inputs).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        logger.removeHandler(handler)
+    return said, [each.clone() for each in network.buffers()]
+
+
+@EVERY
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_buffer_that_differs_between_the_ranks_is_said_once(mode: Mode, strategy: str) -> None:
+    (said, (own,)), (_, (others,)) = mode.run(lambda: train(Centred(False), strategy))
+    about = {each for each in said if "the buffer '0.mean'" in each}  # threads share a logger
+    assert len(about) == len(said) == 1
+    assert "rank zero's replaces the others'; reduce what updates it (unisono.all_reduce)" in said[0]
+    torch.testing.assert_close(own, others, rtol=0, atol=0)
+
+
+@EVERY
+def test_nothing_is_said_where_the_ranks_agree(mode: Mode) -> None:
+    for said, _ in mode.run(lambda: train(Centred(True))):
+        assert not said
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_nothing_is_said_of_batch_norm(mode: Mode) -> None:
+    for said, _ in mode.run(lambda: train(nn.BatchNorm1d(5))):
+        assert not said
