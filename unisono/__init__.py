@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from unisono.checkpoint.checkpointer import Checkpointer as Checkpointer
     from unisono.launch.context import ProcessContext as ProcessContext
     from unisono.launch.hosts.join_world import join_world as join_world
+    from unisono.launch.options import Cores as Cores
+    from unisono.launch.options import Output as Output
     from unisono.launch.spawn import spawn as spawn
     from unisono.launch.starting.zygote_client import warm as warm
     from unisono.loaders.device_iterator import DeviceIterator as DeviceIterator
@@ -66,8 +68,9 @@ _HOMES = {
     "unisono.checkpoint.checkpointer": ["Checkpointer"],
     "unisono.launch.context": ["ProcessContext"],
     "unisono.launch.hosts.join_world": ["join_world"],
-    "unisono.launch.starting.zygote_client": ["warm"],
+    "unisono.launch.options": ["Cores", "Output"],
     "unisono.launch.spawn": ["spawn"],
+    "unisono.launch.starting.zygote_client": ["warm"],
     "unisono.loaders.device_iterator": ["DeviceIterator"],
     "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],
     "unisono.loaders.sample_generator": ["SampleGenerator"],

@@ -29,7 +29,7 @@ GROUPS: dict[str, list[str]] = {
         "broadcast_parameters",
         "check_replicas",
     ],
-    "Launching": ["spawn", "ProcessContext", "join_world", "warm"],
+    "Launching": ["spawn", "Output", "Cores", "ProcessContext", "join_world", "warm"],
     "Loading": ["DeviceLoader", "ParallelLoader", "DeviceIterator", "SampleGenerator"],
     "Threads": ["DataParallel", "Context"],
     "Ranks and collectives": [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch
 
@@ -54,7 +53,7 @@ def _try_collectives(family: Backend) -> Iterator[Finding]:
         join=False,
         daemon=True,  # a check that runs too long is abandoned, and ends with the program
         backend=family.name,
-        timeout=timedelta(seconds=LIMIT_S / 2),
+        timeout=LIMIT_S / 2,
     )
     results = context.join() or []
     start_s = max(each[0] for each in results) - began

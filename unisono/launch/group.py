@@ -30,8 +30,8 @@ import psutil
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import HangWatch
+from unisono.launch.job import Job
 from unisono.launch.messages import say_if_watched, say_once
-from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
 from unisono.launch.reports import Kind, Message, Pulse
 from unisono.launch.resource_limits import describe_mapped_memory
@@ -43,7 +43,7 @@ from unisono.launch.starting.zygote_client import open_group
 from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import Output
-from unisono.launch.worker import TELL_STACKS, Job
+from unisono.launch.worker import TELL_STACKS
 from unisono.outcome import Outcome, this_process
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class Group:
     Args:
         job: what they run.
         place: where they meet.
-        policy: how they are started and ended.
         hang_watch: decides when the group hangs.
         output, monitor: handle the workers' streams, and sample their processes.
         on_started: called when all workers have a pid.
@@ -73,7 +72,6 @@ class Group:
         self,
         job: Job,
         place: Rendezvous,
-        policy: Policy,
         hang_watch: HangWatch,
         output: Output,
         monitor: Monitor,
@@ -84,7 +82,6 @@ class Group:
         self._reason: Outcome[Any] | None = None  # why the group is ended although none of its workers has failed
         self._job = job
         self._place = place
-        self._policy = policy
         self._hang_watch = hang_watch
         self._output = output
         self._monitor = monitor
@@ -111,7 +108,7 @@ class Group:
         # Before the zygote is asked to fork: a worker reads the job in its first lines.
         self._place.write_job(self._job)
         with selectors.DefaultSelector() as self._selector:
-            self._zygote = open_group(self._place.directory, self._policy.start_method)
+            self._zygote = open_group(self._place.directory, self._job.options.chosen_start_method)
             self._selector.register(self._zygote, selectors.EVENT_READ, self._hear)
             self._selector.register(wake, selectors.EVENT_READ, obey)
             try:
@@ -355,7 +352,7 @@ class Group:
             self._signal(signal.SIGKILL, deaf)
             self._signal(signum, [worker for worker in self.workers if worker not in deaf])
             # For the next signal, SIGKILL, if there is one left.
-            self._set_deadline(self._policy.grace_s)
+            self._set_deadline(self._job.options.grace_s)
 
     def _signal(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
         """Signal workers; with `to_sessions`, also their loader workers and other processes that they have started."""

@@ -1,4 +1,4 @@
-"""Finds what in a call cannot be pickled; used after pickling has failed, since a pickler does not report where.
+"""Pickles a call, and names what in it cannot be pickled, since a pickler does not report where it has failed.
 
 The search descends from the failing part to a part of it that fails, and ends where no inner part fails: at the open
 file, the lock, the generator.
@@ -7,14 +7,32 @@ file, the lock, the generator.
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+from unisono.errors import UnpicklableError
 from unisono.pickling import codes_in, dumps_call
 
 _GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+
+
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
+    """Pickle the call, and what a worker needs before it.
+
+    Raises:
+        UnpicklableError: names what cannot be sent.
+    """
+    try:
+        return dumps_call(fn, args, first)
+    except Exception as error:
+        named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
+        name, part = next((each for each in named if not is_picklable(each[1])), named[0])
+        raise UnpicklableError(
+            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: "
+            f"{error}){describe_unpicklable(part)}; create it inside fn, or pass what it is created from"
+        ) from error
 
 
 def is_picklable(part: Any) -> bool:

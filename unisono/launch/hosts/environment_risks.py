@@ -51,7 +51,7 @@ _HARMFUL: tuple[_Rule, ...] = (
         "GOMP_CPU_AFFINITY KMP_AFFINITY OMP_PROC_BIND OMP_PLACES",
         _binds_threads,
         "binds threads to cores, and those of each worker to the same ones",
-        "unset it; spawn(..., pin_cores=True) gives each worker its own cores",
+        "unset it; spawn(..., cores=Cores(pin=True)) gives each worker its own cores",
     ),
     (
         "CUDA_LAUNCH_BLOCKING",
@@ -83,7 +83,7 @@ _NOTABLE: tuple[_Rule, ...] = (
         "OMP_NUM_THREADS",
         _is_set,
         "is used as the number of CPU threads of each worker, however many workers there are",
-        "unset it for a fair share of the cores, or pass spawn(..., num_threads=N)",
+        "unset it for a fair share of the cores, or pass spawn(..., cores=N)",
     ),
     (
         "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES",
