@@ -22,6 +22,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import Output
 from unisono.launch.worker import TELL_STACKS
-from unisono.outcome import Outcome, this_process
+from unisono.outcome import Outcome, first_cause, this_process
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
@@ -145,9 +146,9 @@ class Group:
             self.give_up(Outcome.from_bytes(report.verdict), _SETTLE_S)
 
     def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
-        """End the group for a reason outside it; a failure of one of its own workers takes precedence."""
-        # A primary cause replaces a secondary one, which only reports a broken world.
-        if self._reason is None or self._reason.is_secondary:
+        """End the group for a reason outside it, which may be the first cause."""
+        reason = replace(reason, at=time.monotonic())  # another machine has another clock
+        if self._reason is None or first_cause({"before": self._reason, "now": reason}) == "now":
             self._reason = reason
         if not self._sent:
             self._set_deadline(within_s)

@@ -57,7 +57,7 @@ from unisono.launch.run_target import variables_set
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
 from unisono.launch.watching.run_directory import RunDirectory
-from unisono.outcome import Outcome
+from unisono.outcome import Outcome, first_cause
 from unisono.torch_private import MONITOR_WORKERS, REMAINING_RESTARTS, SHUTDOWN, START_WORKERS, STOP_WORKERS, overrides
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -292,15 +292,17 @@ class Agent(SimpleElasticAgent):
         """Why the group has failed although the workers on this machine ended well; None if it has not."""
         if self._lost:
             return Outcome(error=UnisonoError(self._lost))
-        return next(iter(self.others.failures()), None)
+        failures = dict(enumerate(self.others.failures()))
+        return failures[first_cause(failures)] if failures else None
 
     def _first_cause(self, verdict: Outcome[Any]) -> Outcome[Any]:
         """The cause that another machine reports within `_CAUSE_S`; otherwise this machine's own report, that of a
         victim."""
         deadline = time.monotonic() + _CAUSE_S
         while self.others.count > 0 and time.monotonic() < deadline:
-            if (found := self.others.failures()) and not found[0].is_secondary:
-                return found[0]
+            causes = dict(enumerate([verdict, *self.others.failures()]))
+            if not (found := causes[first_cause(causes)]).is_secondary:
+                return found
             time.sleep(_LOOK_S)
         return verdict
 
