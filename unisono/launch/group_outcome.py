@@ -72,7 +72,7 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
         causes[_OUTSIDE] = reason
     cause = first_cause(causes)
     if cause == _OUTSIDE:
-        assert reason is not None and reason.error is not None
+        assert reason is not None
         _with_failures(reason.error, errors)
         return reason
     if (lost := _lost_step(cause, failures, tails)) is not None:
@@ -133,7 +133,6 @@ def _action_in(error: BaseException | None) -> str:
     return f"came to {found[1]}" if found else ""
 
 
-def _with_failures(error: BaseException, errors: dict[int, BaseException | None]) -> BaseException:
+def _with_failures(error: BaseException | None, errors: dict[int, BaseException | None]) -> None:
     with contextlib.suppress(Exception):  # a user-defined class may refuse attributes
-        error.failures = errors  # type: ignore[attr-defined]
-    return error
+        error.failures = errors  # type: ignore[union-attr]

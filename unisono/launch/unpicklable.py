@@ -6,7 +6,10 @@ file, the lock, the generator.
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -18,14 +21,17 @@ from unisono.pickling import codes_in, dumps_call
 _GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 
 
-def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
-    """Pickle the call, and what a worker needs before it.
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) -> bytes:
+    """Pickle the call, and before it the settings, by value if they contain definitions of `__main__`.
 
     Raises:
         UnpicklableError: names what cannot be sent.
     """
+    with contextlib.suppress(Exception), io.BytesIO() as file:
+        _PlainPickler(file).dump(settings)  # many times as fast as by value
+        settings = file.getvalue()
     try:
-        return dumps_call(fn, args, first)
+        return dumps_call(fn, args, settings)
     except Exception as error:
         named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
         name, part = next((each for each in named if not is_picklable(each[1])), named[0])
@@ -35,12 +41,24 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None
         ) from error
 
 
+class _PlainPickler(pickle.Pickler):
+    """Refuses definitions of `__main__`, which other processes do not find by name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj!r} is defined in __main__")
+        return NotImplemented
+
+
 def is_picklable(part: Any) -> bool:
     """Whether it can be sent to workers."""
     try:
-        dumps_call(type, (part,))
+        pickle.dumps(part)
     except Exception:
-        return False
+        try:
+            dumps_call(type, (part,))
+        except Exception:
+            return False
     return True
 
 

@@ -41,12 +41,11 @@ from unisono.launch.heartbeat import beating
 from unisono.launch.hosts.environment import Place
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import Caller, Job
-from unisono.launch.loggers import adopt_loggers
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import Kind, Reporter
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.script_group import let_scripts_initialise
-from unisono.launch.settings import Settings, adopt_settings
+from unisono.launch.settings import Settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
@@ -168,14 +167,11 @@ def _call(job: Job, world: World, reporter: Reporter) -> Any:
         return loaded.fn(world.rank, *loaded.args)
 
 
-def _adopt_settings(settings: Settings, world: World, reporter: Reporter) -> None:
-    # First: it also reseeds the CPU's generator, whose exact state is among the settings.
-    if world.backend.moves_in_background:  # it has its own generator, which may not even exist in the caller
-        torch.manual_seed(settings.seed)
-    for name, reason in adopt_settings(settings.values).items():
+def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) -> None:
+    settings: Settings = pickle.loads(sent) if isinstance(sent, bytes) else sent
+    for name, reason in settings.adopt(world.backend).items():
         text = f"workers do not have what {name} has set in the calling process ({reason})"
         reporter.send(Kind.NOTE, text.encode())
-    adopt_loggers(settings.loggers)
 
 
 @contextlib.contextmanager
