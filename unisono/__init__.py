@@ -51,10 +51,8 @@ if TYPE_CHECKING:
     from unisono.parallel.stopping import should_stop as should_stop
     from unisono.progress import tqdm as tqdm
     from unisono.report.phases import phase as phase
-    from unisono.report.picture import save_picture as save_picture
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
-    from unisono.report.text import print_report as print_report
     from unisono.tracking.tracker import Tracker as Tracker
     from unisono.world import World as World
     from unisono.world import current_world as current_world
@@ -94,9 +92,7 @@ _HOMES = {
     "unisono.parallel.stopping": ["should_stop"],
     "unisono.progress": ["tqdm"],
     "unisono.report.phases": ["phase"],
-    "unisono.report.picture": ["save_picture"],
     "unisono.report.summary": ["Report", "gather_report"],
-    "unisono.report.text": ["print_report"],
     "unisono.tracking.tracker": ["Tracker"],
     "unisono.world": ["World", "current_world", "use_world"],
 }

@@ -52,9 +52,7 @@ GROUPS: dict[str, list[str]] = {
     "Reports, progress and trackers": [
         "gather_report",
         "Report",
-        "print_report",
         "phase",
-        "save_picture",
         "tqdm",
         "Tracker",
     ],
