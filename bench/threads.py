@@ -78,7 +78,7 @@ def collectives(ranks: int, length: int, blocks: int) -> None:
         return seconds(lambda: other.copy_(tensor))
 
     def between_processes(process_group: Literal["gloo"] | None) -> float:
-        options: dict[str, Any] = {"num_threads": 1, "backend": "cpu", "process_group": process_group}
+        options: dict[str, Any] = {"cores": 1, "backend": "cpu", "process_group": process_group}
         times: list[float] = spawn(process_seconds, args=(length,), nprocs=ranks, **options)
         return max(times)
 
@@ -160,7 +160,7 @@ def steps(name: str, ranks: int, blocks: int) -> None:
     rates = interleave(
         {
             "threads": thread_rate,
-            "processes": lambda: spawn(process_rate, args=(ranks, name), nprocs=ranks, num_threads=1, backend="cpu")[0],
+            "processes": lambda: spawn(process_rate, args=(ranks, name), nprocs=ranks, cores=1, backend="cpu")[0],
         },
         blocks,
     )
@@ -239,7 +239,7 @@ def in_ddp(index: int) -> tuple[float, float]:
 def memory(ranks: int, blocks: int) -> None:
     """The ratio of bytes per replica to those of DDP, each measured in fresh processes."""
     size = sum(parameter.nbytes for parameter in build_wide().parameters())
-    options: dict[str, Any] = {"num_threads": 1, "backend": "cpu"}
+    options: dict[str, Any] = {"cores": 1, "backend": "cpu"}
     found: dict[str, list[tuple[float, float]]] = {"threads": [], "DDP": []}
     for _ in range(blocks):
         found["threads"].append(spawn(in_threads, args=(ranks,), nprocs=1, **options)[0])

@@ -32,8 +32,6 @@ from unisono import (
     gather_report,
     is_rank_zero,
     optimizer_step,
-    print_report,
-    save_picture,
     spawn,
 )
 
@@ -184,9 +182,9 @@ def main() -> None:
     if arguments.backend:
         os.environ["UNISONO_BACKEND"] = arguments.backend
     result = run(arguments.mode, devices, arguments.epochs)
-    print_report(result.report)
+    result.report.print()
     print(f"test accuracy {result.accuracy:.2%}")
-    print(f"picture {save_picture(result.report, result.losses, arguments.picture)}")
+    print(f"picture {result.report.save_picture(result.losses, arguments.picture)}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from unisono import backends, warm  # noqa: E402
-from unisono.launch.starting.huge_pages import collapse_memory  # noqa: E402
 
 pytest_plugins = ["leak_police", "pytester", "running_again", "time_limit"]
 
@@ -115,5 +114,4 @@ def pytest_collection_finish() -> None:
     """What is imported stays: collections, and the forks of loader workers, need not go through it."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # at the end, what is still frozen counts as leaked by triton
-    collapse_memory()
     gc.enable()

@@ -54,7 +54,7 @@ class Mode:
             return self._replicas()(lambda *_: _there(body), [])
         preload()
         with _by_value(body):
-            return spawn(lambda _: _there(body), nprocs=self.ranks, num_threads=1, backend=FAMILY, timeout=PATIENCE)
+            return spawn(lambda _: _there(body), nprocs=self.ranks, cores=1, backend=FAMILY, timeout=PATIENCE)
 
     def loop(self, body: Callable[[DeviceIterator | DeviceLoader], Any], loader: Iterable[Any]) -> list[Any]:
         """`body(device_loader)` on every rank, over the loader as that mode deals it."""

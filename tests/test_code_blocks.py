@@ -116,7 +116,7 @@ def given(path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """matplotlib keeps the files of its fonts open."""
-    unisono.save_picture(Report([summarise()]), [2.0, 1.0], tmp_path_factory.mktemp("fonts") / "picture.png")
+    Report([summarise()]).save_picture([2.0, 1.0], tmp_path_factory.mktemp("fonts") / "picture.png")
 
 
 @pytest.fixture

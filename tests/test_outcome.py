@@ -452,6 +452,16 @@ def test_where_all_are_secondary_the_earliest_counts():
     assert first_cause(failures) == 2
 
 
+def test_a_rank_that_was_killed_comes_before_peers_that_noticed_it_sooner():
+    failures = {
+        0: Outcome(error=RuntimeError("connection closed by peer"), at=2.0),
+        1: Outcome(error=WorkerDiedError("", 1, -9), at=2.5),
+    }
+    assert first_cause(failures) == 1
+    late = {**failures, 1: Outcome(error=WorkerDiedError("", 1, -9), at=4.0)}
+    assert first_cause(late) == 0
+
+
 # Copies for threads.
 
 

@@ -47,8 +47,8 @@ if __name__ == "__main__":
 """
 PLAIN, SPAWN, MARKED = (
     "work()",
-    "unisono.spawn(work, nprocs=2, backend='cpu', num_threads=1)",
-    "unisono.spawn(work, nprocs=2, backend='cpu', num_threads=1, prefix=True)",
+    "unisono.spawn(work, nprocs=2, backend='cpu', cores=1)",
+    "unisono.spawn(work, nprocs=2, backend='cpu', cores=1, output=unisono.Output(prefix=True))",
 )
 THREADS = (
     "import torch; unisono.DataParallel(torch.nn.Identity(), ['cpu:0', 'cpu:1']).run_on_replicas(lambda *_: work())"

@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any
 
 from unisono.launch.starting import wire, zygote_client
-from unisono.launch.starting.huge_pages import collapse_memory
 
 MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
 COMMAND = "import sys\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"  # a script that is `unisono`
@@ -216,7 +215,6 @@ def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
     inspect.stack()  # as torch's rendezvous does at each event; the first call looks for the files of all modules
     gc.freeze()  # or each script would go through all that is imported, and copy it
     atexit.register(gc.unfreeze)  # at its end, what is still frozen counts as leaked by triton
-    collapse_memory()
     ended_r, ended_w = os.pipe()
     os.set_blocking(ended_w, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from unisono.checkpoint.checkpointer import Checkpointer as Checkpointer
     from unisono.launch.context import ProcessContext as ProcessContext
     from unisono.launch.hosts.join_world import join_world as join_world
+    from unisono.launch.options import Cores as Cores
+    from unisono.launch.options import Output as Output
     from unisono.launch.spawn import spawn as spawn
     from unisono.launch.starting.zygote_client import warm as warm
     from unisono.loaders.device_iterator import DeviceIterator as DeviceIterator
@@ -49,10 +51,8 @@ if TYPE_CHECKING:
     from unisono.parallel.stopping import should_stop as should_stop
     from unisono.progress import tqdm as tqdm
     from unisono.report.phases import phase as phase
-    from unisono.report.picture import save_picture as save_picture
     from unisono.report.summary import Report as Report
     from unisono.report.summary import gather_report as gather_report
-    from unisono.report.text import print_report as print_report
     from unisono.tracking.tracker import Tracker as Tracker
     from unisono.world import World as World
     from unisono.world import current_world as current_world
@@ -66,8 +66,9 @@ _HOMES = {
     "unisono.checkpoint.checkpointer": ["Checkpointer"],
     "unisono.launch.context": ["ProcessContext"],
     "unisono.launch.hosts.join_world": ["join_world"],
-    "unisono.launch.starting.zygote_client": ["warm"],
+    "unisono.launch.options": ["Cores", "Output"],
     "unisono.launch.spawn": ["spawn"],
+    "unisono.launch.starting.zygote_client": ["warm"],
     "unisono.loaders.device_iterator": ["DeviceIterator"],
     "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],
     "unisono.loaders.sample_generator": ["SampleGenerator"],
@@ -91,9 +92,7 @@ _HOMES = {
     "unisono.parallel.stopping": ["should_stop"],
     "unisono.progress": ["tqdm"],
     "unisono.report.phases": ["phase"],
-    "unisono.report.picture": ["save_picture"],
     "unisono.report.summary": ["Report", "gather_report"],
-    "unisono.report.text": ["print_report"],
     "unisono.tracking.tracker": ["Tracker"],
     "unisono.world": ["World", "current_world", "use_world"],
 }

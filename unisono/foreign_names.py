@@ -41,7 +41,7 @@ _ADVICE = {
     "prepare_model": _PREPARE,
     "prepare_optimizer": _PREPARE,
     "prepare_scheduler": _PREPARE,
-    "profile": "use torch.profiler.profile(); unisono.print_report() says where the time of the loop went",
+    "profile": "use torch.profiler.profile(); unisono.gather_report() says where the time of the loop went",
     "register_load_state_pre_hook": _REGISTERED,
     "register_save_state_pre_hook": _REGISTERED,
     "save_iteration": "save_state() numbers checkpoints after those in the directory",

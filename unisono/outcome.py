@@ -16,17 +16,23 @@ import copy
 import os
 import pickle
 import platform
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
-from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError
+from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError, WorkerDiedError
 from unisono.pickling import dumps, dumps_apart, loads_apart
 
+K = TypeVar("K")
 T = TypeVar("T")
 P = ParamSpec("P")
+
+# Excludes SIGABRT, with which a transport may end the peers of a rank that has failed.
+_DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
+_NEWS_S = 1.0  # the longest delay until the death of a worker is noticed
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,20 @@ def this_process(pid: int | None = None) -> str:
     return f"pid {os.getpid() if pid is None else pid} on {platform.node()}"
 
 
-def first_cause(failures: Mapping[int, Outcome[Any]]) -> int:
-    """The rank whose failure came first: the earliest one that is not secondary, else the earliest."""
-    return min(failures, key=lambda rank: (failures[rank].is_secondary, failures[rank].at))
+def first_cause(failures: Mapping[K, Outcome[Any]]) -> K:
+    """Whose failure came first: the earliest one that is not secondary, else the earliest.
+
+    A process that was ended by an external signal comes before others that failed up to a second earlier: its peers
+    learn of it sooner than its parent does, and may have raised errors that do not mention it.
+    """
+
+    def order(name: K) -> tuple[bool, float]:
+        return failures[name].is_secondary, failures[name].at
+
+    first = min(failures, key=order)
+    limit = failures[first].at + _NEWS_S
+    killed = [name for name, each in failures.items() if _is_killed(each.error) and each.at <= limit]
+    return min(killed, key=order) if killed else first
 
 
 def add_note_once(error: BaseException, note: str) -> None:
@@ -175,6 +192,10 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
         yield link
         seen.add(id(link))
         link = link.__context__ if link.__cause__ is None and not link.__suppress_context__ else link.__cause__
+
+
+def _is_killed(error: BaseException | None) -> bool:
+    return isinstance(error, WorkerDiedError) and error.exit_code in _DEADLY
 
 
 def _is_secondary(error: BaseException) -> bool:

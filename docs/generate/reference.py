@@ -29,7 +29,7 @@ GROUPS: dict[str, list[str]] = {
         "broadcast_parameters",
         "check_replicas",
     ],
-    "Launching": ["spawn", "ProcessContext", "join_world", "warm"],
+    "Launching": ["spawn", "Output", "Cores", "ProcessContext", "join_world", "warm"],
     "Loading": ["DeviceLoader", "ParallelLoader", "DeviceIterator", "SampleGenerator"],
     "Threads": ["DataParallel", "Context"],
     "Ranks and collectives": [
@@ -52,9 +52,7 @@ GROUPS: dict[str, list[str]] = {
     "Reports, progress and trackers": [
         "gather_report",
         "Report",
-        "print_report",
         "phase",
-        "save_picture",
         "tqdm",
         "Tracker",
     ],

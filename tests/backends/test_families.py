@@ -24,7 +24,7 @@ from unisono.backends import (
 )
 from unisono.backends.cores import fair_num_threads, kept_num_threads, usable_cores
 from unisono.backends.movement import send
-from unisono.cli.machine_checks import devices
+from unisono.cli.checks import check_devices
 
 MISSING = [name for name in NAMES if not get_backend(name).is_available()]
 
@@ -58,7 +58,7 @@ def test_a_tpu_that_lacks_a_package_is_told_of_before_the_cpu_is_taken(monkeypat
             r"pip install 'unisono\[tpu\]'",
             told,
         )
-        assert any(each.state == "warning" and each.advice == "pip install 'unisono[tpu]'" for each in devices())
+        assert any(each.state == "warning" and each.advice == "pip install 'unisono[tpu]'" for each in check_devices())
         monkeypatch.setenv("PJRT_DEVICE", "CPU")  # somebody has chosen
         assert get_backend("xla").unused_hardware() == ""
     finally:

@@ -216,7 +216,7 @@ def test_a_full_disk_is_the_same_error_on_all_ranks_where_all_of_them_write(tmp_
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", tmp_path], capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
-        first, second = spawn(save_parts_until_full, args=(tmp_path,), nprocs=2, num_threads=1)
+        first, second = spawn(save_parts_until_full, args=(tmp_path,), nprocs=2, cores=1)
         assert first == second > 1
         names = {each.name for each in (tmp_path / "checkpoints").iterdir()}
         assert names == {*(f"checkpoint_{number}" for number in range(first)), "latest"}

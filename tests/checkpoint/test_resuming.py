@@ -115,8 +115,8 @@ def test_a_worker_that_is_killed_costs_no_bit_when_the_group_is_restarted(tmp_pa
     weights, ledger = first(Mode("processes", ranks).run(Run(tmp_path / "whole", **common)))
     run = Run(tmp_path / "parts", **common, after=killed_at(drawn_batch(), random.randrange(ranks)))
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
-        spawn(lambda _: run(), nprocs=ranks, num_threads=1)
-    resumed, own = spawn(lambda _: run(), nprocs=ranks, num_threads=1, max_restarts=1)[0]
+        spawn(lambda _: run(), nprocs=ranks, cores=1)
+    resumed, own = spawn(lambda _: run(), nprocs=ranks, cores=1, max_restarts=1)[0]
     assert_each_once(own)
     assert own.losses == ledger.losses
     torch.testing.assert_close(resumed, weights, **EXACTLY)
@@ -127,7 +127,7 @@ def test_a_run_of_four_that_is_killed_goes_on_on_one_two_or_eight(tmp_path: Path
     weights, ledger = first(SOLO.run(Run(tmp_path / "whole", workers=1)))
     run = Run(tmp_path / "killed", workers=1, after=killed_at(drawn_batch(), random.randrange(4)))
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
-        spawn(lambda _: run(), nprocs=4, num_threads=1)
+        spawn(lambda _: run(), nprocs=4, cores=1)
     for mode in (SOLO, PROCESSES_2, Mode("threads", 8)):
         shutil.copytree(tmp_path / "killed", tmp_path / str(mode))
         resumed, own = first(mode.run(Run(tmp_path / str(mode), workers=1)))
@@ -179,7 +179,7 @@ def live(index: int, root: Path) -> int:
 
 @pytest.mark.slow
 def test_kills_at_random_moments_leave_a_whole_checkpoint_of_what_all_ranks_write(tmp_path: Path) -> None:
-    first, second = spawn(live, args=(tmp_path,), nprocs=2, num_threads=1, max_restarts=LIVES)
+    first, second = spawn(live, args=(tmp_path,), nprocs=2, cores=1, max_restarts=LIVES)
     assert first == second > LIVES
 
 
@@ -216,10 +216,10 @@ def evaluate(index: int, path: Path, stops: bool) -> tuple[list[int], list[int]]
 @pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_while_it_evaluates_goes_on_there(tmp_path: Path) -> None:
     with pytest.raises(StoppedError) as stopped:
-        spawn(evaluate, args=(tmp_path, True), nprocs=2, num_threads=1)
+        spawn(evaluate, args=(tmp_path, True), nprocs=2, cores=1)
     seen, _ = stopped.value.results[0]
     assert len(seen[0]) == SAMPLES > len(seen[1]) > 0
-    found = spawn(evaluate, args=(tmp_path, False), nprocs=2, num_threads=1)
+    found = spawn(evaluate, args=(tmp_path, False), nprocs=2, cores=1)
     for each in found[0]:
         assert [sorted(numbers) for numbers in each] == [list(range(SAMPLES))] * EPOCHS
     assert found[0] == found[1]
@@ -238,7 +238,7 @@ def test_sigterm_to_a_worker_ends_all_with_one_checkpoint_from_which_they_go_on(
     run = Run(tmp_path / "parts", dropout=0.5, after=after)
     should = lambda _: (should_stop(), run())[1]  # noqa: E731
     with pytest.raises(StoppedError) as stopped:
-        spawn(should, nprocs=2, num_threads=1)
+        spawn(should, nprocs=2, cores=1)
     _, left = stopped.value.results[0]
     assert 3 <= len(left.losses) <= 4
     resumed, own = first(PROCESSES_2.run(Run(tmp_path / "parts", dropout=0.5)))

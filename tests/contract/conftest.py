@@ -65,7 +65,7 @@ class Ranks:
         return spawn(
             lambda index: there(body, current_world()),
             nprocs=self.size,
-            num_threads=1,
+            cores=1,
             timeout=timeout,
             backend=FAMILY,
             process_group=process_group,

@@ -270,8 +270,8 @@ def one_rank_under_torchrun_by_nccl() -> str:
 def a_worker_is_forked_and_uses_cuda() -> str:
     began = time.monotonic()
     torch.zeros(1, device="cuda")  # the caller's own runtime is up
-    assert unisono.spawn(_doubled, (torch.ones(2, device="cuda"),), nprocs=1, backend="cuda", num_threads=4) == [4.0]
-    (result,) = unisono.spawn(_on_gpu, nprocs=1, backend="cuda", num_threads=4)
+    assert unisono.spawn(_doubled, (torch.ones(2, device="cuda"),), nprocs=1, backend="cuda", cores=4) == [4.0]
+    (result,) = unisono.spawn(_on_gpu, nprocs=1, backend="cuda", cores=4)
     assert result.device.type == "cpu", "a result has come on a device"
     apps = _query("--query-compute-apps=pid,used_memory")
     return f"two groups in {time.monotonic() - began:.1f} s; arguments and results in main memory; contexts: {apps}"
@@ -400,7 +400,7 @@ def _prepared(options: dict[str, Any], width: int = 256) -> tuple[Any, nn.Module
 def a_seed_gives_the_same_numbers_again() -> str:
     def drawn() -> list[float]:
         torch.manual_seed(0)
-        return unisono.spawn(_dropped, nprocs=1, backend="cuda", num_threads=1)
+        return unisono.spawn(_dropped, nprocs=1, backend="cuda", cores=1)
 
     assert drawn() == drawn()
     weights = []
@@ -493,7 +493,7 @@ def an_interrupt_during_kernels_ends_a_worker() -> str:
         "    print('begun', flush=True)\n"
         "    while True:\n"
         "        weight @ weight\n"
-        "unisono.spawn(work, nprocs=1, backend='cuda', num_threads=1)\n"
+        "unisono.spawn(work, nprocs=1, backend='cuda', cores=1)\n"
     )
     running = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

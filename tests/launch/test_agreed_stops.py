@@ -24,7 +24,7 @@ import os, sys
 from pathlib import Path
 import torch
 from faults import Line
-from unisono import is_rank_zero, should_stop, spawn
+from unisono import Output, is_rank_zero, should_stop, spawn
 from torch.utils.data import DataLoader
 
 line = Line(Path("line").absolute())
@@ -141,7 +141,7 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_their_results_are_ke
 
 def test_a_group_that_does_not_handle_sigterm_is_ended_by_it(tmp_path, line, ear):
     source = SCRIPT.replace("    should_stop()\n", "").replace("if should_stop():", "if False:")
-    source = source.replace("nprocs=2", "nprocs=2, log_dir='logs'")
+    source = source.replace("nprocs=2", "nprocs=2, output=Output('logs')")
     with Script(source, tmp_path) as script:
         ear.hear_all(2)
         script.kill(signal.SIGTERM)

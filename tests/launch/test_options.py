@@ -16,6 +16,7 @@ from recorded_runs import read_run
 
 from unisono.backends.cores import fair_num_threads, usable_cores
 from unisono.errors import WorkerDiedError
+from unisono.launch.options import Cores, Output
 from unisono.launch.spawn import spawn
 from unisono.world import current_world
 
@@ -31,8 +32,8 @@ def test_workers_and_their_loader_workers_share_the_cores(no_omp):
 
     for loaders in (0, 2):
         share = fair_num_threads(2, loaders)
-        assert spawn(threads, nprocs=2, num_loader_workers=loaders) == [(share, str(share))] * 2
-    assert spawn(threads, nprocs=2, num_threads=3) == [(3, "3")] * 2
+        assert spawn(threads, nprocs=2, cores=Cores(num_loader_workers=loaders)) == [(share, str(share))] * 2
+    assert spawn(threads, nprocs=2, cores=3) == [(3, "3")] * 2
 
 
 def test_the_number_of_threads_that_the_user_has_set_in_the_environment_holds(monkeypatch):
@@ -46,14 +47,14 @@ def test_what_was_decided_is_logged(no_omp, caplog):
     told = [record.getMessage() for record in caplog.records if "CPU threads" in record.getMessage()]
     assert told == [
         f"{fair_num_threads(2)} CPU threads per worker, a fair share of the cores for 2 workers; "
-        "spawn(..., num_threads=n) sets another number"
+        "spawn(..., cores=n) sets another number"
     ]
 
 
 def test_pinned_workers_keep_to_cores_of_their_own():
     if usable_cores() < 2:
         pytest.skip("this machine has one core")
-    first, second = spawn(lambda index: os.sched_getaffinity(0), nprocs=2, pin_cores=True)
+    first, second = spawn(lambda index: os.sched_getaffinity(0), nprocs=2, cores=Cores(pin=True))
     assert not first & second
     assert first | second == os.sched_getaffinity(0)
     assert spawn(lambda index: os.sched_getaffinity(0), nprocs=2) == [os.sched_getaffinity(0)] * 2
@@ -61,7 +62,7 @@ def test_pinned_workers_keep_to_cores_of_their_own():
 
 def test_more_pinned_workers_than_cores_are_refused():
     with pytest.raises(ValueError, match="1000 workers cannot have a CPU of their own each"):
-        spawn(lambda index: None, nprocs=1000, pin_cores=True)
+        spawn(lambda index: None, nprocs=1000, cores=Cores(pin=True))
 
 
 def test_log_records_carry_the_rank():
@@ -84,7 +85,7 @@ def test_a_run_with_a_log_directory_leaves_each_ranks_output_and_its_story(tmp_p
             os.kill(os.getpid(), signal.SIGSEGV)
         current_world().comm.barrier()
 
-    context = spawn(work, nprocs=2, join=False, log_dir=tmp_path, max_restarts=1)
+    context = spawn(work, nprocs=2, join=False, output=Output(tmp_path), max_restarts=1)
     context.join()
     directory = context.log_directory
     assert directory == (tmp_path / "latest").resolve()
@@ -102,7 +103,7 @@ def test_a_run_that_failed_says_so_in_its_directory(tmp_path):
         raise ValueError("bad data")
 
     with pytest.raises(ValueError, match="bad data"):
-        spawn(fail, nprocs=2, log_dir=tmp_path)
+        spawn(fail, nprocs=2, output=Output(tmp_path))
     facts = json.loads((tmp_path / "latest" / "run.json").read_text())
     assert facts["state"] == "failed"
     assert facts["error"] == "ValueError: bad data"
@@ -143,12 +144,13 @@ def test_every_ranks_error_is_at_hand():
 
 SHOW = """
 import sys
+from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
 def work(index):
     print("out", index)
     print("err", index, file=sys.stderr)
 for options in {options}:
-    spawn(work, nprocs=2, **options)
+    spawn(work, nprocs=2, output=Output(**options))
     print("---", flush=True)
     print("---", file=sys.stderr)
 """
@@ -156,7 +158,7 @@ SHOWN = [
     ({}, ["out 0", "out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
     ({"prefix": True}, ["[rank 0] out 0", "[rank 1] out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
     ({"prefix": False}, ["out 0", "out 1"], ["err 0", "err 1"]),
-    ({"log_ranks": [1]}, ["out 1"], ["[rank 1] err 1"]),
+    ({"ranks": [1]}, ["out 1"], ["[rank 1] err 1"]),
 ]
 
 

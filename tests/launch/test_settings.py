@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
-import pickle
 import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +17,8 @@ from faults import Script
 import unisono
 from unisono.backends import get_backend
 from unisono.launch.loggers import read_loggers
-from unisono.launch.settings import SETTINGS, Settings, Value, adopt_settings, read_settings
+from unisono.launch.settings import SETTINGS, Settings
 from unisono.launch.spawn import spawn
-from unisono.launch.worker import _adopt_settings
 
 # By the name of a setting: a line that sets it, and an expression that shows it.
 HOW: dict[str, tuple[str, str]] = {
@@ -181,10 +178,9 @@ def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
 
 
 def test_a_limit_that_cannot_be_set_is_named():
-    limits = pickle.loads(read_settings(["resource.setrlimit"])["resource.setrlimit"].data)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    impossible = Value(pickle.dumps({**limits, "RLIMIT_NOFILE": (10, 5)}))
-    refused = adopt_settings({"resource.setrlimit": impossible})
+    settings = Settings({"resource.setrlimit": {"RLIMIT_NOFILE": (10, 5)}}, read_loggers(), 0)
+    refused = settings.adopt(get_backend("cpu"))
     assert re.match(r"OSError: RLIMIT_NOFILE=\(10, 5\): ", refused["resource.setrlimit"])
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
@@ -288,7 +284,6 @@ def test_a_handler_that_stays_with_the_caller_is_named():
 def test_the_caller_s_seed_reaches_the_generators_of_a_worker_s_gpus(monkeypatch):
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    world = SimpleNamespace(backend=get_backend("cuda"))
     with torch.random.fork_rng(devices=[]):
-        _adopt_settings(Settings({}, read_loggers(), 7), world, reporter=None)
+        Settings({}, read_loggers(), 7).adopt(get_backend("cuda"))
     assert seeds == [7]

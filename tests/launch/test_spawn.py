@@ -104,7 +104,7 @@ def test_the_cores_are_shared_unless_a_number_of_threads_is_given():
 
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert spawn(threads, nprocs=2) == [(share, str(share))] * 2
-    assert spawn(threads, nprocs=2, num_threads=3) == [(3, "3")] * 2
+    assert spawn(threads, nprocs=2, cores=3) == [(3, "3")] * 2
 
 
 def test_without_nprocs_there_is_a_worker_for_every_logical_cpu(monkeypatch):

@@ -128,6 +128,6 @@ def test_a_step_waits_for_its_device_as_often_as_the_table_says():
     table = PAGE.read_text().partition("## Waiting for the device")[2].partition("\n## ")[0]
     said = {name: int(count) for name, count in re.findall(r"^\| `(.+?)`.*\| (\d+) \|$", table, re.MULTILINE)}
     assert said.keys() == LINES.keys()
-    for found in spawn(lambda _: count_all(), nprocs=2, num_threads=1, process_group="gloo", timeout=PATIENCE):
+    for found in spawn(lambda _: count_all(), nprocs=2, cores=1, process_group="gloo", timeout=PATIENCE):
         for name, steps in found.items():
             assert [len(each) for each in steps] == [said[name]] * TAKEN[name], (name, steps)

@@ -35,14 +35,12 @@ from unisono import (
     gather_report,
     optimizer_step,
     phase,
-    print_report,
 )
 from unisono import timeline as timelines
 from unisono.backends import get_backend
 from unisono.errors import ClosedError
 from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample
 from unisono.loaders.pipeline import Lane
-from unisono.report.picture import save_picture
 from unisono.report.summary import CAUSES, LOOP_PHASES, PEERS, SOURCE, TRANSFER, RankSummary, label, summarise
 from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP, Loop, Waits
 from unisono.world import solo_world, thread_worlds, use_world
@@ -359,7 +357,7 @@ def test_the_table_names_every_phase_and_the_rate(
 ) -> None:
     if not has_rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
-    print_report(a_report())
+    a_report().print()
     output = capsys.readouterr().out
     words = output.split()
     for each in PHASES:
@@ -389,7 +387,7 @@ def test_steps_that_nothing_was_learned_from_are_told(capsys: pytest.CaptureFixt
         report = mode.run(body)[0]
         assert report is not None
         assert [(each.steps, each.skipped_steps) for each in report.ranks] == [(1, skipped)] * mode.ranks
-        print_report(report)
+        report.print()
         assert f"{skipped} steps were skipped: none of their samples, or tokens, counted" in capsys.readouterr().out
 
 
@@ -405,29 +403,29 @@ def test_samples_that_were_dropped_or_repeated_are_told(
     dropped: int, repeated: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = a_report().ranks
-    print_report(Report([replace(first, dropped=dropped, repeated=repeated), second]))
+    Report([replace(first, dropped=dropped, repeated=repeated), second]).print()
     assert line in capsys.readouterr().out.splitlines()
 
 
 def test_what_the_ranks_were_seen_to_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = a_report().ranks
     seen = replace(first, peak_rss=310_000_000, mean_cpu_percent=95.0)
-    print_report(Report([seen, replace(second, peak_rss=290_000_000, mean_cpu_percent=75.0)]))
+    Report([seen, replace(second, peak_rss=290_000_000, mean_cpu_percent=75.0)]).print()
     line = "with loader workers: at most 310 MB per rank, 1.7 cores busy over all"
     assert line in capsys.readouterr().out.splitlines()
-    print_report(Report([first, second]))
+    Report([first, second]).print()
     assert "with loader workers" not in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
 def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """matplotlib keeps the files of its fonts open."""
-    save_picture(a_report(), [2.0, 1.0, 0.5], tmp_path_factory.mktemp("fonts") / "picture.png")
+    a_report().save_picture([2.0, 1.0, 0.5], tmp_path_factory.mktemp("fonts") / "picture.png")
 
 
 @pytest.mark.usefixtures("_fonts")
 def test_the_picture_can_be_opened_and_is_not_empty(tmp_path: Path) -> None:
-    path = save_picture(a_report(), [2.0, 1.0, 0.5], tmp_path / "new" / "picture.png")
+    path = a_report().save_picture([2.0, 1.0, 0.5], tmp_path / "new" / "picture.png")
     assert path.is_absolute()
     pixels = image.imread(path)
     assert pixels.shape[0] > 300
@@ -437,7 +435,7 @@ def test_the_picture_can_be_opened_and_is_not_empty(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_fonts")
 @pytest.mark.parametrize("name", ["picture", "picture.v2", "picture.jpg"])
 def test_the_picture_is_a_png_under_the_very_name_that_is_returned(tmp_path: Path, name: str) -> None:
-    path = save_picture(a_report(), [2.0, 1.0], str(tmp_path / name))
+    path = a_report().save_picture([2.0, 1.0], str(tmp_path / name))
     assert path == tmp_path / name
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -445,7 +443,7 @@ def test_the_picture_is_a_png_under_the_very_name_that_is_returned(tmp_path: Pat
 @pytest.mark.usefixtures("_fonts")
 @pytest.mark.parametrize("losses", [[], [0.0], [float("nan"), 1.0]], ids=str)
 def test_losses_that_no_curve_shows_still_give_a_picture(tmp_path: Path, losses: list[float]) -> None:
-    assert save_picture(a_report(), losses, tmp_path / "picture.png").stat().st_size > 1000
+    assert a_report().save_picture(losses, tmp_path / "picture.png").stat().st_size > 1000
 
 
 def test_a_report_of_a_run_without_loops_divides_nothing_by_zero() -> None:
@@ -470,9 +468,9 @@ import sys
 for name in [each for each in sys.modules if each.partition(".")[0] == "matplotlib"]:
     del sys.modules[name]
 sys.modules["matplotlib"] = None
-from unisono import Report, save_picture
+from unisono import Report
 try:
-    save_picture(Report([]), [1.0], "x.png")
+    Report([]).save_picture([1.0], "x.png")
 except ImportError as error:
     assert "pip install 'unisono[report]'" in str(error), error
 else:
@@ -525,5 +523,5 @@ def test_the_report_has_a_devices_phases_and_waits_and_its_memory(monkeypatch, c
     (found,) = report.ranks
     assert [found.seconds[phase] for phase in LOOP_PHASES] == [1, 1, 1, 1]
     assert found.waits[SOURCE] == pytest.approx(1)
-    print_report(report)
+    report.print()
     assert "memory of the devices, at most: cpu:0 3 MB" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Core:
 
 def usable_cores() -> int:
     """The number of physical cores that this process may use: those it may run on, limited by its quota."""
-    return within_quota(len(allowed_cores()), cpu_quota())
+    return _usable_cores_of(frozenset(_allowed_cpus()))
 
 
 def fair_num_threads(count: int, num_loader_workers: int = 0) -> int:
@@ -121,6 +122,12 @@ def kept_num_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@cache
+def _usable_cores_of(cpus: frozenset[int]) -> int:
+    """Read once for each set of CPUs that the process may run on: a quota hardly ever changes during a program."""
+    return within_quota(len(allowed_cores()), cpu_quota())
 
 
 def _allowed_cpus() -> set[int]:

@@ -1,21 +1,25 @@
 """`unisono doctor`: examines this machine as a run would find it, and says what has to be repaired.
 
-The checks are in `machine_checks.py`, `network_checks.py` and `worker_checks.py`; each yields `Finding`s. This module
-is the entry point: the command line, the order of the checks, the output.
+*Threads:* each check (`checks.py`) runs in a daemon, `unisono-check`, for a limited time: one that never returns (a
+dead name server, a hanging file system) is abandoned, and the program ends without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
+from typing import TYPE_CHECKING
 
-from unisono.cli.findings import Check, Finding, State, examine
+from unisono.outcome import Outcome
 
-_NAME_WIDTH = 14
+if TYPE_CHECKING:
+    from unisono.cli.checks import Finding, State
+
 _COUNTED: tuple[State, ...] = ("problem", "warning", "note")
 _EPILOG = """\
 Each line is ok, a note (good to know), a warning (hurts some runs) or a problem (runs do not work).
@@ -49,30 +53,60 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; return 1 if there is a problem, otherwise 0."""
-    checks = list_checks(options.quick, options.endpoint)
-    found = (finding for check in checks for finding in examine(check))
-    states = _print_json(list(found)) if options.json else _print_lines(found)
-    return int(states["problem"] > 0)
+    found = examine_all(options.quick, options.endpoint)
+    if not options.json:
+        return int(_print_lines(found)["problem"] > 0)
+    findings = list(found)
+    is_fine = all(each.state != "problem" for each in findings)
+    print(json.dumps({"is_fine": is_fine, "findings": [asdict(each) for each in findings]}, indent=2))
+    return int(not is_fine)
 
 
-def list_checks(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Check]:
-    """The checks in their order. They are imported here, so that `unisono --help` does not need torch."""
-    from unisono.cli import machine_checks, network_checks, worker_checks
+def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Finding]:
+    """Run the checks in their order. They are imported here, so that `unisono --help` does not need torch."""
+    from unisono.cli import checks
 
-    yield Check("versions", machine_checks.versions)
-    yield Check("devices", machine_checks.devices, 30, when_late="the driver does not answer: try its own tool")
-    yield Check("cores", machine_checks.cores)
-    yield Check("memory", machine_checks.memory)
-    yield Check("limits", machine_checks.limits)
-    yield Check("temporary", machine_checks.temporary_files, 10, "problem", "its file system hangs: set TMPDIR")
-    yield Check("environment", machine_checks.environment)
+    yield from examine("versions", checks.check_versions)
+    yield from examine("devices", checks.check_devices, 30, "warning", "the driver does not answer: try its own tool")
+    yield from examine("cores", checks.check_cores)
+    yield from examine("memory", checks.check_memory)
+    yield from examine("limits", checks.check_limits)
+    advice = "its file system hangs: set TMPDIR"
+    yield from examine("temporary", checks.check_temporary_files, 10, "problem", advice)
+    yield from examine("environment", checks.check_environment)
     if not is_quick:
-        late = "a worker or a collective hangs; py-spy dump --pid PID shows where"
-        yield Check("workers", worker_checks.workers, worker_checks.LIMIT_S, "problem", late)
+        advice = "a worker or a collective hangs; py-spy dump --pid PID shows where"
+        yield from examine("workers", checks.check_workers, checks.WORKERS_LIMIT_S, "problem", advice)
     if endpoint is not None:
-        late = "its name is not resolved; give an address"
-        yield Check("endpoint", partial(network_checks.endpoint, *endpoint), 10, "problem", late)
-    yield Check("names", network_checks.names, 6, when_late=network_checks.RESOLVER_ADVICE)
+        advice = "its name is not resolved; give an address"
+        yield from examine("endpoint", partial(checks.check_endpoint, *endpoint), 10, "problem", advice)
+    yield from examine("names", checks.check_names, 6, "warning", checks.RESOLVER_ADVICE)
+
+
+def examine(
+    name: str,
+    check: Callable[[], Iterable[Finding]],
+    limit_s: float = 5.0,
+    state_if_late: State = "warning",
+    advice_if_late: str = "",
+) -> list[Finding]:
+    """The findings of a check; its failure, or that it takes longer than `limit_s` seconds, is a finding, too."""
+    from unisono.cli.checks import Finding
+
+    found: list[Outcome[list[Finding]]] = []
+    thread = threading.Thread(target=_look, args=(check, found), name="unisono-check", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not found:
+        return [Finding(name, state_if_late, f"no answer within {limit_s:g} s", advice_if_late)]
+    if (error := found[0].error) is not None:
+        return [Finding(name, "warning", f"could not be checked ({type(error).__name__}: {error})")]
+    return found[0].unwrap()
+
+
+def _look(check: Callable[[], Iterable[Finding]], found: list[Outcome[list[Finding]]]) -> None:
+    """Body of a check's thread: adds exactly one outcome."""
+    found.append(Outcome.capture(lambda: list(check())))
 
 
 def _parse_endpoint(text: str) -> tuple[str, int]:
@@ -82,21 +116,14 @@ def _parse_endpoint(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _print_json(found: list[Finding]) -> Counter[State]:
-    states = Counter(each.state for each in found)
-    report = {"is_fine": not states["problem"], "findings": [asdict(each) for each in found]}
-    print(json.dumps(report, indent=2))
-    return states
-
-
 def _print_lines(found: Iterable[Finding]) -> Counter[State]:
     """Print one line for each finding as it arrives, with its advice below, and the totals; return the totals."""
     states: Counter[State] = Counter()
     for each in found:
         states[each.state] += 1
-        print(f"{each.state:8} {each.name:{_NAME_WIDTH}} {each.text}", flush=True)
+        print(f"{each.state:8} {each.name:14} {each.text}", flush=True)
         if each.advice:
-            print(f"{'':8} {'':{_NAME_WIDTH}} -> {each.advice}", flush=True)
-    counts = [f"{states[state]} {state}{'s' * (states[state] != 1)}" for state in _COUNTED if states[state]]
+            print(f"{'':23} -> {each.advice}", flush=True)
+    counts = [f"{states[each]} {each}{'s' * (states[each] != 1)}" for each in _COUNTED if states[each]]
     print("\n" + (", ".join(counts) or "nothing to mend"))
     return states

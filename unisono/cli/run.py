@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import traceback
-from datetime import timedelta
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from unisono.launch.starting.warm_at_import import warm_early
 if TYPE_CHECKING:
     from unisono.launch.hosts.agent import MachineOptions
     from unisono.launch.hosts.environment import AgentPlace
+    from unisono.launch.options import SpawnOptions
     from unisono.launch.run_target import Target
 
 _LEADING = re.compile(rf'  File "({re.escape(os.path.dirname(os.path.dirname(__file__)))}/|<frozen runpy>)')
@@ -79,25 +79,11 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
     from unisono.launch.spawn import spawn
 
     nproc = parsed.nproc or pick_backend(parsed.backend).device_count()
-    spawn(
-        run_worker_target,
-        (target, {**variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0), **variables_of_machine()}),
-        nproc,
-        backend=parsed.backend,
-        num_threads=parsed.num_threads,
-        num_loader_workers=parsed.num_loader_workers,
-        pin_cores=parsed.pin_cores,
-        timeout=timedelta(seconds=parsed.timeout),
-        max_restarts=parsed.max_restarts or 0,
-        grace_s=parsed.grace or 5.0,
-        process_group=parsed.process_group,
-        prefix=nproc > 1 and not parsed.no_prefix,  # a single worker's stdout stays a terminal
-        start_method=parsed.start_method,
-        hang_timeout_s=parsed.hang_timeout,
-        log_dir=parsed.log_dir,
-        log_ranks=parsed.log_ranks,
-        log_format=parsed.log_format,
-    )
+    max_restarts = parsed.max_restarts or 0
+    args = target, {**variables_of_run(parsed.rdzv_id, max_restarts), **variables_of_machine()}
+    # A single worker's stdout stays a terminal.
+    has_prefix = nproc > 1 and not parsed.no_prefix
+    spawn(run_worker_target, args, nproc, **_options_of(parsed, max_restarts, parsed.grace or 5.0, has_prefix))
 
 
 def _run_on_machines(
@@ -105,48 +91,36 @@ def _run_on_machines(
 ) -> None:
     from unisono.backends import pick_backend
     from unisono.comm.selection import group_backend
-    from unisono.launch.arguments import (
-        check_duration,
-        check_hang_timeout,
-        check_log_dir,
-        check_nprocs,
-        check_platform,
-        check_start_method,
-        pick_cores,
-        pick_num_threads,
-    )
     from unisono.launch.hosts.agent import run_agent
-    from unisono.launch.policy import Policy
+    from unisono.launch.options import Options
     from unisono.launch.run_target import run_worker_target, variables_of_run
-    from unisono.launch.spawn import make_job, settle_streams
-    from unisono.launch.watching.output import OutputOptions
+    from unisono.launch.spawn import check_nprocs, make_job
 
     family = pick_backend(parsed.backend)
     group_backend(family, parsed.process_group)
     count = check_nprocs(_number_from(parsed, place, "nproc"), family, parsed.process_group)
-    policy = Policy(
-        start_method=check_start_method(parsed.start_method),
-        grace_s=check_duration(parsed.grace or 25.0, "grace_s"),
-        max_restarts=_max_restarts(parsed, machines, place),
-        hang_timeout_s=check_hang_timeout(parsed.hang_timeout),
-        log_dir=check_log_dir(parsed.log_dir),
-        output=OutputOptions(not parsed.no_prefix, parsed.log_ranks, parsed.log_format == "json"),
-    )
-    check_platform()
-    job = make_job(
-        run_worker_target,
-        (target, variables_of_run(machines.run_id, policy.max_restarts)),
-        count,
-        family,
-        policy,
-        timedelta(seconds=parsed.timeout),
-        pick_num_threads(parsed.num_threads, parsed.num_loader_workers, count),
-        pick_cores(parsed.pin_cores, count),
-        is_checked=parsed.checked,
-        process_group=parsed.process_group,
-    )
-    settle_streams()
-    run_agent(job, policy, machines)
+    max_restarts = _max_restarts(parsed, machines, place)
+    given = _options_of(parsed, max_restarts, parsed.grace or 25.0, not parsed.no_prefix)
+    args = target, variables_of_run(machines.run_id, max_restarts)
+    run_agent(make_job(run_worker_target, args, count, family, Options(checked=parsed.checked, **given)), machines)
+
+
+def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, has_prefix: bool) -> SpawnOptions:
+    """The options of the command line as those of `spawn`."""
+    from unisono.launch.options import Cores, Output
+
+    cores = Cores(parsed.num_threads, parsed.num_loader_workers, parsed.pin_cores)
+    return {
+        "backend": parsed.backend,
+        "start_method": parsed.start_method,
+        "cores": None if cores == Cores() else cores,
+        "timeout": parsed.timeout,
+        "hang_timeout_s": parsed.hang_timeout,
+        "max_restarts": max_restarts,
+        "grace_s": grace_s,
+        "output": Output(parsed.log_dir, parsed.log_ranks, parsed.log_format, has_prefix),
+        "process_group": parsed.process_group,
+    }
 
 
 def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> MachineOptions | None:

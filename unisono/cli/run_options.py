@@ -41,6 +41,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_workers(parser.add_argument_group("workers"))
+    _add_cores(parser.add_argument_group("CPU cores"))
+    _add_collectives(parser.add_argument_group("collectives"))
     _add_failing(parser.add_argument_group("failing and restarting"))
     _add_output(parser.add_argument_group("output"))
     _add_machines(parser.add_argument_group("more than one machine"))
@@ -80,43 +82,26 @@ def _add_workers(group: Any) -> None:
     )
     _add(group, "-m", "--module", action="store_true", help="the target is a module, which is run as `python -m` does")
     _add(group, "--backend", metavar="B", help="the device family; else the first that has devices")
-    _add(
-        group, "--num-threads", type=_count, metavar="N", help="CPU threads of each worker; else its share of the cores"
-    )
-    _add(
-        group,
-        "--num-loader-workers",
-        type=_number,
-        default=0,
-        metavar="N",
-        help="of each worker's DataLoader, which then get their share of the cores, too",
-    )
+    _add(group, "--start-method", metavar="M", help="how workers are started, zygote or spawn; see `spawn`")
+
+
+def _add_cores(group: Any) -> None:
+    help = "CPU threads of each worker; else its share of the cores"
+    _add(group, "--num-threads", type=_count, metavar="N", help=help)
+    help = "of each worker's DataLoader, which then get their share of the cores, too"
+    _add(group, "--num-loader-workers", type=_number, default=0, metavar="N", help=help)
     _add(group, "--pin-cores", action="store_true", help="keep each worker to cores of its own")
-    _add(group, "--checked", action="store_true", help="with several machines: compare each collective before it runs")
-    _add(
-        group,
-        "--process-group",
-        metavar="G",
-        help="gloo: let ranks on the CPU reduce over the network, and not in memory that they share",
-    )
-    _add(
-        group,
-        "--start-method",
-        metavar="M",
-        help="how workers are started, zygote or spawn; see `spawn`",
-    )
+
+
+def _add_collectives(group: Any) -> None:
+    _add(group, "--timeout", type=_seconds, default=1800.0, metavar="S", help="their time limit (%(default)s)")
+    help = "gloo: let ranks on the CPU reduce over the network, and not in memory that they share"
+    _add(group, "--process-group", metavar="G", help=help)
+    _add(group, "--checked", action="store_true", help="with several machines: compare each one before it runs")
 
 
 def _add_failing(group: Any) -> None:
     _add(group, "--max-restarts", type=_number, metavar="N", help="restart all workers, at most N times")
-    _add(
-        group,
-        "--timeout",
-        type=_seconds,
-        default=1800.0,
-        metavar="S",
-        help="time limit of a collective (%(default)s)",
-    )
     _add(group, "--hang-timeout", type=_seconds, metavar="S", help="stop when no rank makes progress for S seconds")
     _add(group, "--grace", type=_seconds, metavar="S", help="between SIGTERM and SIGKILL (5; 25 with several machines)")
 

@@ -22,6 +22,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,8 @@ import psutil
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import HangWatch
+from unisono.launch.job import Job
 from unisono.launch.messages import say_if_watched, say_once
-from unisono.launch.policy import Policy
 from unisono.launch.rendezvous import Rendezvous
 from unisono.launch.reports import Kind, Message, Pulse
 from unisono.launch.resource_limits import describe_mapped_memory
@@ -43,8 +44,8 @@ from unisono.launch.starting.zygote_client import open_group
 from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import Output
-from unisono.launch.worker import TELL_STACKS, Job
-from unisono.outcome import Outcome, this_process
+from unisono.launch.worker import TELL_STACKS
+from unisono.outcome import Outcome, first_cause, this_process
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
@@ -62,7 +63,6 @@ class Group:
     Args:
         job: what they run.
         place: where they meet.
-        policy: how they are started and ended.
         hang_watch: decides when the group hangs.
         output, monitor: handle the workers' streams, and sample their processes.
         on_started: called when all workers have a pid.
@@ -73,7 +73,6 @@ class Group:
         self,
         job: Job,
         place: Rendezvous,
-        policy: Policy,
         hang_watch: HangWatch,
         output: Output,
         monitor: Monitor,
@@ -84,7 +83,6 @@ class Group:
         self._reason: Outcome[Any] | None = None  # why the group is ended although none of its workers has failed
         self._job = job
         self._place = place
-        self._policy = policy
         self._hang_watch = hang_watch
         self._output = output
         self._monitor = monitor
@@ -111,7 +109,7 @@ class Group:
         # Before the zygote is asked to fork: a worker reads the job in its first lines.
         self._place.write_job(self._job)
         with selectors.DefaultSelector() as self._selector:
-            self._zygote = open_group(self._place.directory, self._policy.start_method)
+            self._zygote = open_group(self._place.directory, self._job.options.chosen_start_method)
             self._selector.register(self._zygote, selectors.EVENT_READ, self._hear)
             self._selector.register(wake, selectors.EVENT_READ, obey)
             try:
@@ -148,9 +146,9 @@ class Group:
             self.give_up(Outcome.from_bytes(report.verdict), _SETTLE_S)
 
     def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
-        """End the group for a reason outside it; a failure of one of its own workers takes precedence."""
-        # A primary cause replaces a secondary one, which only reports a broken world.
-        if self._reason is None or self._reason.is_secondary:
+        """End the group for a reason outside it, which may be the first cause."""
+        reason = replace(reason, at=time.monotonic())  # another machine has another clock
+        if self._reason is None or first_cause({"before": self._reason, "now": reason}) == "now":
             self._reason = reason
         if not self._sent:
             self._set_deadline(within_s)
@@ -355,7 +353,7 @@ class Group:
             self._signal(signal.SIGKILL, deaf)
             self._signal(signum, [worker for worker in self.workers if worker not in deaf])
             # For the next signal, SIGKILL, if there is one left.
-            self._set_deadline(self._policy.grace_s)
+            self._set_deadline(self._job.options.grace_s)
 
     def _signal(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
         """Signal workers; with `to_sessions`, also their loader workers and other processes that they have started."""

@@ -1,8 +1,9 @@
 """The outcome of a group: its results, or the first cause with everything known about it.
 
-The first cause is the earliest failure that is neither secondary (it only says that a peer broke the world) nor caused
-by us (the group was being stopped). Its error keeps its type; the notes say where it happened, what the worker had last
-written to stderr, and which ranks were stopped because of it; `failures` holds every rank's error.
+The first cause (`outcome.first_cause`) is looked for among the failures that were not caused by us, by stopping the
+group, and the reason why it was stopped from outside, if there was one. Its error keeps its type; the notes say where
+it happened, what the worker had last written to stderr, and which ranks were stopped because of it; `failures` holds
+every rank's error.
 """
 
 from __future__ import annotations
@@ -22,15 +23,11 @@ from unisono.stacks import describe_call, frames_of, main_stack, tracebacks_in
 _ADVICE: dict[int | None, str] = {
     0: "; its result is missing, so this does not count as success: return from fn instead",
 }
-
-
-# Excludes SIGABRT, with which a transport may end the peers of a rank that has failed.
-_DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
 _ABORTED = "gloo::EnforceNotMet"  # the transport ends the process if a peer sends unexpected data
 _SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
 _WOKEN = re.compile(r"rank \d+ cannot complete ([^:]*?):")
 _TAIL = 20  # lines
-_NEWS_S = 1.0  # the longest delay until the death of a worker is noticed
+_OUTSIDE = -1  # in place of a rank
 
 
 @dataclass
@@ -70,11 +67,14 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
     stopped = [worker.rank for worker in workers if worker.was_stopped]
     own = {rank: outcome for rank, outcome in failures.items() if rank not in stopped}
     errors = {rank: outcome.error for rank, outcome in failures.items()}
-    is_sized = all(outcome.is_secondary for outcome in own.values()) and not (own and reason and reason.is_secondary)
-    if reason is not None and reason.error is not None and is_sized:  # later failures were caused by us
+    causes = dict(own if own or reason else failures)
+    if reason is not None:
+        causes[_OUTSIDE] = reason
+    cause = first_cause(causes)
+    if cause == _OUTSIDE:
+        assert reason is not None
         _with_failures(reason.error, errors)
         return reason
-    cause = _first_cause(own or failures)
     if (lost := _lost_step(cause, failures, tails)) is not None:
         failures[cause] = replace(failures[cause], error=lost)
         errors[cause], tails = lost, {}
@@ -133,23 +133,6 @@ def _action_in(error: BaseException | None) -> str:
     return f"came to {found[1]}" if found else ""
 
 
-def _first_cause(own: dict[int, Outcome[Any]]) -> int:
-    """Like `outcome.first_cause`, but a rank that was ended by an external signal comes first.
-
-    Its peers learn of it sooner than we do, and may have raised errors that do not mention it.
-    """
-    first = first_cause(own)
-    killed = {
-        rank: outcome
-        for rank, outcome in own.items()
-        if isinstance(outcome.error, WorkerDiedError)
-        and outcome.error.exit_code in _DEADLY
-        and outcome.at <= own[first].at + _NEWS_S
-    }
-    return first_cause(killed) if killed else first
-
-
-def _with_failures(error: BaseException, errors: dict[int, BaseException | None]) -> BaseException:
+def _with_failures(error: BaseException | None, errors: dict[int, BaseException | None]) -> None:
     with contextlib.suppress(Exception):  # a user-defined class may refuse attributes
-        error.failures = errors  # type: ignore[attr-defined]
-    return error
+        error.failures = errors  # type: ignore[union-attr]

@@ -35,14 +35,23 @@ _SHOWN = 5  # names in one message
 _WIDTH = 60  # the longest text of a value in it
 
 
+_not_users: set[str] = set()  # modules that are no part of the program
+
+
 class _NotPlainError(Exception):
     """A value that cannot be compared between processes."""
 
 
 def describe_modules() -> dict[str, dict[str, str]]:
     """The globals of the user's modules that this process has imported, as texts, by the module's name."""
-    # Copied: other threads may import meanwhile.
-    return {name: describe_module(module) for name, module in list(sys.modules.items()) if _is_users(name, module)}
+    described = {}
+    for name, module in list(sys.modules.items()):  # copied: other threads may import meanwhile
+        if name not in _not_users:
+            if _is_users(name, module):
+                described[name] = describe_module(module)
+            else:
+                _not_users.add(name)
+    return described
 
 
 def describe_module(module: ModuleType) -> dict[str, str]:

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import UnisonoError
+from unisono.launch.job import Job
 from unisono.launch.starting.marks import OUTER_DIRECTORY
-from unisono.launch.worker import Job
 
 _NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
 _SHARING = "torch-shm-dir-"  # of the process in which torch manages tensors in files, which is killed with its worker
@@ -46,10 +46,6 @@ class Rendezvous:
     """The files of one group."""
 
     directory: Path
-
-    @property
-    def store(self) -> Path:
-        return self.directory / "store"
 
     @property
     def job(self) -> Path:

@@ -11,22 +11,21 @@ runs `fn`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
-import pickle
 import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from unisono.backends.switches import SWITCHES, Switch
-from unisono.launch.loggers import Logging, read_loggers
+from unisono.launch.loggers import Logging, adopt_loggers, read_loggers
+from unisono.launch.unpicklable import is_picklable
+from unisono.protocols import Backend
 
 try:
     import resource
@@ -114,18 +113,6 @@ SETTINGS: dict[str, Switch] = {
 _GENERATORS = ("random.seed", "numpy.random.seed", "torch.manual_seed")
 
 
-class Value(NamedTuple):
-    """A setting in transit.
-
-    Attributes:
-        data: pickled; equal bytes mean equal values.
-        own: used instead of `data` for a value with classes of `__main__`, which are pickled with the call.
-    """
-
-    data: bytes
-    own: Any = None
-
-
 @dataclass(frozen=True)
 class Settings:
     """What a worker adopts before its call.
@@ -136,49 +123,54 @@ class Settings:
         seed: the seed of torch's generators; the state of the devices' generators exists in no other process.
     """
 
-    values: dict[str, Value]
+    values: dict[str, Any]
     loggers: Logging
     seed: int
 
     @classmethod
     def read(cls) -> Settings:
-        """The settings of this process and of the calling thread."""
-        return cls(read_settings(SETTINGS), read_loggers(), torch.initial_seed())
+        """The settings of this process and of the calling thread, except those that cannot be sent to another one."""
+        settings = cls(_read_values(), read_loggers(), torch.initial_seed())
+        if is_picklable(settings.values):
+            return settings
+        return replace(settings, values={name: each for name, each in settings.values.items() if is_picklable(each)})
+
+    def adopt(self, backend: Backend) -> dict[str, str]:
+        """Set, in a worker of that device family, what differs.
+
+        Returns:
+            By name, why a setting could not be set.
+        """
+        # First: it also reseeds the CPU's generator, whose exact state is among the settings.
+        if backend.moves_in_background:  # it has its own generator, which may not even exist in the caller
+            torch.manual_seed(self.seed)
+        own = _inherited or _read_values()
+        refused = {}
+        for name, value in self.values.items():
+            if name not in own or own[name] != value:
+                try:
+                    SETTINGS[name][1](value)
+                except Exception as error:
+                    refused[name] = f"{type(error).__name__}: {error}"
+        adopt_loggers(self.loggers)
+        return refused
 
 
-_inherited: dict[str, Value] = {}  # in a worker: the settings of the zygote when it was forked
+_inherited: dict[str, Any] = {}  # in a worker: the settings of the zygote when it was forked
 
 
 def remember_settings() -> None:
     """In the zygote: save its workers from reading what they have inherited, which takes milliseconds in each."""
-    _inherited.update(read_settings(SETTINGS))
+    _inherited.update(_read_values())
     for name in _GENERATORS:
         _inherited.pop(name, None)  # Python's is reseeded after a fork
 
 
-def read_settings(names: Iterable[str]) -> dict[str, Value]:
-    """The settings of this process and of the calling thread, except those that cannot be read."""
+def _read_values() -> dict[str, Any]:
     found = {}
-    for name in names:
-        with contextlib.suppress(Exception):  # torch refuses to report what was set in two ways
-            value = SETTINGS[name][0]()
-            data = pickle.dumps(value)
-            found[name] = Value(b"", value) if b"__main__" in data else Value(data)
+    for name, (read, _) in SETTINGS.items():
+        try:
+            found[name] = read()
+        except Exception:  # torch refuses to report what was set in two ways
+            continue
     return found
-
-
-def adopt_settings(settings: dict[str, Value]) -> dict[str, str]:
-    """Set those of the settings that differ.
-
-    Returns:
-        By name, why a setting could not be set.
-    """
-    ours = _inherited or read_settings(settings)
-    refused = {}
-    for name, value in settings.items():
-        if not value.data or ours.get(name) != value:
-            try:
-                SETTINGS[name][1](pickle.loads(value.data) if value.data else value.own)
-            except Exception as error:
-                refused[name] = f"{type(error).__name__}: {error}"
-    return refused

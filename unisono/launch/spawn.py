@@ -5,65 +5,31 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from unisono import preemption
-from unisono.arguments import check_integer
+from unisono.arguments import check_integer, check_type
 from unisono.backends import pick_backend
 from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
-from unisono.launch.arguments import (
-    check_call,
-    check_duration,
-    check_hang_timeout,
-    check_log_dir,
-    check_log_format,
-    check_log_ranks,
-    check_nprocs,
-    check_platform,
-    check_prefix,
-    check_start_method,
-    check_timeout,
-    pick_cores,
-    pick_num_threads,
-    pickle_call,
-)
 from unisono.launch.context import ProcessContext
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
+from unisono.launch.job import Job
 from unisono.launch.messages import say_once
-from unisono.launch.policy import Policy
+from unisono.launch.options import Options, SpawnOptions
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
-from unisono.launch.watching.output import OutputOptions
-from unisono.launch.worker import Job, exit_error, refuse_while_loading
+from unisono.launch.unpicklable import pickle_call
+from unisono.launch.worker import exit_error, refuse_while_loading
 from unisono.outcome import add_note_once
 from unisono.protocols import Backend
 from unisono.world import solo_world, use_world
 
 logger = logging.getLogger(__name__)
-
-
-class SpawnOptions(TypedDict, total=False):
-    """The keyword-only arguments of `spawn`; its docstring describes each."""
-
-    backend: str | None
-    start_method: str | None
-    num_threads: int | None
-    num_loader_workers: int
-    pin_cores: bool
-    timeout: timedelta
-    hang_timeout_s: float | None
-    max_restarts: int
-    grace_s: float
-    log_dir: str | os.PathLike[str] | None
-    log_ranks: Collection[int] | None
-    prefix: bool | None
-    log_format: Literal["text", "json"]
-    process_group: Literal["gloo"] | None
 
 
 @overload
@@ -91,21 +57,7 @@ def spawn(
     nprocs: int | None = None,
     join: bool = True,
     daemon: bool = False,
-    *,
-    backend: str | None = None,
-    start_method: str | None = None,
-    num_threads: int | None = None,
-    num_loader_workers: int = 0,
-    pin_cores: bool = False,
-    timeout: timedelta = timedelta(minutes=30),
-    hang_timeout_s: float | None = None,
-    max_restarts: int = 0,
-    grace_s: float = 5.0,
-    log_dir: str | os.PathLike[str] | None = None,
-    log_ranks: Collection[int] | None = None,
-    prefix: bool | None = None,
-    log_format: Literal["text", "json"] = "text",
-    process_group: Literal["gloo"] | None = None,
+    **options: Unpack[SpawnOptions],
 ) -> list[Any] | ProcessContext:
     """Call `fn(index, *args)` in one worker process per device.
 
@@ -125,24 +77,22 @@ def spawn(
             needs a separate process, `fn` runs in the calling process, with a world of its own.
         join: wait for the workers and return their results; False returns a `ProcessContext` immediately.
         daemon: with `join=False`, end the workers when the calling process exits, instead of waiting for them.
-        backend: the device family, "cpu", "cuda", ...; None picks one, accelerators first.
-        start_method: "zygote" forks workers from a process that has imported torch and run nothing; "spawn" starts a
-            fresh interpreter for each, for libraries that are not fork-safe; None uses the platform's fastest.
-        num_threads: CPU threads per worker; None uses OMP_NUM_THREADS, or else divides the usable cores evenly.
-        num_loader_workers: DataLoader workers per worker, which then get their share of the cores as well.
-        pin_cores: pin each worker, and the processes it starts, to cores of its own, of one NUMA node where possible.
-        timeout: how long a collective waits for a peer before it gives up; a last resort.
-        hang_timeout_s: seconds without progress on any rank (a collective, a batch, a step) after which the group is
-            stopped with a WorkerHungError; None uses most of `timeout`, if a rank is waiting in a collective.
-        max_restarts: how many times a failed group is restarted, with `restart_count` + 1 in its world; `fn` continues
-            from its own checkpoint.
-        grace_s: seconds that a worker has between SIGTERM (or SIGINT) and SIGKILL.
-        log_dir: the parent of this run's log directory: each rank's stdout and stderr, events, the monitor's samples.
-        log_ranks: show the output of these ranks only; the log files contain every rank's.
-        prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
-        log_format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
-        process_group: how torch.distributed reduces: None uses memory shared between the workers, and NCCL on CUDA;
-            "gloo" sends over the loopback interface and lets several workers share a GPU, which is useful in tests.
+        options: by keyword.
+
+            - `backend`: the device family, "cpu", "cuda", ...; by default accelerators come first.
+            - `start_method`: "zygote" forks workers from a process that has imported torch and run nothing; "spawn"
+              starts a fresh interpreter for each, for libraries that are not fork-safe. Default: the fastest one.
+            - `cores`: CPU threads per worker, or `Cores(...)`; by default workers divide the usable cores evenly.
+            - `timeout`: how long a collective waits for a peer before it gives up, a last resort: seconds, or a
+              timedelta. Default: 1800.
+            - `hang_timeout_s`: seconds without progress on any rank (a collective, a batch, a step) after which the
+              group is stopped with a WorkerHungError. Default: most of `timeout`, if a rank waits in a collective.
+            - `max_restarts`: how many times a failed group is restarted, with `restart_count` + 1 in its world; `fn`
+              continues from its own checkpoint. Default: 0.
+            - `grace_s`: seconds that a worker has between SIGTERM (or SIGINT) and SIGKILL. Default: 5.
+            - `output`: `Output(...)`: log files, and what is shown of the workers' output.
+            - `process_group`: how torch.distributed reduces. Default: memory shared between the workers, and NCCL on
+              CUDA; "gloo" sends over the loopback interface and lets several workers share a GPU, useful in tests.
 
     Returns:
         The values that `fn` returned, by rank.
@@ -157,99 +107,88 @@ def spawn(
             give rank, device, pid, node and restart count, and `failures` holds the errors of all ranks.
     """
     refuse_while_loading()
-    check_call(fn, args)
-    family = pick_backend(backend)
-    count = check_nprocs(nprocs, family, process_group)
-    check_timeout(timeout)
-    group_backend(family, process_group)
+    _check_call(fn, args)
+    chosen = Options(daemon=daemon, **options)
+    family = pick_backend(chosen.backend)
+    count = check_nprocs(nprocs, family, chosen.process_group)
+    group_backend(family, chosen.process_group)
     if announced_place() is not None:
-        _tell_idle_options(join, max_restarts=max_restarts, hang_timeout_s=hang_timeout_s, log_dir=log_dir)
-        return run_announced(fn, args, nprocs, family, timeout, process_group)
-    policy = Policy(
-        start_method=check_start_method(start_method),
-        grace_s=check_duration(grace_s, "grace_s"),
-        daemon=daemon,
-        max_restarts=check_integer(max_restarts, "max_restarts", 0, "pass how often the group may be restarted"),
-        hang_timeout_s=check_hang_timeout(hang_timeout_s),
-        log_dir=check_log_dir(log_dir),
-        output=OutputOptions(check_prefix(prefix), check_log_ranks(log_ranks, count), check_log_format(log_format)),
-    )
-    threads = pick_num_threads(num_threads, num_loader_workers, count)
-    cores = pick_cores(pin_cores, count)
-    needs_process = (
-        max_restarts
-        or pin_cores
-        or prefix
-        or log_format != "text"
-        or any(each is not None for each in (start_method, num_threads, hang_timeout_s, log_dir, log_ranks))
-    )
-    if count == 1 and join and not needs_process:
+        _report_idle_options(join, chosen)
+        return run_announced(fn, args, nprocs, family, timedelta(seconds=chosen.timeout_s), chosen.process_group)
+    if outside := [rank for rank in chosen.output.ranks or () if rank >= count]:
+        raise ValueError(f"Output(ranks=...) names rank {outside[0]}; the ranks are 0 to {count - 1}")
+    if count == 1 and join and not chosen.need_process:
         return [_run_inline(fn, args, family)]
-    check_platform()
-    job = make_job(fn, args, count, family, policy, timeout, threads, cores, process_group=process_group)
-    settle_streams()
-    context = ProcessContext(Supervisor(job, policy))
+    context = ProcessContext(Supervisor(make_job(fn, args, count, family, chosen)))
     if join:
         return context.join() or []
     context.start()
     return context
 
 
-_PULSE_S = 1.0  # seconds between two checks of a worker's progress
+def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None = None) -> int:
+    """The number of workers. Each gets a device; several may share one if the group uses gloo in place of the family's
+    own."""
+    if nprocs is None:
+        return family.device_count()
+    check_integer(nprocs, "nprocs", 1, "pass a number of at least 1, or None for all devices")
+    if process_group == "gloo" != family.process_group_backend:
+        return nprocs
+    try:
+        family.check_workers(nprocs)
+    except ValueError as error:
+        raise ValueError(f"nprocs={nprocs} needs as many devices: {error}") from None
+    return nprocs
 
 
-def make_job(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    count: int,
-    family: Backend,
-    policy: Policy,
-    timeout: timedelta,
-    num_threads: int,
-    cores: list[set[int]] | None,
-    is_checked: bool = False,
-    process_group: Literal["gloo"] | None = None,
-) -> Job:
-    """Make the job for `count` workers on this machine, complete except for the rendezvous.
+def make_job(fn: Callable[..., Any], args: Sequence[Any], count: int, family: Backend, options: Options) -> Job:
+    """Make the job of `count` workers on this machine, and prepare this process for them.
 
     Raises:
+        ValueError: there are fewer cores than workers to be pinned.
         UnpicklableError: `fn` or `args` cannot be sent to the workers.
+        UnisonoError: workers cannot be supervised on this platform.
     """
+    num_threads, cores = options.shared_cores.divide(count)
+    if not hasattr(os, "fork"):
+        raise UnisonoError(
+            f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
+            "or WSL"
+        )
     settings = Settings.read()
     for each in settings.loggers.left_out:
         say_once(
             f"workers log without {each}, which writes to something that only the calling process has; "
             "add a handler in fn"
         )
-    return Job(
-        call=pickle_call(fn, tuple(args), settings),
-        nprocs=count,
-        backend=family.name,
-        timeout=timeout,
-        num_threads=num_threads,
-        cores=cores,
-        is_checked=is_checked,
-        process_group=process_group,
-        pulse_s=min(_PULSE_S, (policy.hang_timeout_s or timeout.total_seconds()) / 20),
-    )
+    job = Job(pickle_call(fn, tuple(args), settings), count, family.name, options, num_threads, cores)
+    _settle_streams()
+    return job
 
 
-def _tell_idle_options(join: bool, **options: object) -> None:
+def _check_call(fn: Any, args: Any) -> None:
+    check_type(fn, "fn", "pass a function that takes the index and *args", Callable)
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        raise TypeError(
+            f"args={args!r} is of type {type(args).__name__}; pass a tuple, with one argument as (argument,)"
+        )
+
+
+def _report_idle_options(join: bool, options: Options) -> None:
     """Report options that only the process starting the workers can honour, where the launcher is that process."""
     if not join:
         raise UnisonoError(
             "spawn(join=False) would start workers and continue, but a launcher has started this process as one of its "
             "workers: pass join=True, or run the script without a launcher"
         )
-    if given := [name for name, value in options.items() if value]:
+    if options.max_restarts or options.hang_timeout_s or options.output.log_dir:
         logger.warning(
-            "spawn(%s) is up to the launcher, which has started this process as one of its workers; `unisono run` has "
-            "--max-restarts, --hang-timeout and --log-dir",
-            ", ".join(f"{name}=..." for name in given),
+            "max_restarts, hang_timeout_s and Output(log_dir=...) are up to the launcher, which has started this "
+            "process as one of its workers; `unisono run` has --max-restarts, --hang-timeout and --log-dir"
         )
 
 
-def settle_streams() -> None:
+def _settle_streams() -> None:
     """Prepare this process's standard streams, which the workers share."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):

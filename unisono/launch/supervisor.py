@@ -28,13 +28,12 @@ from unisono.errors import StoppedError, UnpicklableError
 from unisono.launch.exit_codes import INTERRUPTED, exit_code_of
 from unisono.launch.group import Group
 from unisono.launch.hang import HangWatch
-from unisono.launch.policy import Policy
+from unisono.launch.job import Job
 from unisono.launch.rendezvous import Rendezvous, rendezvous
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.watching.monitor import Monitor
-from unisono.launch.watching.output import Output
+from unisono.launch.watching.output import Output, OutputOptions
 from unisono.launch.watching.run_directory import RunDirectory
-from unisono.launch.worker import Job
 from unisono.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -49,21 +48,21 @@ class Supervisor:
     """Starts the workers of a job and watches them.
 
     Args:
-        run: writes the files of a run that continues after this job; None creates one for the job, as `policy` says.
+        run: writes the files of a run that continues after this job; None creates one for the job, if its
+            options name a directory.
         others: the other machines, if the workers have peers there.
     """
 
-    def __init__(
-        self, job: Job, policy: Policy, run: RunDirectory | None = None, others: OtherMachines | None = None
-    ) -> None:
+    def __init__(self, job: Job, run: RunDirectory | None = None, others: OtherMachines | None = None) -> None:
         self._job = job
-        self._policy = policy
+        self._options = job.options
         self._group: Group | None = None
         self._run = run
         self._others = others
         self._ends_run = run is None
-        if run is None and policy.log_dir is not None:  # here, so that an invalid directory is an error in the caller
-            self._run = RunDirectory.create(policy.log_dir, job.facts())
+        log_dir = self._options.output.log_dir
+        if run is None and log_dir is not None:  # here, so that an invalid directory is an error in the caller
+            self._run = RunDirectory.create(Path(log_dir), job.facts())
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[Callable[[Group], None]] = []
         self._readings: list[threading.Event] = []  # set once the workers' pipes have been read
@@ -74,7 +73,7 @@ class Supervisor:
         self._has_started, self._has_ended = threading.Event(), threading.Event()
         self._verdict: Outcome[list[Any]] = Outcome()
         self._thread = threading.Thread(
-            target=_supervise, args=(self,), name="unisono-supervisor", daemon=policy.daemon
+            target=_supervise, args=(self,), name="unisono-supervisor", daemon=self._options.daemon
         )
 
     def start(self) -> None:
@@ -193,15 +192,15 @@ class Supervisor:
 
     def _watch(self) -> Outcome[list[Any]]:
         with self._wake_r, self._wake_w:
-            for restart_count in range(self._policy.max_restarts + 1):
+            for restart_count in range(self._options.max_restarts + 1):
                 attempted = Outcome.capture(self._attempt, restart_count)
                 verdict = attempted.value or Outcome(error=attempted.error)
                 if attempted.error is not None:  # an error of this process: workers add notes to their own
                     add_limit_note(attempted.error)
                 self._record_failures(verdict)
-                if restart_count == self._policy.max_restarts or not self.may_restart(verdict.error):
+                if restart_count == self._options.max_restarts or not self.may_restart(verdict.error):
                     break
-                tell_restart(verdict, restart_count + 1, self._policy.max_restarts, self._run)
+                tell_restart(verdict, restart_count + 1, self._options.max_restarts, self._run)
         return self._close(verdict)
 
     def _record_failures(self, verdict: Outcome[list[Any]]) -> None:
@@ -222,16 +221,18 @@ class Supervisor:
 
     def _run_group(self, place: Rendezvous, restart_count: int) -> Outcome[list[Any]]:
         samples = place.directory / "samples" if self._run is None else self._run.samples
-        job = replace(self._job, private=str(place.directory), samples=str(samples))
-        # With an address, the agent has set the store and the restart count for all machines.
+        job = replace(self._job, samples=str(samples))
+        # With an address, the agent has set the restart count for all machines.
         if not job.address:
-            job = replace(job, store=str(place.store), restart_count=restart_count)
+            job = replace(job, restart_count=restart_count)
         # Each attempt has its own; its samples are appended to those of the earlier ones.
         monitor = Monitor(samples)
-        output = Output(self._policy.output, self._run)
-        watch = HangWatch(self._policy.hang_timeout_s, job.timeout.total_seconds(), self._others is None)
+        wanted = self._options.output
+        ranks = None if wanted.ranks is None else tuple(sorted(set(wanted.ranks)))
+        output = Output(OutputOptions(wanted.prefix, ranks, wanted.format == "json"), self._run)
+        watch = HangWatch(self._options.hang_timeout_s, self._options.timeout_s, self._others is None)
         with contextlib.closing(monitor), contextlib.closing(output):
-            self._group = Group(job, place, self._policy, watch, output, monitor, self._note_start, self._others)
+            self._group = Group(job, place, watch, output, monitor, self._note_start, self._others)
             return self._group.run(self._wake_r, self._obey)
 
     def _note_start(self) -> None:

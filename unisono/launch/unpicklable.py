@@ -1,4 +1,4 @@
-"""Finds what in a call cannot be pickled; used after pickling has failed, since a pickler does not report where.
+"""Pickles a call, and names what in it cannot be pickled, since a pickler does not report where it has failed.
 
 The search descends from the failing part to a part of it that fails, and ends where no inner part fails: at the open
 file, the lock, the generator.
@@ -6,23 +6,59 @@ file, the lock, the generator.
 
 from __future__ import annotations
 
+import contextlib
 import dis
-from collections.abc import Iterator, Mapping, Sequence, Set
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+from unisono.errors import UnpicklableError
 from unisono.pickling import codes_in, dumps_call
 
 _GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 
 
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) -> bytes:
+    """Pickle the call, and before it the settings, by value if they contain definitions of `__main__`.
+
+    Raises:
+        UnpicklableError: names what cannot be sent.
+    """
+    with contextlib.suppress(Exception), io.BytesIO() as file:
+        _PlainPickler(file).dump(settings)  # many times as fast as by value
+        settings = file.getvalue()
+    try:
+        return dumps_call(fn, args, settings)
+    except Exception as error:
+        named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
+        name, part = next((each for each in named if not is_picklable(each[1])), named[0])
+        raise UnpicklableError(
+            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: "
+            f"{error}){describe_unpicklable(part)}; create it inside fn, or pass what it is created from"
+        ) from error
+
+
+class _PlainPickler(pickle.Pickler):
+    """Refuses definitions of `__main__`, which other processes do not find by name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj!r} is defined in __main__")
+        return NotImplemented
+
+
 def is_picklable(part: Any) -> bool:
     """Whether it can be sent to workers."""
     try:
-        dumps_call(type, (part,))
+        pickle.dumps(part)
     except Exception:
-        return False
+        try:
+            dumps_call(type, (part,))
+        except Exception:
+            return False
     return True
 
 

@@ -16,20 +16,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import importlib.metadata
 import logging
 import multiprocessing
 import os
 import pickle
-import platform
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.data  # here, so that every fork has it
@@ -41,13 +39,13 @@ from unisono.comm.selection import translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.heartbeat import beating
 from unisono.launch.hosts.environment import Place
-from unisono.launch.imported_modules import compare_modules, describe_modules
-from unisono.launch.loggers import adopt_loggers
+from unisono.launch.imported_modules import compare_modules
+from unisono.launch.job import Caller, Job
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import Kind, Reporter
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.script_group import let_scripts_initialise
-from unisono.launch.settings import Settings, adopt_settings
+from unisono.launch.settings import Settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
@@ -63,101 +61,6 @@ _LEAVE_S = 5  # seconds that a worker that has sent its outcome may take to leav
 _is_loading = False  # while the call is being unpickled, which imports modules
 
 
-@dataclass(frozen=True)
-class Job:
-    """What all workers of a group get, the same for each: of a whole group, or of this machine's part of it.
-
-    Attributes:
-        call: `Settings`, then `(fn, args)`, pickled by value where needed.
-        nprocs: the number of workers on this machine.
-        backend: the device family's name.
-        timeout: of the process group, a last resort.
-        num_threads: CPU threads of each worker.
-        process_group: how torch.distributed reduces; None uses the fastest way.
-        cores: the logical cores of each worker on this machine; None leaves placement to the system.
-        is_checked: whether collectives are compared before they run if ranks share no memory.
-        pulse_s: seconds between two checks of a worker's progress.
-        restart_count: how many times the group has been restarted.
-        first_rank, world_size, node_rank: the place of this machine's workers among all; a world size of 0 means that
-            these are all.
-        address, port, store: where the ranks meet, as in `Place`.
-        private: the group's directory, once there is one.
-        samples: the path of the monitor's samples.
-        modules: the caller's modules, pickled, as `describe_modules` returns them.
-        columns: the width of the terminal that shows the workers' stderr; 0 if there is none.
-        environ, directory, path, argv: the caller's.
-    """
-
-    call: bytes
-    nprocs: int
-    backend: str
-    timeout: timedelta
-    num_threads: int
-    process_group: Literal["gloo"] | None = None
-    cores: list[set[int]] | None = None
-    is_checked: bool = False
-    pulse_s: float = 1.0
-    restart_count: int = 0
-    first_rank: int = 0
-    world_size: int = 0
-    node_rank: int = 0
-    address: str = ""
-    port: int = 0
-    store: str = ""
-    private: str = ""
-    samples: str = ""
-    modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
-    columns: int = field(default_factory=lambda: terminal.columns_of(2))
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    directory: str = field(default_factory=os.getcwd)
-    path: list[str] = field(default_factory=lambda: list(sys.path))
-    argv: list[str] = field(default_factory=lambda: list(sys.argv))
-
-    @property
-    def ranks(self) -> range:
-        """The ranks of the workers on this machine."""
-        return range(self.first_rank, self.first_rank + self.nprocs)
-
-    def place_of(self, rank: int) -> Place:
-        """One worker's place in the world."""
-        return Place(
-            launcher="unisono",
-            rank=rank,
-            world_size=self.world_size or self.nprocs,
-            local_rank=rank - self.first_rank,
-            local_world_size=self.nprocs,
-            node_rank=self.node_rank,
-            address=self.address,
-            port=self.port,
-            restart_count=self.restart_count,
-            is_store_there=True,
-            store=self.store,
-        )
-
-    def facts(self) -> dict[str, Any]:
-        """The facts that a run's directory records about the job."""
-        return {
-            "argv": self.argv,
-            "directory": self.directory,
-            "nprocs": self.nprocs,
-            "backend": self.backend,
-            "num_threads": self.num_threads,
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "platform": platform.platform(),
-            "versions": versions(),
-        }
-
-
-def versions() -> dict[str, str]:
-    """The versions of what a run depends on, by name."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}  # +cpu or +cu130, which metadata lack
-    for name in ("unisono", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     """Run worker `rank` of the job in that file; its reports go to `report_fd`."""
     world: World | None = None
@@ -165,8 +68,13 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     name_process(f"unisono-rank-{rank}")
     try:
         job: Job = pickle.loads(Path(job_file).read_bytes())
+        directory = os.path.dirname(job_file)
         place = job.place_of(rank)
-        _adopt_caller(job, place)
+        if not place.address:
+            place = replace(place, store=os.path.join(directory, "store"))
+        os.environ.clear()
+        os.environ.update({**job.caller.environ, OUTER_DIRECTORY: directory, SAMPLES_PATH: job.samples})
+        _adopt_caller(job.caller, place, directory)
         world = _join_world(job, place)
         set_process_world(world)
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.
@@ -252,21 +160,18 @@ def _call(job: Job, world: World, reporter: Reporter) -> Any:
         _is_loading = False
     # Once per machine is enough: its ranks import the same files.
     if world.local_rank == 0:
-        compare_modules(pickle.loads(job.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
+        compare_modules(pickle.loads(job.caller.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
     # Sent after the imports, whose duration the supervisor reports as a slow start.
     reporter.send(Kind.BEGUN)
     with _explaining_missing(loaded.left_out):
         return loaded.fn(world.rank, *loaded.args)
 
 
-def _adopt_settings(settings: Settings, world: World, reporter: Reporter) -> None:
-    # First: it also reseeds the CPU's generator, whose exact state is among the settings.
-    if world.backend.moves_in_background:  # it has its own generator, which may not even exist in the caller
-        torch.manual_seed(settings.seed)
-    for name, reason in adopt_settings(settings.values).items():
+def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) -> None:
+    settings: Settings = pickle.loads(sent) if isinstance(sent, bytes) else sent
+    for name, reason in settings.adopt(world.backend).items():
         text = f"workers do not have what {name} has set in the calling process ({reason})"
         reporter.send(Kind.NOTE, text.encode())
-    adopt_loggers(settings.loggers)
 
 
 @contextlib.contextmanager
@@ -285,33 +190,29 @@ def _explaining_missing(left_out: dict[str, str]) -> Iterator[None]:
         raise
 
 
-def _adopt_caller(job: Job, place: Place) -> None:
+def _adopt_caller(caller: Caller, place: Place, directory: str) -> None:
     for name in ("sys", "main"):  # names from the command line that started the zygote
         sys.modules["__main__"].__dict__.pop(name, None)
-    os.environ.clear()
-    os.environ.update(job.environ)
     os.environ.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.local_rank),
         WORLD_SIZE=str(place.world_size),
         LOCAL_WORLD_SIZE=str(place.local_world_size),
     )
-    os.environ[OUTER_DIRECTORY] = job.private
-    os.environ[SAMPLES_PATH] = job.samples
-    _keep_sockets_in(job.private)
-    os.chdir(job.directory)
-    sys.path[:] = job.path
-    sys.argv[:] = job.argv
+    _keep_sockets_in(directory)
+    os.chdir(caller.directory)
+    sys.path[:] = caller.path
+    sys.argv[:] = caller.argv
     # The zygote's stream objects belong to other files; line buffering lets a terminal show lines as they come.
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdout = open(1, "w", 1, encoding, errors, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
     # stderr is a pipe here, so the width of the terminal cannot be queried.
-    terminal.set_columns(job.columns)
+    terminal.set_columns(caller.columns)
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
     # For the supervisor, which wants whole, separate stacks. The descriptor stays open as long as the process lives.
-    stacks = os.open(stacks_path(job.private, place.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    stacks = os.open(stacks_path(directory, place.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
     mark_records(place.rank)
 
@@ -348,7 +249,9 @@ def _join_world(job: Job, place: Place) -> World:
     if job.cores is not None:
         os.sched_setaffinity(0, job.cores[place.local_rank])  # before any thread exists: threads inherit it
     torch.set_num_threads(job.num_threads)
-    world = join(place, get_backend(job.backend), job.timeout, job.is_checked, job.process_group)
+    options = job.options
+    timeout = timedelta(seconds=options.timeout_s)
+    world = join(place, get_backend(job.backend), timeout, options.checked, options.process_group)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for child processes; this process has already read them
         os.environ.setdefault(name, str(job.num_threads))
     return world

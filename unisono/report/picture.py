@@ -14,19 +14,7 @@ _COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a
 
 
 def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> Path:
-    """Draw the loss by step, and each rank's time by phase, into a PNG file.
-
-    Args:
-        report: the report that `gather_report` returns on rank zero.
-        losses: the mean loss of each step's global batch.
-        path: the file to write; its directory is created if needed.
-
-    Returns:
-        The absolute path.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message has the pip command.
-    """
+    """As `Report.save_picture`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -13,6 +13,7 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 
 from unisono.launch.watching.monitor import own_samples
@@ -135,6 +136,32 @@ class Report:
     """All ranks' summaries, in rank order."""
 
     ranks: list[RankSummary]
+
+    def print(self) -> None:
+        """Print where the time of each rank went, in % of its time in loops, the rates, and what the run waited for.
+
+        The extra "report" (rich) draws the table with lines and colours.
+        """
+        from unisono.report.text import print_report
+
+        print_report(self)
+
+    def save_picture(self, losses: Sequence[float], path: str | Path) -> Path:
+        """Draw the loss by step, and each rank's time by phase, into a PNG file.
+
+        Args:
+            losses: the mean loss of each step's global batch.
+            path: the file to write; its directory is created if needed.
+
+        Returns:
+            The absolute path.
+
+        Raises:
+            ImportError: matplotlib is not installed; the message has the pip command.
+        """
+        from unisono.report.picture import save_picture
+
+        return save_picture(self, losses, path)
 
     def __repr__(self) -> str:
         return (

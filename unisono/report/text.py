@@ -13,11 +13,7 @@ _CAPTION = "moving runs in the background, concurrently with the others"
 
 
 def print_report(report: Report) -> None:
-    """Print where the time of each rank went, in % of its time in loops, the rates, and what the run waited for.
-
-    Args:
-        report: the report that `gather_report` returns on rank zero.
-    """
+    """As `Report.print`."""
     try:
         from rich.console import Console
     except ImportError:

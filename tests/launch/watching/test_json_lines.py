@@ -18,6 +18,7 @@ from unisono.backends.cpu import CpuBackend
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.heartbeat import HeartbeatSender
+from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
 from unisono.launch.watching import clock
 from unisono.launch.watching.json_lines import describe_line
@@ -29,13 +30,14 @@ from unisono.world import solo_world, use_world
 def test_each_line_of_a_worker_is_an_object(tmp_path):
     source = """
 import sys
+from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
 
 def talk(index):
     print("one\\ntwo")
     sys.stderr.write('10 %\\r20 %\\r"quoted" \\u00fc\\nno end')
 
-spawn(talk, nprocs=2, log_format="json")
+spawn(talk, nprocs=2, output=Output(format="json"))
 """
     with Script(source, tmp_path) as script:
         code, output, errors = script.end()
@@ -81,12 +83,12 @@ def test_each_end_has_its_exit_code(name):
 
 def test_a_run_says_its_versions_its_end_and_its_exit_code(tmp_path):
     with pytest.raises(WorkerDiedError):
-        spawn(lambda index: os._exit(3), nprocs=2, log_dir=tmp_path)
+        spawn(lambda index: os._exit(3), nprocs=2, output=Output(tmp_path))
     run = read_run(tmp_path / "latest")
     assert run.facts["versions"]["torch"] == torch.__version__
     assert run.facts["exit_code"] == 3
     assert {**run.events[-1], "time": ""}.items() >= {"event": "finished", "state": "failed", "exit_code": 3}.items()
-    spawn(lambda index: None, nprocs=2, log_dir=tmp_path)
+    spawn(lambda index: None, nprocs=2, output=Output(tmp_path))
     run = read_run(tmp_path / "latest")
     assert (run.facts["exit_code"], run.events[-1]["state"]) == (0, "finished")
 

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from uuid import uuid4
@@ -51,13 +52,12 @@ from unisono.launch.hosts.addresses import interface_of
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
 from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 from unisono.launch.hosts.store_server import quieten_store, serve_store
-from unisono.launch.policy import Policy
+from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
 from unisono.launch.watching.run_directory import RunDirectory
-from unisono.launch.worker import Job
-from unisono.outcome import Outcome
+from unisono.outcome import Outcome, first_cause
 from unisono.torch_private import MONITOR_WORKERS, REMAINING_RESTARTS, SHUTDOWN, START_WORKERS, STOP_WORKERS, overrides
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -97,25 +97,25 @@ class MachineOptions:
     lost_after_s: float = 60.0
 
 
-def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
+def run_agent(job: Job, options: MachineOptions) -> None:
     """Run this machine's agent until the run is over.
 
     Args:
-        job: the job of this machine's workers; where they meet is not yet known.
-        policy: how they are started, watched and ended; its restarts are those of the whole run.
+        job: the job of this machine's workers; where they meet is not yet known, and its restarts are those of the
+            whole run.
 
     Raises:
-        OSError: `policy.log_dir` cannot hold the files of a run; nothing was started.
+        OSError: `log_dir` cannot hold the files of a run; nothing was started.
         UnisonoError: the agents could not meet, or have lost contact with one another.
         StoppedError: the ranks of all machines have agreed to stop.
         SystemExit: a signal has ended this agent; 128 + its number.
         BaseException: the first cause of the run's failure, on any machine.
     """
     run = None
-    if policy.log_dir is not None:
+    if job.options.output.log_dir is not None:
         facts = {**job.facts(), "num_machines": [options.min_nodes, options.max_nodes], "endpoint": options.endpoint}
-        run = RunDirectory.create(policy.log_dir, facts, str(facts["host"]))
-    warm(policy.start_method)  # the zygote starts up while the agents meet
+        run = RunDirectory.create(Path(job.options.output.log_dir), facts, str(facts["host"]))
+    warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
     _quieten()
     with variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
         handler = rendezvous_registry.get_rendezvous_handler(_parameters(options))
@@ -124,10 +124,10 @@ def run_agent(job: Job, policy: Policy, options: MachineOptions) -> None:
             local_world_size=job.nprocs,
             entrypoint="unisono",
             rdzv_handler=handler,
-            max_restarts=policy.max_restarts,
+            max_restarts=job.options.max_restarts,
             monitor_interval=_LOOK_S,
         )
-        agent = Agent(spec, job, policy, options, run)
+        agent = Agent(spec, job, options, run)
         with agent.others.attended(is_host):
             verdict = _run(agent, options)
         # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
@@ -168,15 +168,12 @@ class Agent(SimpleElasticAgent):
         was_asked: whether a signal has asked the agent to end.
     """
 
-    def __init__(
-        self, spec: WorkerSpec, job: Job, policy: Policy, options: MachineOptions, run: RunDirectory | None
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, job: Job, options: MachineOptions, run: RunDirectory | None) -> None:
         super().__init__(spec)
         self.verdict: Outcome[Any] = Outcome()
         self.was_asked = False
-        self._job = job
         # Torch's agents restart the workers of all machines; a supervisor would restart only its own.
-        self._policy = replace(policy, max_restarts=0)
+        self._job = replace(job, options=replace(job.options, max_restarts=0))
         self._options = options
         self._run_directory = run
         self._supervisor: Supervisor | None = None
@@ -188,7 +185,7 @@ class Agent(SimpleElasticAgent):
             self.on_report,
             self.on_lost,
             self.on_cut_off,
-            (policy.hang_timeout_s or math.inf) / 5,
+            (job.options.hang_timeout_s or math.inf) / 5,
         )
 
     @contextmanager
@@ -205,7 +202,7 @@ class Agent(SimpleElasticAgent):
         is_repeated, self.was_asked = self.was_asked, True
         may_wish = signum in (signal.SIGTERM, signal.SIGINT) and not is_repeated
         if may_wish and self._supervisor is not None and self._supervisor.handles_stop():
-            self._patience_until = time.monotonic() + self._policy.grace_s + _MARGIN_S
+            self._patience_until = time.monotonic() + self._job.options.grace_s + _MARGIN_S
             self._supervisor.ask_to_stop()
             if signum == signal.SIGINT:
                 with contextlib.suppress(OSError):
@@ -238,6 +235,7 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, group: Any) -> dict[int, Any]:  # torch annotates its numbers as None
         name, first = _name_of(group), group.workers[0]
         host, port = split_endpoint(self._options.endpoint)
+        caller = self._job.caller
         job = replace(
             self._job,
             restart_count=group.spec.max_restarts - getattr(self, REMAINING_RESTARTS),
@@ -247,12 +245,12 @@ class Agent(SimpleElasticAgent):
             address=host,
             port=port,
             store=f"unisono/ranks/{name}",
-            environ={**self._job.environ, **_variables_of_group(group, self._options)},
+            caller=replace(caller, environ={**caller.environ, **_variables_of_group(group, self._options)}),
         )
         # A loss in an earlier round does not concern the machines that have met in this one.
         self._lost = ""
         # set before reports can arrive
-        self._supervisor = Supervisor(job, self._policy, self._run_directory, self.others)
+        self._supervisor = Supervisor(job, self._run_directory, self.others)
         # Before the workers start: their first report must belong to this round.
         self.others.begin_round(name, group.group_rank, group.group_world_size)
         self._supervisor.start()
@@ -294,15 +292,17 @@ class Agent(SimpleElasticAgent):
         """Why the group has failed although the workers on this machine ended well; None if it has not."""
         if self._lost:
             return Outcome(error=UnisonoError(self._lost))
-        return next(iter(self.others.failures()), None)
+        failures = dict(enumerate(self.others.failures()))
+        return failures[first_cause(failures)] if failures else None
 
     def _first_cause(self, verdict: Outcome[Any]) -> Outcome[Any]:
         """The cause that another machine reports within `_CAUSE_S`; otherwise this machine's own report, that of a
         victim."""
         deadline = time.monotonic() + _CAUSE_S
         while self.others.count > 0 and time.monotonic() < deadline:
-            if (found := self.others.failures()) and not found[0].is_secondary:
-                return found[0]
+            causes = dict(enumerate([verdict, *self.others.failures()]))
+            if not (found := causes[first_cause(causes)]).is_secondary:
+                return found
             time.sleep(_LOOK_S)
         return verdict
 

@@ -38,11 +38,9 @@ from unisono.outcome import Outcome, add_note_once
 from unisono.protocols import Backend
 from unisono.world import World, current_world, given_world, set_process_world
 
-_LAST_RESORT = timedelta(minutes=30)
-
 
 def join_world(
-    timeout: timedelta = _LAST_RESORT,
+    timeout: float | timedelta = 1800.0,
     backend: str | None = None,
     *,
     checked: bool = False,
@@ -56,7 +54,7 @@ def join_world(
     script also runs by itself.
 
     Args:
-        timeout: how long to wait for the peers, now and in each collective; a last resort.
+        timeout: how long to wait for the peers, now and in each collective, a last resort: seconds, or a timedelta.
         backend: the device family, "cpu", "cuda", ...; None picks one, accelerators first.
         checked: compare every collective across the ranks before it runs, at the cost of an additional small
             collective. A mismatch names the ranks and their calls. Workers of `spawn`, on one machine, always check, at
@@ -77,7 +75,8 @@ def join_world(
         if place is not None:
             if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
                 torch.set_num_threads(fair_num_threads(place.local_world_size))
-            world = join(place, pick_backend(backend), timeout, checked, process_group)
+            limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+            world = join(place, pick_backend(backend), limit, checked, process_group)
             set_process_world(world)
             take(place)
             free_reducers_before_groups()

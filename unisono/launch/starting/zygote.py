@@ -25,8 +25,7 @@ group of workers (its end of file means: kill this group). On a group's socket:
 
 *Threads:* one; `serve` is a loop over a selector. It blocks only to wait for processes that it has killed. When the
 zygote is idle for the first time, a second thread imports what the first worker would otherwise have to import, which
-takes over a second. When it has forked often and is idle again, a thread moves its memory into huge pages. A fork waits
-for that thread to end.
+takes over a second. A fork waits for that thread to end.
 """
 
 from __future__ import annotations
@@ -43,14 +42,12 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import psutil
 
 from unisono.launch.starting import wire
-from unisono.launch.starting.huge_pages import collapse_memory
 from unisono.launch.starting.interpreter import interpreter_command
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import (
@@ -69,7 +66,6 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 # The first optimizer of a process imports torch._dynamo, which takes over a second; the first with zero1, the last one.
 _FOR_OPTIMIZERS = (COMPILER_MODULE, "unisono.accelerator", "torch.distributed.optim")
 _IDLE_S = 0.5  # without a request: by then, requested workers have their cores
-_FORKS_WORTH_A_COLLAPSE = 16  # collapsing costs about as much as it saves over this many forks
 
 
 @dataclass
@@ -88,10 +84,7 @@ class Zygote:
         self.control = control
         self.pid = os.getpid()
         self.start_method = start_method
-        self.idle_work: list[Callable[[], None]] = []  # still to be done when idle
-        if start_method == "zygote":
-            self.idle_work += [_import_optimizers, collapse_memory]
-        self.forks_before_work = 0
+        self.has_idle_work = start_method == "zygote"
         self.working: threading.Thread | None = None
         self.families: set[str] = set()  # device families whose modules are imported
         self.is_frozen = False  # whether everything imported is exempt from garbage collection
@@ -115,9 +108,11 @@ class Zygote:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # undo what the caller's thread had blocked
         while True:
             # Without pending idle work there is no timeout, so an idle zygote never wakes.
-            ready = self.selector.select(_IDLE_S if self.idle_work and self.forks_before_work <= 0 else None)
+            ready = self.selector.select(_IDLE_S if self.has_idle_work else None)
             if not ready:
-                self._begin_work()
+                self.has_idle_work = False
+                self.working = threading.Thread(target=_import_optimizers, name="unisono-preload")
+                self.working.start()
             for fd in (key.fd for key, _ in ready):
                 if fd == self.caller_fd or (fd == self.control.fileno() and not self._accept()):
                     self._end()
@@ -125,14 +120,6 @@ class Zygote:
                     self._reap()
                 elif fd in self.groups:
                     self._answer(self.groups[fd])
-
-    def _begin_work(self) -> None:
-        """Start the next piece of idle work: there were no requests for a while."""
-        if self.working is not None:
-            self.working.join()
-        self.working = threading.Thread(target=_work, args=[self.idle_work.pop(0)], name="unisono-preload")
-        self.working.start()
-        self.forks_before_work = _FORKS_WORTH_A_COLLAPSE
 
     def _accept(self) -> bool:
         try:
@@ -198,7 +185,6 @@ class Zygote:
 
     def _fork(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
         self._settle()
-        self.forks_before_work -= 1
         # A signal to the child must neither run this process's handler nor be lost: it stays pending until the child's
         # own.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
@@ -354,13 +340,8 @@ def _tell(group: _Group, message: dict[str, object]) -> None:
         wire.send(group.sock, message)
 
 
-def _work(work: Callable[[], None]) -> None:
-    """Body of the thread for idle work."""
-    work()
-
-
 def _import_optimizers() -> None:
-    """Import what the first optimizer of a worker would import."""
+    """Body of the thread for idle work: import what the first optimizer of a worker would import."""
     gc.disable()  # until the next fork
     with contextlib.suppress(Exception):
         for name in _FOR_OPTIMIZERS:

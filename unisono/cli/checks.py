@@ -1,0 +1,329 @@
+"""The checks of `unisono doctor`: each yields findings. None of them starts the runtime of a device in this process."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from unisono.backends import NAMES, get_backend
+from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
+from unisono.comm.selection import group_backend
+from unisono.launch.hosts.addresses import interface_of, is_loopback
+from unisono.launch.hosts.environment import announced_agent, announced_place
+from unisono.launch.spawn import spawn
+from unisono.launch.watching.memory import memory_limit
+from unisono.parallel.collectives import all_reduce
+from unisono.protocols import Backend
+from unisono.world import current_world
+
+WORKERS_LIMIT_S = 120.0
+RESOLVER_ADVICE = (
+    "one machine needs no name service; for more than one, each connection to the store resolves a name and waits as "
+    "long (5 s for each lost answer): fix /etc/resolv.conf, or list the hosts in /etc/hosts"
+)
+_SHARED_MEMORY = Path("/dev/shm")
+_MIB, _GIB = 1 << 20, 1 << 30
+_REMOTE = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse.")
+_LONGEST_SOCKET_PATH = 107
+_CONNECT_S = 3.0
+_SLOW_LOOKUP_S = 1.0
+_LARGE_BYTES = 64 << 20
+_PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_", "CUDA_")
+_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
+
+State = Literal["ok", "note", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of examining the machine.
+
+    Attributes:
+        name: what was examined.
+        state: "ok"; "note" is good to know; "warning" will hurt some runs; "problem" prevents runs from working.
+        text: what was found, in one line.
+        advice: what to do about it, if anything.
+    """
+
+    name: str
+    state: State
+    text: str
+    advice: str = ""
+
+
+def warning_if(is_bad: bool, name: str, text: str, advice: str) -> Finding:
+    """A fact; if it is bad, a warning with advice."""
+    return Finding(name, "warning", text, advice) if is_bad else Finding(name, "ok", text)
+
+
+def check_versions() -> Iterator[Finding]:
+    """The interpreter, and the packages that this one depends on."""
+    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable}), {platform.platform()}")
+    found = {}
+    for name in ("torch", "torch-xla", "unisono", "psutil", "cloudpickle", "numpy"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    xla = found.get("torch-xla", torch.__version__)
+    is_mixed = xla.split(".")[:2] != torch.__version__.split(".")[:2]
+    advice = f"torch-xla works with a torch of its own version: pip install torch=={xla}"
+    yield warning_if(is_mixed, "packages", ", ".join(f"{name} {number}" for name, number in found.items()), advice)
+
+
+def check_devices() -> Iterator[Finding]:
+    """The devices of every family."""
+    families = [get_backend(name) for name in NAMES]
+    for family in (each for each in families if each.is_available()):
+        names = ", ".join(str(family.device(index)) for index in range(family.device_count()))
+        yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)})")
+    for unused in filter(None, (family.unused_hardware() for family in families)):
+        what, _, advice = unused.rpartition(": ")
+        yield Finding("devices", "warning", what, advice)
+
+
+def check_cores() -> Iterator[Finding]:
+    """How many cores there are, how many this process may use, and how workers divide them."""
+    shares = ", ".join(f"{fair_num_threads(count)} for {count}" for count in (2, 4, 8))
+    text = (
+        f"{psutil.cpu_count(logical=False)} physical, {psutil.cpu_count()} logical, {usable_cores()} usable; "
+        f"CPU threads of each worker: {shares} workers"
+    )
+    quota = cpu_quota()
+    advice = f"the quota of the control group pays for {quota:g}: docker --cpus, in Kubernetes limits.cpu"
+    yield Finding("cores", "note", text, advice) if quota < len(allowed_cores()) else Finding("cores", "ok", text)
+
+
+def check_memory() -> Iterator[Finding]:
+    """How much memory there is before processes are killed, and how much of it they can share."""
+    limit, owner = memory_limit()
+    free = psutil.virtual_memory().available
+    text = f"the limit {owner} is {_amount(limit)}; {_amount(free)} of the machine's are free"
+    advice = "a worker needs about 0.2 GiB before it holds any data: make room, or start fewer"
+    yield warning_if(min(limit, free) < _GIB, "memory", text, advice)
+    if _SHARED_MEMORY.is_dir():
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+        text = f"{_SHARED_MEMORY} has {_amount(usage.total)}, of which {_amount(usage.free)} are free"
+        advice = (
+            "loader workers leave batches there, and are killed by SIGBUS when it is full: docker run --shm-size=8g "
+            "(or --ipc=host); in Kubernetes an emptyDir with medium: Memory mounted there; else num_workers=0"
+        )
+        yield warning_if(min(usage.total - 1, usage.free) < 64 * _MIB, "shared memory", text, advice)
+
+
+def check_limits() -> Iterator[Finding]:
+    """The limits of a process of this user."""
+    import resource  # not on Windows
+
+    for kind, what, least, advice in (
+        (
+            resource.RLIMIT_NOFILE,
+            "open files",
+            1025,
+            "loader workers send one for each tensor: ulimit -n 65536",
+        ),
+        (
+            resource.RLIMIT_NPROC,
+            "processes and threads",
+            4096,
+            "those of all programs count: ulimit -u 65536",
+        ),
+    ):
+        limit = resource.getrlimit(kind)[0]
+        shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+        yield warning_if(0 <= limit < least, "limits", f"{what}: {shown}", advice)
+
+
+def check_temporary_files() -> Iterator[Finding]:
+    """Where the workers of a group meet."""
+    place = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryDirectory(prefix="unisono-doctor-") as directory:
+            (Path(directory) / "probe").write_bytes(b"0" * 4096)
+    except OSError as error:
+        text = f"{place} cannot be written to: {error}"
+        yield Finding("temporary", "problem", text, "set TMPDIR to a place that can")
+        return
+    mounted = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    path = Path(place).resolve()
+    kind = next((mounted[each] for each in (path, *path.parents) if each in mounted), "unknown file system")
+    free = shutil.disk_usage(place).free
+    advice = ""
+    if kind.startswith(_REMOTE):
+        advice = "workers meet in a locked file there, and not every network knows locks: set TMPDIR"
+    elif free < _GIB:
+        advice = "clear it up, or set TMPDIR"
+    elif len(place) + 32 > _LONGEST_SOCKET_PATH:  # /pymp-xxxxxxxx/listener-xxxxxxxx
+        advice = "the path is too long for the sockets of loader workers: set TMPDIR to a shorter one"
+    yield warning_if(bool(advice), "temporary", f"{place}, {_amount(free)} free, {kind}", advice)
+
+
+def check_environment() -> Iterator[Finding]:
+    """Which launcher started this process, and which environment variables affect a run."""
+    environ = os.environ
+    if found := describe_launcher():
+        yield Finding("launcher", "note", found, "if these variables are left over, unset them")
+    elif environ.get("WORLD_SIZE", "1") != "1":
+        text = f"WORLD_SIZE={environ['WORLD_SIZE']} announces ranks, but no launcher is recognised"
+        yield Finding("launcher", "warning", text, "a plain script would not train alone: unset it if it is left over")
+    else:
+        yield Finding("launcher", "ok", "none: a plain process, whose spawn starts the workers")
+    interfaces = psutil.net_if_addrs()
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = [each.strip() for each in environ.get(name, "").lstrip("^=").split(",") if each.strip()]
+        if wanted and not any(here.startswith(each) for each in wanted for here in interfaces):
+            text = f"{name}={environ[name]} names no network interface of this machine, so workers cannot meet"
+            yield Finding("environment", "warning", text, "name an existing one, or unset it")
+    if bound := [
+        name for name in _BINDING if environ.get(name, "false").lower() not in ("", "false", "none", "disabled")
+    ]:
+        text = f"{' '.join(bound)}: threads are bound to cores, and those of each worker to the same ones"
+        yield Finding("environment", "warning", text, "unset it; spawn(..., cores=Cores(pin=True)) gives each its own")
+    if others := sorted(name for name in environ if name.startswith(_PASSED_ON)):
+        text = " ".join(f"{name}={environ[name]}" for name in others)
+        yield Finding("environment", "note", f"{text} is passed on to every worker")
+
+
+def describe_launcher() -> str:
+    """What has given this process a place among others, and what follows, in words; empty for a plain process."""
+    if agent := announced_agent():
+        return f"{agent.launcher} tell of {agent.num_nodes} machine(s): `unisono run` starts the ranks of this one"
+    if place := announced_place():
+        return f"{place.launcher} made this process rank {place.rank} of {place.world_size}: spawn runs fn as that rank"
+    return ""
+
+
+def check_workers() -> Iterator[Finding]:
+    """Start two workers of each family that has two devices, and let them run collectives."""
+    if found := describe_launcher():
+        yield Finding("workers", "note", f"not started: {found}", "run it again in a plain shell of this machine")
+        return
+    for family in filter(_has_two_devices, map(get_backend, NAMES)):
+        try:
+            yield from _try_collectives(family)
+        except Exception as error:
+            notes = "; ".join([str(error), *getattr(error, "__notes__", ())])
+            text = " ".join(f"2 workers on {family.name} failed: {type(error).__name__}: {notes}".split())
+            advice = "the output above may say more; docs/troubleshooting.md explains each message"
+            yield Finding("workers", "problem", text, advice)
+
+
+def _has_two_devices(family: Backend) -> bool:
+    try:
+        return family.is_available() and family.device(1) is not None
+    except ValueError:
+        return False
+
+
+def _try_collectives(family: Backend) -> Iterator[Finding]:
+    began = time.monotonic()
+    # A daemon: a check that runs too long is abandoned, and ends with the program.
+    timeout_s = WORKERS_LIMIT_S / 2
+    context = spawn(measure_collectives, (), 2, join=False, daemon=True, backend=family.name, timeout=timeout_s)
+    results = context.join() or []
+    start_s = max(each[0] for each in results) - began
+    advice = "torch is imported once for all workers, which is slow over a network: install it on a local disk"
+    yield warning_if(start_s > 20, "workers", f"2 on {family.name}: first barrier after {start_s:.2f} s", advice)
+    _, latency_s, large_s = results[0]
+    yield Finding(
+        "collectives",
+        "ok",
+        f"all_reduce by {group_backend(family)} between 2 on {family.name}: 4 B in {latency_s * 1e3:.2f} ms, "
+        f"{_LARGE_BYTES >> 20} MiB at {_LARGE_BYTES / large_s / 1e9:.2f} GB/s",
+    )
+
+
+def measure_collectives(rank: int) -> tuple[float, float, float]:
+    """In a worker that has passed its first barrier: the time, and the seconds of a small and a large all_reduce."""
+    began = time.monotonic()
+    return began, _time_all_reduce(1, 50), _time_all_reduce(_LARGE_BYTES // 4, 5)
+
+
+def _time_all_reduce(count: int, repeats: int) -> float:
+    world = current_world()
+    tensor = torch.zeros(count, device=world.device)
+    taken = []
+    for _ in range(repeats + 1):  # the first one opens connections
+        world.backend.synchronize(world.device)
+        began = time.monotonic()
+        all_reduce(tensor)
+        world.backend.synchronize(world.device)
+        taken.append(time.monotonic() - began)
+    return statistics.median(taken[1:])
+
+
+def check_endpoint(host: str, port: int) -> Iterator[Finding]:
+    """Whether a rendezvous at `host:port` can be served by this machine, or reached from it."""
+    place = f"{host}:{port}"
+    try:
+        address = _addresses_of(host)[0]
+    except OSError as error:
+        yield Finding("endpoint", "problem", f"{place}: the name has no address: {error}", "name a host that is known")
+        return
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, port), family=family):
+            yield Finding("endpoint", "ok", f"{place} is free here, and can be bound")
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            where = "in use here" if error.errno == errno.EADDRINUSE else "not this machine"
+            yield _try_connection(address, port, f"{place}, which is {where},")
+        else:
+            yield Finding("endpoint", "problem", f"{place} cannot be bound: {error}", "choose a port above 1023")
+
+
+def _try_connection(address: str, port: int, what: str) -> Finding:
+    try:
+        socket.create_connection((address, port), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        advice = "the host is reached, but nothing listens there (yet): start the agent of that machine"
+        return Finding("endpoint", "warning", f"{what} refuses the connection", advice)
+    except OSError as error:
+        advice = "the host is down, or a firewall drops what comes to that port: open it, or choose another"
+        return Finding("endpoint", "problem", f"{what} does not answer ({error})", advice)
+    return Finding("endpoint", "ok", f"{what} answers; whatever listens there should be your rendezvous")
+
+
+def check_names() -> Iterator[Finding]:
+    """Whether this machine's name resolves to an address, how fast, and which address gloo then announces."""
+    host = socket.gethostname()
+    began = time.monotonic()
+    try:
+        addresses = _addresses_of(host)
+    except OSError as error:
+        yield Finding("names", "note", f"{host} has no address: {error}", f"add it to /etc/hosts: 127.0.1.1 {host}")
+        return
+    took_s = time.monotonic() - began
+    text = f"{host} is {' '.join(addresses)} ({took_s * 1e3:.0f} ms)"
+    yield warning_if(took_s > _SLOW_LOOKUP_S, "names", text, RESOLVER_ADVICE)
+    owner = interface_of(addresses[0])
+    up = [name for name, found in psutil.net_if_stats().items() if found.isup and not name.startswith("lo")]
+    advice = f"for more than one machine: set GLOO_SOCKET_IFNAME to one of {', '.join(up)}" if up else ""
+    if is_loopback(addresses[0]):
+        yield Finding("gloo", "note", f"announces {addresses[0]}, which no other machine reaches", advice)
+    else:
+        text = f"announces {addresses[0]} ({owner or 'an address of no interface'}) to other machines"
+        yield warning_if(owner is None, "gloo", text, advice)
+
+
+def _addresses_of(host: str) -> list[str]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def _amount(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"

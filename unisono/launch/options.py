@@ -1,0 +1,190 @@
+"""The options of a start, by `spawn` and by `unisono run`: each has its name, type, default and check here.
+
+`SpawnOptions` repeats names and types for type checkers, which compare it with `Options`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from types import NoneType
+from typing import Literal, TypedDict
+
+from unisono.arguments import check_integer, check_type
+from unisono.backends.cores import disjoint_cores, fair_num_threads
+
+logger = logging.getLogger(__name__)
+
+_YEAR_S = 365 * 24 * 3600
+_REFUSED = {
+    "fork": "a fork of this process hangs at its first parallel operation once torch has run one here, since OpenMP's "
+    "threads do not survive it",
+    "forkserver": "its workers outlive a killed caller",
+}
+
+
+@dataclass(frozen=True)
+class Output:
+    """What happens to the output of workers, for `spawn(..., output=Output(...))`.
+
+    Attributes:
+        log_dir: the parent of this run's log directory: each rank's stdout and stderr, events, the monitor's samples.
+        ranks: show the output of these ranks only; the log files contain every rank's.
+        format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
+        prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
+
+    Raises:
+        TypeError, ValueError: a value is invalid.
+    """
+
+    log_dir: str | os.PathLike[str] | None = None
+    ranks: Collection[int] | None = None
+    format: Literal["text", "json"] = "text"
+    prefix: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_type(self.log_dir, "log_dir", "pass the path of a directory", str, os.PathLike, NoneType)
+        if self.log_dir is not None and not os.fspath(self.log_dir):
+            raise ValueError('log_dir="" names no directory; pass "." for the current one, or None to keep no files')
+        if isinstance(self.ranks, str | bytes) or not isinstance(self.ranks, Collection | None):
+            raise TypeError(f"ranks={self.ranks!r} is of type {type(self.ranks).__name__}; pass ranks, as in [0]")
+        for rank in self.ranks or ():
+            check_integer(rank, "a rank of ranks", 0, "pass ranks, as in [0]")
+        if self.format not in ("text", "json"):
+            raise ValueError(f"format={self.format!r} does not exist; choose 'text' or 'json'")
+        check_type(self.prefix, "prefix", "pass True, False or None", bool, NoneType)
+
+
+@dataclass(frozen=True)
+class Cores:
+    """How workers share the CPU cores of a machine, for `spawn(..., cores=Cores(...))`.
+
+    Attributes:
+        num_threads: CPU threads per worker; None uses OMP_NUM_THREADS, or else divides the usable cores evenly.
+        num_loader_workers: DataLoader workers per worker, which then get their share of the cores as well.
+        pin: keep each worker, and the processes it starts, to cores of its own, of one NUMA node where possible.
+
+    Raises:
+        TypeError, ValueError: a value is invalid.
+    """
+
+    num_threads: int | None = None
+    num_loader_workers: int = 0
+    pin: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_threads is not None:
+            check_integer(self.num_threads, "num_threads", 1, "pass an integer of at least 1, or None for a fair share")
+        check_integer(self.num_loader_workers, "num_loader_workers", 0, "pass the num_workers of the DataLoader")
+        check_type(self.pin, "pin", "pass True or False", bool)
+
+    def divide(self, count: int) -> tuple[int, list[set[int]] | None]:
+        """The threads of each of `count` workers, and the logical cores of each if they are pinned.
+
+        Raises:
+            ValueError: workers are to be pinned, and there are more of them than logical cores.
+        """
+        cores = disjoint_cores(count) if self.pin else None
+        if cores is not None:
+            shown = "; ".join(f"rank {rank}: {sorted(own)}" for rank, own in enumerate(cores))
+            logger.info("workers are pinned to cores: %s", shown)
+        if self.num_threads is not None:
+            return self.num_threads, cores
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        is_asked = asked.isdecimal() and int(asked) > 0
+        threads = int(asked) if is_asked else fair_num_threads(count, self.num_loader_workers)
+        reason = "as OMP_NUM_THREADS says" if is_asked else f"a fair share of the cores for {count} workers"
+        logger.info("%d CPU threads per worker, %s; spawn(..., cores=n) sets another number", threads, reason)
+        return threads, cores
+
+
+class SpawnOptions(TypedDict, total=False):
+    """The keyword-only arguments of `spawn`, whose docstring describes each; `Options` has their defaults."""
+
+    backend: str | None
+    start_method: str | None
+    cores: int | Cores | None
+    timeout: float | timedelta
+    hang_timeout_s: float | None
+    max_restarts: int
+    grace_s: float
+    output: Output
+    process_group: Literal["gloo"] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a group is started, watched and ended: the arguments of `spawn`, and two more.
+
+    Attributes:
+        daemon: end the workers when the calling process exits.
+        checked: compare collectives before they run also where ranks share no memory.
+
+    Raises:
+        TypeError, ValueError: an option is invalid.
+    """
+
+    backend: str | None = None
+    start_method: str | None = None
+    cores: int | Cores | None = None
+    timeout: float | timedelta = 1800.0
+    hang_timeout_s: float | None = None
+    max_restarts: int = 0
+    grace_s: float = 5.0
+    output: Output = Output()
+    process_group: Literal["gloo"] | None = None
+    daemon: bool = False
+    checked: bool = False
+
+    def __post_init__(self) -> None:
+        if self.start_method in _REFUSED:
+            raise ValueError(
+                f"start_method={self.start_method!r} is refused: {_REFUSED[self.start_method]}; the default, "
+                "'zygote', is as fast and safe"
+            )
+        if self.start_method not in ("zygote", "spawn", None):
+            raise ValueError(
+                f"start_method={self.start_method!r} does not exist; choose one of 'zygote', 'spawn', or None"
+            )
+        check_type(self.cores, "cores", "pass CPU threads per worker, or unisono.Cores(...)", int, Cores, NoneType)
+        self.shared_cores  # noqa: B018 # checks an integer
+        _check_seconds(self.timeout_s if isinstance(self.timeout, timedelta) else self.timeout, "timeout")
+        if self.hang_timeout_s is not None:
+            _check_seconds(self.hang_timeout_s, "hang_timeout_s")
+        check_integer(self.max_restarts, "max_restarts", 0, "pass how often the group may be restarted")
+        _check_seconds(self.grace_s, "grace_s", is_zero_allowed=True)
+        check_type(self.output, "output", "pass unisono.Output(...)", Output)
+
+    @property
+    def timeout_s(self) -> float:
+        """The seconds that a collective waits for a peer."""
+        return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+
+    @property
+    def shared_cores(self) -> Cores:
+        """How workers share the cores."""
+        return self.cores if isinstance(self.cores, Cores) else Cores(num_threads=self.cores)
+
+    @property
+    def chosen_start_method(self) -> str:
+        """The start method: the one asked for, or the fastest on this platform."""
+        # On other platforms, forking after torch was imported is unsafe.
+        return self.start_method or ("zygote" if sys.platform == "linux" else "spawn")
+
+    @property
+    def need_process(self) -> bool:
+        """Whether a single worker needs a process of its own."""
+        is_output_plain = not self.output.prefix and self.output == Output(prefix=self.output.prefix)
+        wanted = (self.max_restarts, self.start_method, self.cores, self.hang_timeout_s)
+        return any(wanted) or not is_output_plain
+
+
+def _check_seconds(seconds: float, name: str, is_zero_allowed: bool = False) -> None:
+    """Check that `seconds` is a finite number, positive or, if that is allowed, 0."""
+    check_type(seconds, name, "pass seconds", int, float)
+    if not (0 < seconds <= _YEAR_S or (is_zero_allowed and seconds == 0)):
+        raise ValueError(f"{name}={seconds!r} is not a duration; pass seconds from 0 to {_YEAR_S}, a year")
