@@ -39,7 +39,7 @@ from unisono.errors import (
     CollectiveMismatchError,
     DamagedCheckpointError,
     NoCheckpointError,
-    StateSeedError,
+    StateError,
 )
 from unisono.parallel.strategies.shard_files import read_shards
 
@@ -541,7 +541,7 @@ def test_generators_that_cannot_mean_the_same_are_told_of(tmp_path: Path, caplog
 def test_a_loader_of_another_order_is_refused(tmp_path: Path) -> None:
     data = DataLoader(TensorDataset(torch.arange(8.0)), 2)
     save(tmp_path / "one", loader=ParallelLoader(data, ["cpu:0"], seed=1))
-    with pytest.raises(StateSeedError, match="seed 1"):
+    with pytest.raises(StateError, match="seed 1"):
         load(tmp_path / "one", loader=ParallelLoader(data, ["cpu:0"], seed=2))
 
 
