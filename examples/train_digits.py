@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import (
-    Context,
     DataParallel,
     DeviceIterator,
     DeviceLoader,
+    ReplicaContext,
     Report,
     all_reduce,
     current_world,
@@ -56,7 +56,7 @@ class Result:
 
 
 def train(
-    model: nn.Module, loader: DeviceIterator | DeviceLoader, device: torch.device, context: Context
+    model: nn.Module, loader: DeviceIterator | DeviceLoader, device: torch.device, context: ReplicaContext
 ) -> list[float]:
     """Train for one epoch. Return the mean loss of each global batch."""
     optimizer = context.getattr_or(
@@ -82,7 +82,9 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DeviceIterator | DeviceLoader, device: torch.device, context: Context) -> float:
+def evaluate(
+    model: nn.Module, loader: DeviceIterator | DeviceLoader, device: torch.device, context: ReplicaContext
+) -> float:
     """The fraction of the test samples that are classified correctly; each counts once, on whichever rank it is."""
     model.eval()
     counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -128,7 +130,7 @@ def build_loaders(ranks: int, dtype: torch.dtype = torch.float32) -> tuple[DataL
 def run_rank(index: int, ranks: int, epochs: int, dtype: torch.dtype) -> tuple[list[float], float, Any, Report | None]:
     """The complete job of one rank, in a plain script and in a worker process."""
     device = current_world().device
-    model, context = build_model(dtype).to(device), Context(device)
+    model, context = build_model(dtype).to(device), ReplicaContext(device)
     train_loader, test_loader = (DeviceLoader(loader, device) for loader in build_loaders(ranks, dtype))
     losses = [loss for _ in range(epochs) for loss in train(model, train_loader, device, context)]
     report = gather_report()

@@ -50,7 +50,7 @@ assert_type(accelerator.autocast(), AbstractContextManager[Any])
 assert_type(accelerator.trackers, list[Tracker])
 
 
-def loop(model: nn.Module, loader: DeviceIterator, device: torch.device, context: unisono.Context) -> float:
+def loop(model: nn.Module, loader: DeviceIterator, device: torch.device, context: unisono.ReplicaContext) -> float:
     return 0.0
 
 

@@ -14,10 +14,9 @@ from modes import devices, in_main_memory
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from unisono.backends import get_backend
 from unisono.backends.device import Device
-from unisono.placement import compiled
-from unisono.placement.barrier import lazy_barrier
-from unisono.placement.copying import copy_to, scalar_like
+from unisono.placement import compiled, copy_to, lazy_barrier, scalar_like
 from unisono.tree import leaves
 from unisono.world import solo_world, use_world
 
@@ -108,24 +107,6 @@ def test_tensors_of_every_form_are_copied(x):
         assert x.numel() == 0 or not memory(twin) & memory(x)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_tensors_over_one_storage_stay_so(device):
-    flat = torch.arange(10.0)
-    model = nn.Module()
-    model.a, model.b = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:].view(3, 2).t())
-    model.register_buffer("flat", flat)
-    twin = copy_to(model, device)
-    assert not memory(model) & memory(twin)
-    assert len(memory(twin)) == 1
-    assert isinstance(twin.a, nn.Parameter)
-    assert (twin.a.shape, twin.b.shape, twin.b.stride()) == (model.a.shape, model.b.shape, model.b.stride())
-    if device == "cpu":
-        assert torch.equal(twin.b, model.b)
-        with torch.no_grad():
-            twin.flat.fill_(7)
-        assert twin.b.unique().tolist() == [7]
-
-
 @given(
     picks=st.lists(st.integers(0, 3), max_size=6),
     nest=st.sampled_from([list, tuple, lambda items: {"a": list(items)}, lambda items: SimpleNamespace(all=[*items])]),
@@ -194,21 +175,6 @@ def test_a_lazy_module_is_copied_before_it_knows_its_shape(device):
     assert "1.running_mean" in twin.state_dict()
 
 
-def test_a_parametrised_module_is_copied():
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
-    model(torch.ones(1, 3)).sum().backward()
-    twin = copy_to(model, "cpu")
-    assert torch.equal(twin(torch.ones(1, 3)), model(torch.ones(1, 3)))
-    assert not memory(twin) & memory(model)
-
-
-def test_what_deepcopy_refuses_is_refused():
-    model = nn.Linear(1, 1)
-    model.stream = (each for each in [1])
-    with pytest.raises(TypeError, match="generator"):
-        copy_to(model, "cpu")
-
-
 # Optimizers.
 
 
@@ -273,31 +239,24 @@ def test_an_optimizer_needs_its_parameters():
     assert twin.param_groups[0]["params"][0] is parameters[0]
 
 
-def test_an_optimizer_in_an_object_comes_with_its_module_and_without_hooks():
+def test_an_optimizer_in_an_object_comes_with_its_module_and_scheduler_and_without_hooks():
     model, seen = network(), []
-    trainer = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer.optimizer.register_step_pre_hook(lambda *_: seen.append("stepped"))
-    twin = copy_to(trainer, "cpu")
-    assert twin.optimizer.param_groups[0]["params"][0] is twin.model[0].weight
-    train(twin.model, twin.optimizer)
-    assert not seen
-    twin.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    assert len(trainer.optimizer.param_groups) == 1
-
-
-def test_a_scheduler_comes_along_and_drives_the_copy():
-    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("stepped"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     train(model, optimizer)
     scheduler.step()
-    twin_model, twin, twin_scheduler = copy_to((model, optimizer, scheduler), "cpu")
     before = copy.deepcopy(model.state_dict())
-    train(twin_model, twin)
-    twin_scheduler.step()
-    assert (twin.param_groups[0]["lr"], optimizer.param_groups[0]["lr"]) == (0.25, 0.5)
+    twin = copy_to(SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler), "cpu")
+    assert twin.optimizer.param_groups[0]["params"][0] is twin.model[0].weight
+    train(twin.model, twin.optimizer)
+    twin.scheduler.step()
+    assert seen == ["stepped"]
+    assert (twin.optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["lr"]) == (0.25, 0.5)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
-    assert not torch.equal(twin_model[0].weight, model[0].weight)
+    assert not torch.equal(twin.model[0].weight, model[0].weight)
+    twin.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(optimizer.param_groups) == 1
 
 
 # Where to.
@@ -308,16 +267,18 @@ def test_a_device_is_named_in_any_way(device):
     assert copy_to(torch.ones(1), device).device.type == "cpu"
 
 
-@pytest.mark.parametrize("device", ["cpu:x", "tpu:0", "mps:7", "mps"])
-def test_a_device_that_is_not_here_is_refused(device):
-    with pytest.raises(ValueError, match="cpu:0"):
+@pytest.mark.parametrize(
+    ("device", "error", "words"),
+    [
+        *((device, ValueError, "cpu:0") for device in ("cpu:x", "tpu:0", "mps:7", "mps")),
+        *((device, TypeError, "pass a string, an index or a torch.device") for device in (None, 1.5, True)),
+    ],
+)
+def test_what_is_no_device_here_is_refused_by_a_copy_and_by_a_barrier(device, error, words):
+    with pytest.raises(error, match=words):
         copy_to(torch.ones(1), device)
-
-
-@pytest.mark.parametrize("device", [None, 1.5, True])
-def test_what_is_no_device_is_a_type_error(device):
-    with pytest.raises(TypeError, match="pass a string, an index, or a device"):
-        copy_to(torch.ones(1), device)
+    with pytest.raises(error, match=words):
+        lazy_barrier([device])
 
 
 def test_a_scalar_takes_device_and_precision_of_a_tensor():
@@ -350,43 +311,18 @@ class Recorder:
         return None
 
 
-@pytest.mark.parametrize("device", [None, "cpu", 0, Device("cpu"), torch.device("cpu"), ["cpu:0", Device("cpu", 1)]])
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_barrier_on_eager_devices_returns(device, wait):
-    assert lazy_barrier(device, wait=wait) is None
-
-
-def test_a_barrier_without_a_device_is_the_current_worlds():
+def test_a_barrier_ends_the_step_on_all_devices_before_it_waits(monkeypatch):
     backend = Recorder()
     with use_world(solo_world(backend, torch.device("cpu", 2))):  # type: ignore[arg-type]
         lazy_barrier()
-        assert backend.calls == ["mark cpu:2"]
         lazy_barrier(wait=True)
-        assert backend.calls[1:] == ["mark cpu:2", "wait cpu:2"]
-
-
-def test_a_barrier_ends_the_step_on_all_devices_before_it_waits(monkeypatch):
-    backend = Recorder()
-    monkeypatch.setattr(
-        "unisono.placement.barrier.resolve_device", lambda device: (backend, torch.device(device))
-    )  # no second device here
+    assert backend.calls == ["mark cpu:2", "mark cpu:2", "wait cpu:2"]
+    monkeypatch.setattr(get_backend("cpu"), "mark_step", backend.mark_step)
+    monkeypatch.setattr(get_backend("cpu"), "synchronize", backend.synchronize)
     lazy_barrier(["cpu:0", Device("cpu", 1)], wait=True)
-    assert backend.calls == ["mark cpu:0", "mark cpu:1", "wait cpu:0", "wait cpu:1"]
-
-
-@pytest.mark.parametrize(
-    ("device", "wait", "error", "words"),
-    [
-        ([], False, ValueError, "is empty"),
-        ("mps:9", False, ValueError, "mps"),
-        ([None], False, TypeError, "None is of type NoneType"),
-        (1.5, False, TypeError, "1.5 is of type float"),
-        (None, "yes", TypeError, "wait='yes' is of type str"),
-    ],
-)
-def test_a_barrier_looks_at_its_arguments(device, wait, error, words):
-    with pytest.raises(error, match=words):
-        lazy_barrier(device, wait=wait)
+    assert backend.calls[3:] == ["mark cpu:0", "mark cpu:1", "wait cpu:0", "wait cpu:1"]
+    with pytest.raises(TypeError, match="wait='yes' is of type str"):
+        lazy_barrier(wait="yes")  # type: ignore[arg-type]
 
 
 def test_a_compiled_function_is_the_function_on_eager_devices():

@@ -254,19 +254,6 @@ def test_without_it_the_feature_is_missing_and_the_error_says_why(name, module, 
     )
 
 
-def test_without_the_compilers_module_its_settings_are_missing_with_an_error(tmp_path):
-    (tmp_path / "torch").mkdir()
-    code = f"""
-import torch
-torch.__file__ = {str(tmp_path / "torch" / "__init__.py")!r}
-try:
-    from unisono.torch_private import INDUCTOR_CONFIG_MODULE
-except ImportError as error:
-    print(error)
-"""
-    assert "has no torch._inductor.config, a private name by which Unisono gives workers torch.compile's" in run(code)
-
-
 def test_the_names_cost_nothing_until_they_are_used():
     code = "import sys, unisono.torch_private, unisono.stacks; print('torch' in sys.modules)"
     assert run(code).strip() == "False"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from unisono.parallel.collectives import local_rank as local_rank
     from unisono.parallel.collectives import rank as rank
     from unisono.parallel.collectives import world_size as world_size
-    from unisono.parallel.context import Context as Context
+    from unisono.parallel.context import ReplicaContext as ReplicaContext
     from unisono.parallel.data_parallel import DataParallel as DataParallel
     from unisono.parallel.optimizer import backward as backward
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
@@ -85,7 +85,7 @@ _HOMES = {
         "rank",
         "world_size",
     ],
-    "unisono.parallel.context": ["Context"],
+    "unisono.parallel.context": ["ReplicaContext"],
     "unisono.parallel.data_parallel": ["DataParallel"],
     "unisono.parallel.optimizer": ["backward", "optimizer_step"],
     "unisono.parallel.out_of_memory": ["find_executable_batch_size"],

@@ -15,10 +15,7 @@ The type says who is to blame::
     ├── WorkerHungError           no rank makes progress; `ranks` are the late ones, `stacks` all
     ├── UnpicklableError          a function or a result cannot travel between processes
     ├── RemoteError               a worker raised an exception that cannot be rebuilt in this process
-    ├── StateError (ValueError)   a loader cannot continue from this state
-    │   ├── StateVersionError     it was written by another version
-    │   ├── StateLengthError      its dataset had another length
-    │   └── StateSeedError        its order had another seed
+    ├── StateError (ValueError)   a loader cannot continue from this state; `reason` says what differs
     └── CheckpointError           a checkpoint cannot be saved or loaded
         ├── NoCheckpointError       there is no checkpoint
         ├── DamagedCheckpointError  it is not what was written
@@ -35,7 +32,11 @@ import signal as signals
 
 
 class UnisonoError(RuntimeError):
-    """Base class of the errors that this package raises."""
+    """Base class of the errors that this package raises. Pickle rebuilds them from `args`, of which the first is the
+    message, and the others are their attributes."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class NoWorldError(UnisonoError):
@@ -65,9 +66,6 @@ class ReplicasDifferError(UnisonoError):
         super().__init__(message, name, ranks)
         self.name = name
         self.ranks = ranks
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class MixedPlacementError(UnisonoError):
@@ -99,9 +97,6 @@ class WorkerDiedError(UnisonoError):
         self.rank = rank
         self.exit_code = exit_code
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class WorkerHungError(UnisonoError):
     """No rank of a group made progress for too long; the group has been stopped.
@@ -112,13 +107,9 @@ class WorkerHungError(UnisonoError):
     """
 
     def __init__(self, message: str, ranks: list[int], stacks: dict[int, str]) -> None:
-        # All of them, because pickle rebuilds an exception from its `args`.
         super().__init__(message, ranks, stacks)
         self.ranks = ranks
         self.stacks = stacks
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class UnpicklableError(UnisonoError):
@@ -130,19 +121,15 @@ class RemoteError(UnisonoError):
 
 
 class StateError(UnisonoError, ValueError):
-    """A loader cannot continue from this state."""
+    """A loader cannot continue from this state.
 
+    Attributes:
+        reason: "version", "length" (of the dataset), "seed" or "order", if that differs; otherwise "state".
+    """
 
-class StateVersionError(StateError):
-    """The state was written by another version of the loaders."""
-
-
-class StateLengthError(StateError):
-    """The state was taken over a dataset of another length."""
-
-
-class StateSeedError(StateError):
-    """The state was taken in an order with another seed."""
+    def __init__(self, message: str, reason: str = "state") -> None:
+        super().__init__(message, reason)
+        self.reason = reason
 
 
 class CheckpointError(UnisonoError):

@@ -2,7 +2,7 @@
 
 A tensor is converted into a new one, through which gradients flow back in the original's precision. A module and an
 optimizer are converted in place, as by `module.to(dtype)`, so that parameters keep their identity: tied ones stay tied,
-and an optimizer keeps its parameters.
+and an optimizer keeps its parameters. The state of an optimizer takes the precision of its parameters.
 
 What is never converted:
 
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim import LBFGS, Optimizer
 
 from unisono.torch_private import APPLY
 from unisono.tree import leaves, tree_map
@@ -41,8 +42,8 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
 
     Args:
         x: a tensor, module or optimizer, or a structure of them. Modules and optimizers are converted in place; do so
-            before they are wrapped or prepared. The state of an optimizer takes the precision of its parameters, so
-            convert it after its module, or with it: `to_reduced_precision((model, optimizer))`.
+            before they are wrapped or prepared. Convert an optimizer after its module, or with it:
+            `to_reduced_precision((model, optimizer))`.
         dtype: `torch.bfloat16`, which has the range of float32, or `torch.float16`, which has more digits.
 
     Raises:
@@ -53,110 +54,108 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
     """
     if dtype not in REDUCED:
         raise ValueError(f"dtype={dtype} is not a reduced precision; choose torch.bfloat16 or torch.float16")
-    return _convert(x, FULL, dtype)
+    return _convert(x, FULL, dtype, "reduced")
 
 
 def to_full_precision(x: T) -> T:
     """Convert the bfloat16 and float16 tensors of `x` to float32: the inverse of `to_reduced_precision`."""
-    return _convert(x, REDUCED, torch.float32)
+    return _convert(x, REDUCED, torch.float32, "full")
 
 
 def is_reduced_precision(x: object) -> bool:
     """Whether the tensors of `x` are in reduced precision, ignoring those that are never converted.
 
-    An optimizer's state in full precision is ignored if its parameters are in full precision, too. False if there is
-    nothing to check.
+    The state of an optimizer is ignored for parameters in full precision. False if there is nothing to check.
 
     Raises:
         TypeError: `x` is not a tensor, module, optimizer, or structure.
         ValueError: some tensors are and some are not; the message names one of each.
     """
     first: dict[bool, _Part] = {}
-    for part in _parts(x):
-        is_reduced = part.tensor.dtype in REDUCED
-        if is_reduced or part.owners_dtype not in FULL:
-            first.setdefault(is_reduced, part)
+    states = [each for leaf in leaves(x) if isinstance(leaf, Optimizer) for each in _state_parts(leaf)]
+    for part in [*_parts(x), *(each for each in states if each.owners_dtype in REDUCED)]:
+        first.setdefault(part.tensor.dtype in REDUCED, part)
     if len(first) == 2:
         raise ValueError(f"x is in mixed precision: {first[True]}, but {first[False]}; convert one of them")
     return True in first
 
 
 class _Part(NamedTuple):
-    """A tensor that can be converted; if it is an optimizer's state, with the dtype of the parameters that it is of."""
+    """A tensor that can be converted; for the state of an optimizer, with the precision that it takes."""
 
     name: str
     tensor: torch.Tensor
     owners_dtype: torch.dtype | None = None
 
-    def lags(self, source: frozenset[torch.dtype]) -> bool:
-        """Whether it is state in the source precision of parameters that no longer are."""
-        return self.tensor.dtype in source and self.owners_dtype not in source
-
     def __str__(self) -> str:
         return f"{self.name} is {_name(self.tensor.dtype)}"
 
 
-def _parts(x: object) -> list[_Part]:
-    """The parts of a structure: its tensors, those of its modules, and the state of its optimizers."""
-    parts: list[_Part] = []
+def _parts(x: object) -> Iterator[_Part]:
+    """The tensors of a structure, and those of its modules."""
     for leaf in leaves(x):
         if isinstance(leaf, nn.Module):
-            parts += _module_parts(leaf)
-        elif isinstance(leaf, torch.optim.Optimizer):
-            parts += _state(leaf)
+            yield from _module_parts(leaf)
         elif isinstance(leaf, torch.Tensor | PackedSequence):
             if leaf.data.dtype in FULL | REDUCED:
-                parts.append(_Part("x" if leaf is x else f"a tensor of shape {tuple(leaf.data.shape)}", leaf.data))
-        elif leaf is x:
+                yield _Part("x" if leaf is x else f"a tensor of shape {tuple(leaf.data.shape)}", leaf.data)
+        elif leaf is x and not isinstance(leaf, Optimizer):
             raise TypeError(f"x={x!r} is of type {type(x).__name__}; pass a tensor, module, optimizer, or a structure")
-    return parts
 
 
-def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype) -> T:
+def _module_parts(module: nn.Module) -> Iterator[_Part]:
+    """The parameters and buffers in full or reduced precision, except those of layers that keep running statistics."""
+    for path, layer in module.named_modules():
+        if getattr(layer, "running_mean", None) is None:
+            for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+                if tensor.dtype in FULL | REDUCED:
+                    yield _Part(f"{path}.{name}" if path else name, tensor)
+
+
+def _state_parts(optimizer: Optimizer) -> Iterator[_Part]:
+    """The state that takes its parameter's precision: no step counts, and no scalars of parameters with dimensions."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        # LBFGS keeps one vector for all parameters, as state of the first.
+        owners = parameters if isinstance(optimizer, LBFGS) else [parameter]
+        dtype = functools.reduce(torch.promote_types, [each.dtype for each in owners])
+        for key, value in optimizer.state.get(parameter, {}).items():
+            for leaf in leaves(value):
+                is_number = key == "step" or (isinstance(leaf, torch.Tensor) and leaf.ndim < min(parameter.ndim, 1))
+                if isinstance(leaf, torch.Tensor) and leaf.dtype in FULL | REDUCED and not is_number:
+                    yield _Part(f"the {key} of a parameter of shape {tuple(parameter.shape)}", leaf, dtype)
+
+
+def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype, word: str) -> T:
     modules = [leaf for leaf in leaves(x) if isinstance(leaf, nn.Module)]
-    optimizers = [leaf for leaf in leaves(x) if isinstance(leaf, torch.optim.Optimizer)]
-    _check(x, modules, optimizers, source)
-    for module in modules:
-        _convert_module(module, source, target)
-    # After the modules: state follows its parameters, and is recognised by lagging in precision.
-    for optimizer in optimizers:
-        _convert_state(optimizer, source, target)
-
-    def convert(leaf: Any) -> Any:
-        is_source = isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.dtype in source
-        return leaf.to(target) if is_source else leaf
-
-    return tree_map(convert, x)  # type: ignore[no-any-return]
-
-
-def _check(
-    x: object,
-    modules: list[nn.Module],
-    optimizers: list[torch.optim.Optimizer],
-    source: frozenset[torch.dtype],
-) -> None:
-    """Raise ValueError if something is converted already or cannot be, or is an optimizer before its parameters."""
-    word = "reduced" if source is FULL else "full"
+    optimizers = [leaf for leaf in leaves(x) if isinstance(leaf, Optimizer)]
     if isinstance(x, torch.Tensor) and x.dtype not in FULL | REDUCED:
         raise ValueError(
             f"x is {_name(x.dtype)}, and precision applies to float32, bfloat16 and float16; if you mean a conversion, "
             "convert it with x.to(dtype)"
         )
     for part in _parts(x):
-        if part.owners_dtype is None and part.tensor.dtype not in source:
+        if part.tensor.dtype not in source:
             raise ValueError(f"{part}: it is in {word} precision already, and nothing has been converted")
-    # Parameters that are converted in this call, before the optimizer's state.
-    accompanied: set[torch.Tensor] = {parameter for module in modules for parameter in module.parameters()}
+    converted = {parameter for module in modules for parameter in module.parameters()}
     for optimizer in optimizers:
-        state = list(_state(optimizer))
-        if not state or accompanied.intersection(_parameters(optimizer)) or any(each.lags(source) for each in state):
-            continue
-        if state[0].tensor.dtype not in source:
-            raise ValueError(f"{state[0]}: it is in {word} precision already, and nothing has been converted")
-        raise ValueError(
-            f"{state[0]}, and so is its parameter, whose precision it takes: convert the module first, or pass both: "
-            f"to_{word}_precision((model, optimizer))"
-        )
+        state = list(_state_parts(optimizer))
+        is_accompanied = any(each in converted for group in optimizer.param_groups for each in group["params"])
+        if state and not is_accompanied and all(part.owners_dtype in source for part in state):
+            raise ValueError(
+                f"{state[0]}, and so is its parameter, whose precision it takes: convert the module first, or pass "
+                f"both: to_{word}_precision((model, optimizer))"
+            )
+    for module in modules:
+        _convert_module(module, source, target)
+    for optimizer in optimizers:  # after the modules: state follows its parameters
+        _convert_state(optimizer)
+
+    def convert(leaf: Any) -> Any:
+        is_source = isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.dtype in source
+        return leaf.to(target) if is_source else leaf
+
+    return tree_map(convert, x)  # type: ignore[no-any-return]
 
 
 def _convert_module(module: nn.Module, source: frozenset[torch.dtype], target: torch.dtype) -> None:
@@ -171,39 +170,11 @@ def _convert_module(module: nn.Module, source: frozenset[torch.dtype], target: t
     getattr(module, APPLY)(convert)
 
 
-def _convert_state(optimizer: torch.optim.Optimizer, source: frozenset[torch.dtype], target: torch.dtype) -> None:
-    changing = {id(each.tensor) for each in _state(optimizer) if each.lags(source)}
-    for parameter in _parameters(optimizer):
-        state = optimizer.state.get(parameter, {})
+def _convert_state(optimizer: Optimizer) -> None:
+    dtypes = {id(part.tensor): part.owners_dtype for part in _state_parts(optimizer)}
+    for state in optimizer.state.values():
         for key, value in state.items():
-            state[key] = tree_map(lambda leaf: leaf.to(target) if id(leaf) in changing else leaf, value)
-
-
-def _module_parts(module: nn.Module) -> Iterator[_Part]:
-    """The parameters and buffers in full or reduced precision, except those of layers that keep running statistics."""
-    for path, layer in module.named_modules():
-        if getattr(layer, "running_mean", None) is None:
-            for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
-                if tensor.dtype in FULL | REDUCED:
-                    yield _Part(f"{path}.{name}" if path else name, tensor)
-
-
-def _state(optimizer: torch.optim.Optimizer) -> Iterator[_Part]:
-    """The state that takes its parameter's precision: no step counts, and no scalars of parameters with dimensions."""
-    parameters = _parameters(optimizer)
-    is_joint = isinstance(optimizer, torch.optim.LBFGS)  # keeps one vector for all parameters, as state of the first
-    for parameter in parameters:
-        owners = parameters if is_joint else [parameter]
-        dtype = functools.reduce(torch.promote_types, [owner.dtype for owner in owners])
-        for key, value in optimizer.state.get(parameter, {}).items():
-            for leaf in leaves(value):
-                is_number = key == "step" or (isinstance(leaf, torch.Tensor) and leaf.ndim < min(parameter.ndim, 1))
-                if isinstance(leaf, torch.Tensor) and leaf.dtype in FULL | REDUCED and not is_number:
-                    yield _Part(f"the {key} of a parameter of shape {tuple(parameter.shape)}", leaf, dtype)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            state[key] = tree_map(lambda leaf: leaf.to(dtypes[id(leaf)]) if id(leaf) in dtypes else leaf, value)
 
 
 def _name(dtype: torch.dtype) -> str:

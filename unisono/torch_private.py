@@ -65,7 +65,6 @@ NAMES = {  # ours: (torch's, what we do by it)
         "torch._utils._rebuild_device_tensor_from_cpu_tensor",
         "sends tensors to workers as those of main memory",
     ),
-    "TENSOR_MODULE": ("torch._tensor", "finds the user's line that mixes devices or precisions"),
     # Modules.
     "PARAMETERS": ("torch.nn.Module._parameters", "finds a module's own parameters"),
     "BUFFERS": ("torch.nn.Module._buffers", "finds a module's own buffers"),
@@ -90,14 +89,9 @@ NAMES = {  # ours: (torch's, what we do by it)
     "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module once for all replicas"),
     "OptimizedModule": ("torch._dynamo.eval_frame.OptimizedModule", "recognises what torch.compile has returned"),
     "ORIGINAL": ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "finds the module that torch.compile wraps"),
-    "get_settings": ("torch.utils._config_module.ConfigModule._get_dict", "gives workers torch.compile's settings"),
-    "DYNAMO_CONFIG_MODULE": ("torch._dynamo.config", "gives workers torch.compile's settings"),
-    "INDUCTOR_CONFIG_MODULE": ("torch._inductor.config", "gives workers torch.compile's settings"),
-    "FUNCTORCH_CONFIG_MODULE": ("torch._functorch.config", "gives workers torch.compile's settings"),
     # Other switches of the process.
     "get_fp32_precision": ("torch._C._get_fp32_precision_getter", "gives workers torch.backends.fp32_precision"),
     "set_fp32_precision": ("torch._C._set_fp32_precision_setter", "gives workers torch.backends.fp32_precision"),
-    "print_options": ("torch._tensor_str.PRINT_OPTS", "gives workers the options of torch.set_printoptions"),
     "CACHE_ENABLED": ("torch.amp.autocast._cache_enabled", "applies AutocastKwargs(cache_enabled=...)"),
     # Operators, and a generator for each replica.
     "all_schemas": ("torch._C._jit_get_all_schemas", "finds the operators that draw or communicate"),
@@ -211,11 +205,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _find(name: str, path: str) -> Any:
-    if name.endswith("_MODULE"):  # looked for, since importing the compiler takes seconds
-        root = Path(pkgutil.resolve_name("torch").__file__).parent.joinpath(*path.split(".")[1:])
-        if not (root.is_dir() or root.with_suffix(".py").exists()):
-            raise ImportError(f"there is no module {path}")
-        return path
     if not name.isupper():
         return pkgutil.resolve_name(path)
     owner, _, attribute = path.rpartition(".")

@@ -31,7 +31,7 @@ GROUPS: dict[str, list[str]] = {
     ],
     "Launching": ["spawn", "Output", "Cores", "ProcessContext", "join_world", "warm"],
     "Loading": ["DeviceLoader", "ParallelLoader", "DeviceIterator", "SampleGenerator"],
-    "Threads": ["DataParallel", "Context"],
+    "Threads": ["DataParallel", "ReplicaContext"],
     "Ranks and collectives": [
         "rank",
         "world_size",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.backends import available_devices
-from unisono.backends.device import KINDS, Device
+from unisono.backends.device import Device
 
-EAGER = st.builds(Device, st.sampled_from(KINDS), st.integers(0, 100))
+EAGER = st.builds(Device, st.sampled_from(["cpu", "cuda", "mps", "xla"]), st.integers(0, 100))
 
 
 @given(device=EAGER)
@@ -44,11 +42,6 @@ def test_the_runtime_tells_devices_apart():
     assert Device("xla").backend == "xla"
 
 
-def test_a_device_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Device("cpu").ordinal = 1  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -57,7 +50,7 @@ def test_a_device_is_frozen():
         (("cpu", -1), ValueError, "ordinal=-1 of cpu does not exist: ordinals start at 0"),
         (("cpu", "1"), TypeError, "ordinal='1' is of type str; pass an integer"),
         (("cpu", True), TypeError, "ordinal=True is of type bool; pass an integer"),
-        (("cpu", 0, "lazy"), ValueError, "backend='lazy' does not exist; choose one of eager, xla"),
+        (("cpu", 0, "lazy"), ValueError, "backend='lazy' does not serve devices of kind 'cpu'; leave it out"),
         (("mps", 0, "xla"), ValueError, "backend='xla' does not serve devices of kind 'mps'; leave it out"),
         (("TPU", 0, "eager"), ValueError, "backend='eager' does not serve devices of kind 'xla'; leave it out"),
     ],

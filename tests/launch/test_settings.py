@@ -44,10 +44,6 @@ HOW: dict[str, tuple[str, str]] = {
         "torch.use_deterministic_algorithms(True, warn_only=True)",
         "(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())",
     ),
-    "torch.utils.deterministic.fill_uninitialized_memory": (
-        "torch.utils.deterministic.fill_uninitialized_memory = False",
-        "torch.utils.deterministic.fill_uninitialized_memory",
-    ),
     "torch.set_float32_matmul_precision": (
         "torch.set_float32_matmul_precision('high')",
         "torch.get_float32_matmul_precision()",
@@ -55,10 +51,6 @@ HOW: dict[str, tuple[str, str]] = {
     "torch.backends.fp32_precision": (
         "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
         "torch.backends.cudnn.conv.fp32_precision",
-    ),
-    "torch.backends.cudnn.benchmark_limit": (
-        "torch.backends.cudnn.benchmark_limit = 7",
-        "torch.backends.cudnn.benchmark_limit",
     ),
     "torch.set_flush_denormal": (
         "torch.set_flush_denormal(True)",
@@ -71,13 +63,10 @@ HOW: dict[str, tuple[str, str]] = {
         "(torch.ones(1, 1, device='cpu') @ torch.ones(1, 1, device='cpu')).dtype",
     ),
     "torch.autograd.set_detect_anomaly": ("torch.autograd.set_detect_anomaly(True)", "torch.is_anomaly_enabled()"),
-    "torch.set_warn_always": ("torch.set_warn_always(True)", "torch.is_warn_always_enabled()"),
-    "torch.set_printoptions": ("torch.set_printoptions(precision=2)", "str(torch.tensor(1 / 3, device='cpu'))"),
     "torch.multiprocessing.set_sharing_strategy": (
         "torch.multiprocessing.set_sharing_strategy('file_system')",
         "torch.multiprocessing.get_sharing_strategy()",
     ),
-    "torch._dynamo.config": ("torch._dynamo.config.suppress_errors = True", "torch._dynamo.config.suppress_errors"),
     "torch.backends.opt_einsum.strategy": (
         "torch.backends.opt_einsum.strategy = 'optimal'",
         "torch.backends.opt_einsum.strategy",

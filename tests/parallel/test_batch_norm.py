@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono import DataParallel, current_world
 from unisono.errors import BrokenWorldError
-from unisono.parallel.batch_norm import SyncBatchNorm, SyncBatchNorm2d, synchronize_batch_norm
+from unisono.parallel.batch_norm import SyncBatchNorm2d, synchronize_batch_norm
 from unisono.world import solo_world
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
-SHAPES = {nn.BatchNorm1d: (3,), nn.BatchNorm2d: (3, 2, 4), nn.BatchNorm3d: (3, 2, 1, 3)}
+SHAPES = {nn.BatchNorm1d: (3, 5), nn.BatchNorm2d: (3, 2, 4), nn.BatchNorm3d: (3, 2, 1, 3)}
 
 
 @pytest.fixture(params=scaling(SOLO, THREADS_2, THREADS_4, PROCESSES_2), ids=str)
@@ -164,26 +164,6 @@ def test_the_layers_settings_hold(peers, options):
     assert_as_one(train_together(peers, make, (3, 2, 4), [1, 4]), make, (3, 2, 4), [1, 4])
 
 
-def test_signals_of_a_length_are_normalised_per_channel():
-    def make() -> nn.Module:
-        return layer(nn.BatchNorm1d)
-
-    assert_as_one(train_together(THREADS_2, make, (3, 5), [2, 1]), make, (3, 5), [2, 1])
-
-
-def test_one_common_factor_of_the_weights_changes_nothing():
-    def body(weight: float) -> list[Trained]:
-        def on_rank() -> Trained:
-            inputs, targets = (each.chunk(2)[current_world().rank] for each in samples((3, 2, 4), 6))
-            module = synchronize_batch_norm(layer(), current_world(), lambda: weight)
-            return train(module, inputs.clone(), targets, 0.5)
-
-        return THREADS_2.run(on_rank)
-
-    for one, other in zip(body(0.5), body(40.0), strict=True):
-        torch.testing.assert_close(one.input_gradient, other.input_gradient, **TIGHT)
-
-
 @pytest.mark.any_family
 def test_a_rank_without_weight_cannot_spoil_the_others():
     def body() -> torch.Tensor:
@@ -248,18 +228,6 @@ def test_narrower_types_come_back_as_they_were_and_statistics_stay_full(dtype):
     torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=3e-2, atol=3e-2)
 
 
-def test_under_autocast_the_layer_gives_what_torchs_gives():
-    def body() -> tuple[torch.dtype, torch.dtype | None]:
-        module = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
-        synchronize_batch_norm(module, current_world(), lambda: 0.5)
-        with torch.autocast("cpu", torch.bfloat16):
-            output = module(torch.randn(2, 3, 4, 4))
-        output.float().square().mean().backward()
-        return output.dtype, module[1].weight.grad.dtype
-
-    assert THREADS_2.run(body) == [(torch.bfloat16, torch.float32)] * 2
-
-
 def test_channels_last_stays_channels_last():
     def body() -> bool:
         module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
@@ -316,17 +284,11 @@ def test_the_conversion_keeps_the_layers_their_tensors_names_and_hooks():
     assert all(one is other for one, other in zip(layers, module.modules(), strict=True))
     assert list(module.state_dict()) == keys
     assert (module[1][1].momentum, module[1][1].eps, module[1][1].training) == (None, 0.1, False)
-    assert isinstance(shared, nn.BatchNorm2d)
+    assert isinstance(shared, SyncBatchNorm2d)
     assert type(module[2]) is nn.GroupNorm
     assert repr(shared).startswith("SyncBatchNorm2d(3, eps=1e-05")
     shared(torch.randn(2, 3, 2, 2))
     assert calls == ["hook"]
-
-
-def test_a_module_that_is_itself_a_layer_is_converted():
-    module = nn.BatchNorm2d(3)
-    assert synchronize_batch_norm(module, solo_world(), lambda: 1.0) is module
-    assert type(module) is SyncBatchNorm2d
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
@@ -383,12 +345,6 @@ def test_a_layer_that_cannot_be_converted_is_refused_and_none_is_touched(odd, wo
     assert type(module[0]) is nn.BatchNorm2d
 
 
-def test_a_lazy_layer_is_converted_once_it_has_seen_a_batch():
-    module = nn.LazyBatchNorm2d()
-    module(torch.randn(2, 3, 2, 2))
-    assert isinstance(synchronize_batch_norm(module, solo_world(), lambda: 1.0), SyncBatchNorm)
-
-
 @pytest.mark.parametrize("weights", [[1.0, 0.0], [0.0, 0.0]], ids=str)
 def test_too_few_values_on_all_ranks_together_are_an_error_on_every_rank_and_the_world_goes_on(peers, weights):
     def body() -> tuple[str, float]:
@@ -419,43 +375,11 @@ def test_wrong_dimensions_on_one_rank_are_its_own_error_and_wake_the_others(peer
     assert not isinstance(caught.value, BrokenWorldError)
 
 
-def penalized(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients of a loss with a penalty on the gradients of its inputs, as for a critic."""
-    own = inputs.clone().requires_grad_()
-    network = nn.Sequential(module, nn.Tanh(), copy.deepcopy(module))
-    outputs = network(own)
-    (gradient,) = torch.autograd.grad((outputs * targets).sum(), own, create_graph=True)
-    penalty = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
-    ((outputs.square() * targets).flatten(1).sum(1).mean() + 10 * penalty).backward()
-    return {"inputs": own.grad, **{name: each.grad for name, each in network.named_parameters()}}
-
-
-@pytest.mark.parametrize("options", [{}, {"affine": False}], ids=str)
-def test_a_penalty_on_gradients_is_that_of_one_device(peers, options):
-    each = 3
-
-    def body() -> dict[str, torch.Tensor]:
-        world = current_world()
-        module = synchronize_batch_norm(layer(**options), world, lambda: 1.0)
-        own = slice(world.rank * each, (world.rank + 1) * each)
-        return penalized(module, *(part[own] for part in samples((3, 2, 4), each * world.world_size)))
-
-    ranks = peers.run(body)
-    whole = penalized(layer(**options), *samples((3, 2, 4), each * peers.ranks))
-    torch.testing.assert_close(torch.cat([rank.pop("inputs") for rank in ranks]) / peers.ranks, whole.pop("inputs"))
-    for name, gradient in whole.items():
-        torch.testing.assert_close(sum(rank[name] for rank in ranks) / peers.ranks, gradient, **TIGHT)
-
-
-def test_a_gradient_with_a_graph_is_refused_where_the_ranks_have_different_parts(peers):
-    def body() -> str:
-        rank = current_world().rank
-        module = synchronize_batch_norm(layer(), current_world(), lambda: 1.0 + rank)
+def test_a_gradient_with_a_graph_of_its_own_is_refused():
+    def body() -> None:
+        module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
         own = samples((3, 2, 4), 3)[0].requires_grad_()
-        with pytest.raises(
-            ValueError, match=r"different numbers of samples in this step.*drop the last batch"
-        ) as error:
+        with pytest.raises(NotImplementedError, match=r"create_graph=True.*use GroupNorm"):
             torch.autograd.grad(module(own).square().sum(), own, create_graph=True)
-        return str(error.value)
 
-    assert all(peers.run(body))
+    THREADS_2.run(body)

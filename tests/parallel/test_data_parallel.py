@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tracing import interrupting
 
 import unisono
-from unisono import Context, DataParallel, DeviceLoader, current_world
+from unisono import DataParallel, DeviceLoader, ReplicaContext, current_world
 from unisono.backends.cores import usable_cores
 from unisono.errors import BrokenWorldError, BusyError, ClosedError
 
@@ -211,7 +211,7 @@ def test_a_context_lives_across_calls_and_functions():
 
 
 def test_getattr_or_keeps_what_it_makes_and_makes_none_again():
-    context, made = Context(torch.device("cpu")), []
+    context, made = ReplicaContext(torch.device("cpu")), []
 
     def make() -> list[int]:
         made.append(len(made))
@@ -430,7 +430,7 @@ def test_a_loop_may_take_the_state_and_must_not_load_it():
 # What a failed call leaves.
 
 
-def fill_one(model: nn.Module, device: torch.device, context: Context) -> None:
+def fill_one(model: nn.Module, device: torch.device, context: ReplicaContext) -> None:
     if device.index == 1:
         with torch.no_grad():
             model.bias.fill_(7)

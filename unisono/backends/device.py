@@ -8,18 +8,16 @@ types.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
 from unisono.arguments import check_type
 from unisono.backends import available_devices, pick_backend, resolve_device
 
-KINDS = ("cpu", "cuda", "mps", "xla")
-RUNTIMES = ("eager", "xla")
+RUNTIMES = {"cpu": ("eager", "xla"), "cuda": ("eager", "xla"), "mps": ("eager",), "xla": ("xla",)}
+"""What serves the devices of each kind, the usual one first."""
 
 _OTHER_NAMES = {"gpu": "cuda", "tpu": "xla"}
-_ON_XLA = ("xla", "cpu", "cuda")  # the kinds that the XLA runtime serves
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,19 @@ class Device:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        kind = _checked_kind(self.kind)
+        check_type(self.kind, "kind", "pass a string", str)
         check_type(self.ordinal, "ordinal", "pass an integer", int)
+        kind = _OTHER_NAMES.get(self.kind.lower(), self.kind.lower())
+        if kind not in RUNTIMES:
+            raise ValueError(f"kind={self.kind!r} is not a kind of device; choose one of {', '.join(RUNTIMES)}")
         if self.ordinal < 0:
             raise ValueError(f"ordinal={self.ordinal} of {kind} does not exist: ordinals start at 0")
+        usual, *others = RUNTIMES[kind]
+        backend = str(self.backend or usual).lower()
+        if backend not in (usual, *others):
+            raise ValueError(f"backend={self.backend!r} does not serve devices of kind {kind!r}; leave it out")
         object.__setattr__(self, "kind", kind)
-        object.__setattr__(self, "backend", _checked_runtime(self.backend, kind))
+        object.__setattr__(self, "backend", backend)
 
     @classmethod
     def of(cls, device: DeviceLike) -> Device:
@@ -98,8 +103,8 @@ class Device:
         Args:
             kind: only devices of this kind; None lists all.
         """
-        found = [cls.of(text) for text in available_devices()]
-        return [each for each in found if kind is None or each.kind == _checked_kind(kind)]
+        asked = None if kind is None else cls(kind).kind
+        return [each for each in map(cls.of, available_devices()) if asked in (None, each.kind)]
 
     @property
     def torch_device(self) -> torch.device:
@@ -116,7 +121,7 @@ class Device:
         return True
 
     def __str__(self) -> str:
-        is_usual = self.backend == _checked_runtime(None, self.kind)
+        is_usual = self.backend == RUNTIMES[self.kind][0]
         return f"{self.kind}:{self.ordinal}" + ("" if is_usual else f" by {self.backend}")
 
 
@@ -133,26 +138,4 @@ def torch_device(device: DeviceLike) -> torch.device:
     """
     if isinstance(device, Device):
         device = device.torch_device
-    check_type(device, "device", "pass a string, an index, or a device", *get_args(DeviceLike))
-    if not isinstance(device, int) and str(device) == "meta":
-        return torch.device(device)
-    return resolve_device(device)[1]
-
-
-def _checked_kind(kind: str) -> str:
-    check_type(kind, "kind", "pass a string", str)
-    name = _OTHER_NAMES.get(kind.lower(), kind.lower())
-    if name not in KINDS:
-        raise ValueError(f"kind={kind!r} is not a kind of device; choose one of {', '.join(KINDS)}")
-    return name
-
-
-def _checked_runtime(runtime: str | None, kind: str) -> str:
-    if runtime is None:
-        return "xla" if kind == "xla" else "eager"
-    name = runtime.lower() if isinstance(runtime, str) else runtime
-    if name not in RUNTIMES:
-        raise ValueError(f"backend={runtime!r} does not exist; choose one of {', '.join(RUNTIMES)}")
-    if (name == "eager" and kind == "xla") or (name == "xla" and kind not in _ON_XLA):
-        raise ValueError(f"backend={runtime!r} does not serve devices of kind {kind!r}; leave it out")
-    return name
+    return torch.device("meta") if str(device) == "meta" else resolve_device(device)[1]

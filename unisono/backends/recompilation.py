@@ -1,18 +1,14 @@
-"""Detects whether a lazy device keeps compiling: a warning, given once, names the likely cause."""
+"""Detects whether a lazy device keeps compiling: a warning, given once, names the usual causes."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Any
-
-import torch
 
 logger = logging.getLogger(__name__)
 
 _WATCHED = 40  # cuts
 _STRETCH = 8
-_MANY_SHAPES = 12  # an image, its label, their tails, those of an evaluation: fewer than this
 
 
 class RecompilationWatch:
@@ -21,21 +17,13 @@ class RecompilationWatch:
     Each step has two or three cuts. In a settled run none of them compiles, and a new phase (a tail, an evaluation)
     compiles a few. The warning is about continual compiling, twice or more in every stretch. The first cuts do not
     count: every run compiles in them.
-
-    *Threads:* shapes are noted by transfer threads, cuts by the loop's.
     """
 
     def __init__(self) -> None:
         self._settling = _WATCHED
         self._cuts: deque[bool] = deque(maxlen=_WATCHED)
         self._compiled = 0
-        self._shapes: dict[tuple[int, ...], None] = {}
         self._has_warned = False
-
-    def note_shape(self, leaf: Any) -> None:
-        """Note the shape of a leaf of a batch that was moved."""
-        if isinstance(leaf, torch.Tensor) and len(self._shapes) <= _MANY_SHAPES:
-            self._shapes[tuple(leaf.shape)] = None
 
     def look(self, num_compiled: int, num_reads: int) -> None:
         """Note that a graph was cut.
@@ -51,28 +39,16 @@ class RecompilationWatch:
         if not self._has_warned and self._is_steady():
             self._has_warned = True
             logger.warning(
-                "%d of the last %d graphs on a lazy device had to be compiled, which costs far more than running them: "
-                "%s",
+                "%d of the last %d graphs on a lazy device had to be compiled, which costs far more than running them. "
+                "Batches of many shapes need a graph each: pad them to a few. A value that is read in the middle of a "
+                "step (.item(), print, `if tensor:`; %d so far) cuts a graph: read it after the optimizer's step. A "
+                "Python number that changes from step to step becomes part of the graph: make it a tensor",
                 sum(self._cuts),
                 _WATCHED,
-                self._cause(num_reads),
+                num_reads,
             )
 
     def _is_steady(self) -> bool:
         cuts = list(self._cuts)
         stretches = [cuts[start : start + _STRETCH] for start in range(0, _WATCHED, _STRETCH)]
         return len(cuts) == _WATCHED and all(sum(each) >= 2 for each in stretches)
-
-    def _cause(self, num_reads: int) -> str:
-        if len(self._shapes) > _MANY_SHAPES:
-            few = ", ".join(map(str, list(self._shapes)[:4]))
-            return (
-                f"the tensors of the batches have many shapes ({few}, ...), and each needs its own graph; "
-                "pad them to a few"
-            )
-        if num_reads:
-            return (
-                "values are read in the middle of a step (.item(), print, `if tensor:`), each of which cuts a graph; "
-                "read them after the optimizer's step, and not in every step"
-            )
-        return "a Python number that changes from step to step becomes part of the graph; make it a tensor"

@@ -8,26 +8,15 @@ them starts a device's runtime.
 from __future__ import annotations
 
 import math
-import sys
+import pkgutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.multiprocessing
-import torch.utils.deterministic
 
-from unisono.torch_private import (
-    DYNAMO_CONFIG_MODULE,
-    FUNCTORCH_CONFIG_MODULE,
-    INDUCTOR_CONFIG_MODULE,
-    get_fp32_precision,
-    get_settings,
-    print_options,
-    set_fp32_precision,
-)
+from unisono.torch_private import get_fp32_precision, set_fp32_precision
 
 Switch = tuple[Callable[[], Any], Callable[[Any], object]]
 """A getter, and a setter for the value that the getter returned."""
@@ -37,14 +26,19 @@ _FP32_PLACES = [  # in this order: setting a wider one sets the narrower ones
     ("generic", "all"),
     *((family, operation) for family in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
 ]
-_COMPILER = (DYNAMO_CONFIG_MODULE, INDUCTOR_CONFIG_MODULE, FUNCTORCH_CONFIG_MODULE)
 _DENORMAL = 1e-310
 _modes = ExitStack()  # entered, and never left
 
 
-def _attribute(place: str, name: str) -> Switch:
-    owner = attrgetter(place)(torch)
+def _attribute(path: str) -> Switch:
+    owner_path, _, name = path.rpartition(".")
+    owner = pkgutil.resolve_name(owner_path)
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _attention(kind: str) -> Switch:
+    owner = torch.backends.cuda
+    return getattr(owner, f"{kind}_sdp_enabled"), getattr(owner, f"enable_{kind}_sdp")
 
 
 def _default_device() -> str:
@@ -100,31 +94,6 @@ def _flush_denormal() -> bool:
     return math.prod([_DENORMAL, 1.0]) == 0.0
 
 
-def _print_options() -> dict[str, Any]:
-    return asdict(print_options)
-
-
-def _set_print_options(options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        setattr(print_options, name, value)
-
-
-def _compiler() -> dict[str, dict[str, Any]]:
-    """The changed settings of torch.compile, if it is imported."""
-    found = {}
-    for name in _COMPILER:
-        if name in sys.modules and (changed := get_settings(sys.modules[name], skip_default=True)):
-            found[name] = changed
-    return found
-
-
-def _set_compiler(changed: dict[str, dict[str, Any]]) -> None:
-    for module, settings in changed.items():
-        __import__(module)
-        for name, value in settings.items():
-            setattr(sys.modules[module], name, value)
-
-
 def _generator() -> bytes:
     """The state of the CPU's generator; as bytes, since unpickling a tensor would take ten milliseconds."""
     return torch.get_rng_state().numpy().tobytes()
@@ -134,56 +103,38 @@ def _set_generator(state: bytes) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+_ATTRIBUTES = (
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation",
+    "torch.backends.mkldnn.enabled",
+    "torch.backends.mkldnn.deterministic",
+    "torch.backends.opt_einsum.enabled",
+    "torch.backends.opt_einsum.strategy",
+    "torch.backends.quantized.engine",
+)
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
 SWITCHES: dict[str, Switch] = {
     "torch.manual_seed": (_generator, _set_generator),
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.set_default_device": (_default_device, torch.set_default_device),
     "torch.use_deterministic_algorithms": (_deterministic_algorithms, _set_deterministic_algorithms),
-    "torch.utils.deterministic.fill_uninitialized_memory": _attribute(
-        "utils.deterministic", "fill_uninitialized_memory"
-    ),
     "torch.set_float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "torch.backends.fp32_precision": (_fp32_precision, _set_fp32_precision),  # after the older setting for it
-    "torch.backends.cudnn.enabled": _attribute("backends.cudnn", "enabled"),
-    "torch.backends.cudnn.benchmark": _attribute("backends.cudnn", "benchmark"),
-    "torch.backends.cudnn.benchmark_limit": _attribute("backends.cudnn", "benchmark_limit"),
-    "torch.backends.cudnn.deterministic": _attribute("backends.cudnn", "deterministic"),
-    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": _attribute(
-        "backends.cuda.matmul", "allow_fp16_reduced_precision_reduction"
-    ),
-    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": _attribute(
-        "backends.cuda.matmul", "allow_bf16_reduced_precision_reduction"
-    ),
-    "torch.backends.cuda.matmul.allow_fp16_accumulation": _attribute("backends.cuda.matmul", "allow_fp16_accumulation"),
-    "torch.backends.cuda.enable_flash_sdp": (
-        torch.backends.cuda.flash_sdp_enabled,
-        torch.backends.cuda.enable_flash_sdp,
-    ),
-    "torch.backends.cuda.enable_mem_efficient_sdp": (
-        torch.backends.cuda.mem_efficient_sdp_enabled,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-    ),
-    "torch.backends.cuda.enable_math_sdp": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    "torch.backends.cuda.enable_cudnn_sdp": (
-        torch.backends.cuda.cudnn_sdp_enabled,
-        torch.backends.cuda.enable_cudnn_sdp,
-    ),
-    "torch.backends.mkldnn.enabled": _attribute("backends.mkldnn", "enabled"),
-    "torch.backends.mkldnn.deterministic": _attribute("backends.mkldnn", "deterministic"),
-    "torch.backends.opt_einsum.enabled": _attribute("backends.opt_einsum", "enabled"),
-    "torch.backends.opt_einsum.strategy": _attribute("backends.opt_einsum", "strategy"),
-    "torch.backends.quantized.engine": _attribute("backends.quantized", "engine"),
+    **{path: _attribute(path) for path in _ATTRIBUTES},
+    **{f"torch.backends.cuda.enable_{kind}_sdp": _attention(kind) for kind in _ATTENTION},
     "torch.set_flush_denormal": (_flush_denormal, torch.set_flush_denormal),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.inference_mode": (torch.is_inference_mode_enabled, _set_inference_mode),
     "torch.autocast": (_autocast, _set_autocast),
     "torch.autograd.set_detect_anomaly": (_anomaly_detection, _set_anomaly_detection),
-    "torch.set_warn_always": (torch.is_warn_always_enabled, torch.set_warn_always),
-    "torch.set_printoptions": (_print_options, _set_print_options),
     "torch.multiprocessing.set_sharing_strategy": (
         torch.multiprocessing.get_sharing_strategy,
         torch.multiprocessing.set_sharing_strategy,
     ),
-    DYNAMO_CONFIG_MODULE: (_compiler, _set_compiler),
 }
-"""By the name under which a program sets it; those of torch.compile are listed under the first of their modules."""
+"""By the name under which a program sets it."""

@@ -185,14 +185,7 @@ class XlaBackend:
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         self.runtime()
-        watch = self._watches[device]
-
-        def upload(leaf: Any) -> Any:
-            leaf = _fit(leaf)
-            watch.note_shape(leaf)
-            return self._upload_leaf(leaf, device)
-
-        moved = tree_map(upload, batch)
+        moved = tree_map(lambda leaf: self._upload_leaf(_fit(leaf), device), batch)
         return moved, None if self._sharding is None else moved
 
     def _upload_leaf(self, leaf: Any, device: torch.device) -> Any:
@@ -369,18 +362,10 @@ def _fit(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
-        kind = (
-            "nested"
-            if leaf.is_nested
-            else "quantized"
-            if leaf.is_quantized
-            else "meta"
-            if leaf.is_meta
-            else leaf.layout
-        )
         raise TypeError(
-            f"a batch holds a {kind} tensor, and XLA supports plain dense ones only; convert it (to_dense(), "
-            "to_padded_tensor(), dequantize())"
+            f"a batch holds a tensor of layout {leaf.layout} (nested: {leaf.is_nested}, quantized: "
+            f"{leaf.is_quantized}, meta: {leaf.is_meta}), and XLA supports plain dense ones only; convert it "
+            "(to_dense(), to_padded_tensor(), dequantize())"
         )
     if leaf.dtype in _UNFIT:
         raise TypeError(

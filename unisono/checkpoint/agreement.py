@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.directory import Place, check_place, find
+from unisono.checkpoint.folders import Folder
 from unisono.checkpoint.manifest import Manifest, read_manifest
-from unisono.checkpoint.remote import Location
 from unisono.checkpoint.writer import Writer
 from unisono.errors import CheckpointError, CollectiveMismatchError
 from unisono.outcome import Outcome
@@ -77,13 +77,14 @@ def chosen_place(place: Place | Callable[[], Place], score: float | None) -> Pla
     check_place(chosen)
     if score is None:
         return chosen
-    known = _score_at(chosen.path)
+    known = _score_at(chosen.folder)
     return chosen if not math.isnan(score) and (known is None or score > known) else None
 
 
-def _score_at(path: Location) -> float | None:
+def _score_at(folder: Folder) -> float | None:
     try:
-        return find(path, read_manifest)[1].score  # only the manifest, since the loop is waiting
+        manifest: Manifest = find(folder, read_manifest)[1]  # nothing more, since the loop is waiting
+        return manifest.score
     except CheckpointError:
         return None
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from unisono.arguments import check_integer
 from unisono.checkpoint.directory import Place
+from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.objects import kinds_of
-from unisono.checkpoint.remote import Location, location
 from unisono.checkpoint.saver import Loaded, Saver
 from unisono.errors import ClosedError
 from unisono.world import World, current_world
@@ -61,7 +61,7 @@ class Checkpointer:
         check_count(every, "every")
         kinds_of(objects)
         self.num_steps = 0
-        self._directory, self._keep, self._every, self._is_async = location(directory), keep, every, is_async
+        self._directory, self._keep, self._every, self._is_async = folder_at(directory), keep, every, is_async
         self._objects = objects
         self._saver = Saver(world or current_world(), sharded)
         self._is_closed = False
@@ -103,7 +103,7 @@ class Checkpointer:
             TypeError: a state is not plain data.
         """
         self._check_open()
-        place = Place.numbered(self._directory, self.num_steps, self._keep) if path is None else Place(location(path))
+        place = Place.numbered(self._directory, self.num_steps, self._keep) if path is None else Place(folder_at(path))
         return self._saver.save(place, self._objects, self.num_steps, score, self._is_async)
 
     def load(self, path: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
@@ -125,7 +125,7 @@ class Checkpointer:
             CheckpointMismatchError: the checkpoint holds other objects; nothing was changed.
         """
         self._check_open()
-        restored = self._saver.load(self._directory if path is None else location(path), self._objects, must_exist)
+        restored = self._saver.load(self._directory if path is None else folder_at(path), self._objects, must_exist)
         if restored is None:
             return None
         self.num_steps = restored.loaded.step
@@ -164,7 +164,7 @@ def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = N
     Returns:
         The checkpoint's path.
     """
-    saved = Saver(world or current_world()).save(Place(location(path)), objects, step)
+    saved = Saver(world or current_world()).save(Place(folder_at(path)), objects, step)
     assert saved is not None  # only a score can make save return None
     return saved
 
@@ -182,7 +182,7 @@ def load(
     Returns:
         What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
     """
-    restored = Saver(world or current_world()).load(location(path), objects, must_exist)
+    restored = Saver(world or current_world()).load(folder_at(path), objects, must_exist)
     return None if restored is None else restored.loaded
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from unisono.backends import CPU
-from unisono.checkpoint.directory import SHARDS, STATE, find
-from unisono.checkpoint.manifest import Manifest, verify
+from unisono.checkpoint.directory import find
+from unisono.checkpoint.folders import Folder, Location
+from unisono.checkpoint.manifest import SHARDS, STATE, Manifest, verify
 from unisono.checkpoint.objects import DIVIDED, part_name
-from unisono.checkpoint.remote import Location
-from unisono.checkpoint.transfers import fetch
 from unisono.errors import DamagedCheckpointError
 from unisono.parallel.strategies.shard_files import read_shards
 from unisono.parallel.strategies.states import by_parameter
@@ -47,30 +46,23 @@ class Contents:
     held: Sequence[Mapping[str, torch.Tensor]] | None
 
 
-def read_contents(path: Location) -> Contents:
-    """Read the checkpoint at that path, or the latest one in that directory; all of it is verified.
+def read_contents(folder: Folder) -> Contents:
+    """Read the checkpoint at that place, or the latest one in that folder; all of it is verified.
 
     Raises:
         NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
     """
-    if isinstance(path, Path):
-        return _read_contents(*find(path, verify))
     with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
-        into = Path(directory)
-        where, manifest = find(path, lambda each: fetch(each, into / each.name))
-        contents = _read_contents(into / where.name, manifest)
-    contents.path = where
-    return contents
-
-
-def _read_contents(found: Path, manifest: Manifest) -> Contents:
-    try:
-        saved = torch.load(found / STATE, map_location=CPU, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise DamagedCheckpointError(f"{found}: {STATE} holds data that is not plain: {error}") from error
-    contents = Contents(found, manifest, saved["kinds"], saved["states"], saved["ranks"], saved.get("held"))
-    if "values" in saved:
-        _join_parts(contents, read_shards(found / SHARDS), saved["values"])
+        found, (local, manifest) = find(folder, lambda each: verify(each, Path(directory) / each.name))
+        try:
+            saved = torch.load(local / STATE, map_location=CPU, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise DamagedCheckpointError(f"{found}: {STATE} holds data that is not plain: {error}") from error
+        contents = Contents(
+            found.location, manifest, saved["kinds"], saved["states"], saved["ranks"], saved.get("held")
+        )
+        if "values" in saved:
+            _join_parts(contents, read_shards(local / SHARDS), saved["values"])
     return contents
 
 

@@ -13,17 +13,17 @@ import torch
 
 from unisono.checkpoint.contents import Contents, read_contents
 from unisono.checkpoint.files import sync_directory, write_file, write_tensors
-from unisono.checkpoint.remote import Location
+from unisono.checkpoint.folders import Folder, Location
 from unisono.errors import CheckpointError
 
 Format = Literal["torch", "safetensors"]
 
 
-def export(path: Location, out: Path, name: str | None = None, file_format: Format = "torch") -> tuple[Location, str]:
+def export(folder: Folder, out: Path, name: str | None = None, file_format: Format = "torch") -> tuple[Location, str]:
     """Write the complete state of one object, on the CPU, as `torch.save(object.state_dict(), out)` does.
 
     Args:
-        path: a checkpoint, or a directory of numbered ones, of which the latest is used.
+        folder: a checkpoint, or a directory of numbered ones, of which the latest is used.
         out: the file to write.
         name: the object's name; None uses the only model.
         file_format: "safetensors" supports tensors only.
@@ -36,7 +36,7 @@ def export(path: Location, out: Path, name: str | None = None, file_format: Form
         ImportError: safetensors is not installed.
         OSError: the file cannot be written.
     """
-    contents = read_contents(path)
+    contents = read_contents(folder)
     name = _chosen(contents, name)
     state = contents.states[name]
     # Under another name first, so that a failure leaves an existing file as it is.

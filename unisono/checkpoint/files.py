@@ -1,17 +1,14 @@
-"""Files that exist completely after a crash, or not at all: written, synced and renamed by single operations.
+"""Files that exist completely after a crash, or not at all.
 
 *Threads:* any; nothing is shared.
 
-Invariants:
-
-1. Once `write_file` or `CheckedFile.close` has returned, the contents are on disk; the name is after `sync_directory`.
-2. A directory is renamed before it is removed: half of it is never found under its own name.
+Invariant: once `write_file` or `CheckedFile.close` has returned, the contents are on disk; the name is after
+`sync_directory`.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,15 +105,16 @@ def write_tensors(path: Path, value: Any) -> Checksum:
     return file.checksum
 
 
-def replace_file(path: Path, data: bytes, mark: str) -> None:
-    """Replace the file's content atomically.
-
-    Args:
-        mark: part of the name of the temporary file.
-    """
-    new = path.with_name(f".{path.name}-{mark}")
-    write_file(new, data)
-    os.replace(new, path)
+def replace_file(path: Path, data: bytes) -> None:
+    """Create or replace a file atomically, on disk. What a kill leaves is overwritten by the next call."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    try:
+        write_file(new, data)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 
@@ -151,16 +149,3 @@ def checksum_of(path: Path) -> Checksum:
         while count := file.readinto(buffer):
             checksum = checksum.of_more(buffer[:count])
     return checksum
-
-
-def remove_directory(path: Path, mark: str) -> None:
-    """Remove a directory with its contents, after an atomic rename. For a link, remove the link."""
-    if path.is_symlink():
-        path.unlink()
-        return
-    # A name with a leading dot is no checkpoint, so a partly removed one is never loaded.
-    gone = path if path.name.startswith(".") else path.with_name(f".removing-{path.name}-{mark}")
-    if gone != path:
-        os.rename(path, gone)
-        sync_directory(path.parent)
-    shutil.rmtree(gone)

@@ -14,12 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unisono.checkpoint.files import Checksum, checksum_of
-from unisono.checkpoint.remote import Location, RemotePath
+from unisono.checkpoint.folders import MANIFEST, Folder
 from unisono.errors import CheckpointVersionError, DamagedCheckpointError
 
-NAME = "manifest.json"
 FORMAT = "unisono checkpoint"
-VERSION = 1
+VERSION = 2
+STATE, SHARDS = "state.pt", "shards"
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,18 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, list[int]] = field(default_factory=dict)
 
+    @property
+    def directory(self) -> str:
+        """The directory of the files, in the checkpoint."""
+        return str(next((PurePosixPath(name).parent for name in self.files if name.endswith(STATE)), ""))
+
     def to_bytes(self) -> bytes:
         """The contents of its file."""
         known = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return json.dumps({**known, "crc": _crc(known)}, indent=1).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes, path: Location) -> Manifest:
+    def from_bytes(cls, data: bytes, path: str) -> Manifest:
         """Parse the contents of a manifest's file.
 
         Raises:
@@ -63,53 +68,58 @@ class Manifest:
         except ValueError:
             is_ours = False
         if not is_ours or known.pop("crc", None) != _crc(known):
-            raise DamagedCheckpointError(f"{path}: its {NAME} is not what was written ({len(data)} bytes)")
-        if known["version"] != VERSION:
+            raise DamagedCheckpointError(f"{path}: its {MANIFEST} is not what was written ({len(data)} bytes)")
+        if known["version"] > VERSION:  # in version 1 the files are next to the manifest
             raise CheckpointVersionError(
-                f"{path} has version {known['version']} of the format, and this version of unisono reads version "
-                f"{VERSION}; it was written by unisono {known.get('versions', {}).get('unisono')}: load it with that "
-                "one"
+                f"{path} has version {known['version']} of the format, and this version of unisono reads up to "
+                f"version {VERSION}; it was written by unisono {known.get('versions', {}).get('unisono')}: load it "
+                "with that one"
             )
         for name in known["files"]:  # a forged manifest could otherwise name files outside the checkpoint
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise DamagedCheckpointError(f"{path}: its {NAME} names {name!r}, which is not in the checkpoint")
+                raise DamagedCheckpointError(f"{path}: its {MANIFEST} names {name!r}, which is not in the checkpoint")
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
 
-def read_manifest(path: Location) -> Manifest:
-    """Read the manifest of the checkpoint at that path, without checking its other files.
+def read_manifest(folder: Folder) -> Manifest:
+    """Read the manifest of a checkpoint, without checking its other files.
 
     Raises:
-        DamagedCheckpointError: there is no manifest, or it cannot be read.
+        DamagedCheckpointError: there is no manifest, or it is damaged.
         CheckpointVersionError: as for `from_bytes`.
+        OSError: it cannot be read; a store that does not answer has not damaged its checkpoints.
     """
     try:
-        data = (path / NAME).read_bytes()
-    except OSError as error:
-        # A store that does not answer has not damaged its checkpoints.
-        if isinstance(path, RemotePath) and not isinstance(error, FileNotFoundError):
-            raise
-        raise DamagedCheckpointError(f"{path} has no {NAME} that can be read ({error.strerror})") from error
-    return Manifest.from_bytes(data, path)
+        data = folder.read(MANIFEST)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{folder} has no {MANIFEST}") from error
+    return Manifest.from_bytes(data, str(folder))
 
 
-def verify(path: Path) -> Manifest:
+def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
     """Read the whole checkpoint, and compare it with its manifest.
+
+    Args:
+        into: an empty directory, to which the files of a store are downloaded.
+
+    Returns:
+        The directory in main storage that has the checkpoint's files, and the manifest.
 
     Raises:
         DamagedCheckpointError: it is not what was written; the message names the file. Or as for `read_manifest`.
     """
-    manifest = read_manifest(path)
+    manifest = read_manifest(folder)
+    local = folder.fetch(manifest.files, into)
     for name, (size, crc) in manifest.files.items():
         try:
-            found = checksum_of(path / name)
+            found = checksum_of(local / name)
         except OSError as error:
-            raise DamagedCheckpointError(f"{path}: {name} cannot be read ({error.strerror})") from error
+            raise DamagedCheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
         if found.size != size:
-            raise DamagedCheckpointError(f"{path}: {name} has {found.size} bytes of {size}")
+            raise DamagedCheckpointError(f"{folder}: {name} has {found.size} bytes of {size}")
         if found != Checksum(size, crc):
-            raise DamagedCheckpointError(f"{path}: {name} has other contents than those written (its CRC-32 differs)")
-    return manifest
+            raise DamagedCheckpointError(f"{folder}: {name} has other contents than those written (its CRC-32 differs)")
+    return local / manifest.directory, manifest
 
 
 def _crc(known: Mapping[str, Any]) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from unisono.checkpoint.folders import Location
 from unisono.checkpoint.prepared_states import PreparedStates
-from unisono.checkpoint.remote import Location
 from unisono.checkpoint.saver import Loaded
 from unisono.timeline import SAVE
 from unisono.world import World

@@ -11,9 +11,9 @@ from typing import Any
 
 from unisono.checkpoint.checkpointer import check_count
 from unisono.checkpoint.directory import Place, numbered_in
+from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import kind_of
-from unisono.checkpoint.remote import Location, location
 from unisono.checkpoint.saver import Extra, Loaded, Saver
 from unisono.errors import CheckpointError
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
@@ -46,7 +46,7 @@ class PreparedStates:
     ) -> None:
         check_count(total_limit, "total_limit")
         self._prepared, self._steps, self._scaler = prepared, steps, scaler
-        self._root, self._limit = location(project_dir or "runs") / _FOLDER, total_limit
+        self._root, self._limit = folder_at(project_dir or "runs") / _FOLDER, total_limit
         self._registered: list[Any] = []
         self._saver = Saver(steps.world)
 
@@ -59,7 +59,7 @@ class PreparedStates:
     def save(self, directory: str | os.PathLike[str] | None, score: float | None, is_async: bool) -> Location | None:
         """See `Accelerator.save_state`."""
         self._check_optimizers()
-        place = self._next_place if directory is None else Place(location(directory))
+        place = self._next_place if directory is None else Place(folder_at(directory))
         if is_async:
             self._poll_in_steps()
         claims = claims_of(self._steps, self._engines())
@@ -70,7 +70,7 @@ class PreparedStates:
 
     def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
         """See `Accelerator.load_state`."""
-        path = self._root if directory is None else location(directory)
+        path = self._root if directory is None else folder_at(directory)
         restored = self._saver.load(path, self._objects(), must_exist)
         if restored is None:
             return None

@@ -31,10 +31,11 @@ from unisono.checkpoint.agreement import (
     taken_failure,
 )
 from unisono.checkpoint.contents import HELD, Contents, read_contents
-from unisono.checkpoint.directory import SHARDS, STATE, Place, commit, new_mark, saving_path
+from unisono.checkpoint.directory import Place, commit, new_mark
 from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
+from unisono.checkpoint.folders import Folder, LocalFolder, Location
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
-from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.manifest import SHARDS, STATE, Manifest
 from unisono.checkpoint.objects import (
     Copy,
     Objects,
@@ -48,9 +49,7 @@ from unisono.checkpoint.objects import (
     whole_states,
 )
 from unisono.checkpoint.plain_data import as_plain
-from unisono.checkpoint.remote import Location
 from unisono.checkpoint.staging import HostMemory, host_view
-from unisono.checkpoint.transfers import publish
 from unisono.checkpoint.writer import Writer
 from unisono.errors import NoCheckpointError
 from unisono.launch.gloo_output import suppress_greetings
@@ -190,14 +189,15 @@ class Saver:
         raise_any([each["failure"] for each in ranks], failure)
         check_steps([each["step"] for each in ranks])
         # All ranks derive the temporary path of their shards from the same mark.
-        chosen, mark = agree_on(lambda: (chosen_place(place, score), new_mark()), world)
+        agreed: tuple[Place | None, str] = agree_on(lambda: (chosen_place(place, score), new_mark()), world)
+        chosen, mark = agreed
         if chosen is None:
             return None
         manifest = new_manifest(step, score, world, kinds_of(objects))
         # The previous save, which was waited for above, no longer reads this memory.
         self._memory.restart()
         copy = self._memory.copy if is_async else host_view
-        is_shared = isinstance(chosen.path, Path)  # whether all ranks can write to it, unlike a store
+        is_shared = isinstance(chosen.folder, LocalFolder)  # whether all ranks can write to it, unlike a store
         # Captured: a rank that raised here would leave the others waiting in `_agreed_copy`.
         outcome = Outcome.capture(self._copy, objects, extra, [each["rank"] for each in ranks], copy, is_shared)
         # The copies are only submitted so far, and the writer reads host memory without waiting for the device.
@@ -209,9 +209,8 @@ class Saver:
             result = Outcome.capture(write)
             raise_any(comm.all_gather_object(encode_error(result.error)), result.error)
         elif contents is not None or parts is not None:
-            self._writer.start(write, f"saving {chosen.path} at step {step}")
-        path: Location = chosen.path
-        return path
+            self._writer.start(write, f"saving {chosen.folder} at step {step}")
+        return chosen.folder.location
 
     def _own_part(self, objects: Objects, extra: Extra | None) -> dict[str, Any]:
         """This rank's own state, as plain data."""
@@ -279,7 +278,7 @@ class Saver:
         group = self._group if parts is not None else None
         if contents is None:
             if parts is not None and group is not None:
-                group.write(parts, saving_path(place, mark) / SHARDS)
+                group.write(parts, Path(place.folder.location) / mark / SHARDS)
             return
         has_met = False
 
@@ -297,7 +296,7 @@ class Saver:
             return {STATE: write_tensors(directory / STATE, contents), **files}
 
         try:
-            (commit if isinstance(place.path, Path) else publish)(place, write, manifest, mark)
+            commit(place, write, manifest, mark)
         except BaseException:
             if group is not None and not has_met:
                 # The other ranks are waiting in `group.write` for this one.
@@ -306,11 +305,11 @@ class Saver:
 
     # Loading.
 
-    def load(self, path: Location, objects: Objects, must_exist: bool = True) -> Restored | None:
+    def load(self, folder: Folder, objects: Objects, must_exist: bool = True) -> Restored | None:
         """Load the objects. A collective.
 
         Args:
-            path: a checkpoint, or a directory of numbered ones. Rank zero's counts.
+            folder: a checkpoint, or a directory of numbered ones. Rank zero's counts.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
 
         Raises:
@@ -326,7 +325,7 @@ class Saver:
         def read() -> dict[str, Any] | None:
             nonlocal contents
             try:
-                contents = read_contents(path)
+                contents = read_contents(folder)
             except NoCheckpointError as error:
                 if must_exist:
                     raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error

@@ -6,6 +6,7 @@ import argparse
 import sys
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
@@ -33,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     shown = actions.add_parser("show", help="list checkpoints, and verify each")
-    shown.add_argument("path", type=Path, help="a checkpoint, or a directory of numbered ones")
+    shown.add_argument("path", help="a checkpoint, or a directory of numbered ones; or a URL")
     shown.set_defaults(run=show)
     exported = actions.add_parser("export", help="write the state of a model, or of another object, as one file")
     exported.add_argument("path", help="a checkpoint, or a directory of numbered ones; or a URL")
@@ -48,15 +49,18 @@ def add_parser(subparsers: Any) -> None:
 def show(arguments: argparse.Namespace) -> int:
     """Print a line for each checkpoint; return 1 if one is damaged, or there is none."""
     from unisono.checkpoint.directory import numbered_in
+    from unisono.checkpoint.folders import folder_at
     from unisono.checkpoint.manifest import verify
 
-    if not arguments.path.exists():
+    folder = folder_at(arguments.path)
+    if not folder.entries():
         return _refuse(NoCheckpointError(f"there is no checkpoint at {arguments.path}"))
-    paths = [path for _, path in sorted(numbered_in(arguments.path))] or [arguments.path]
+    numbered = sorted(numbered_in(folder), key=lambda pair: pair[0])
     damaged = False
-    for path in paths:
+    for path in [each for _, each in numbered] or [folder]:
         try:
-            manifest = verify(path)
+            with TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
+                _, manifest = verify(path, Path(directory))
         except DamagedCheckpointError as error:
             print(f"{path}  damaged: {error}")
             damaged = True
@@ -75,10 +79,10 @@ def show(arguments: argparse.Namespace) -> int:
 def export(arguments: argparse.Namespace) -> int:
     """Write the file, and print what it contains."""
     from unisono.checkpoint.export import export as write
-    from unisono.checkpoint.remote import location
+    from unisono.checkpoint.folders import folder_at
 
     try:
-        path, name = write(location(arguments.path), arguments.out, arguments.object, arguments.format)
+        path, name = write(folder_at(arguments.path), arguments.out, arguments.object, arguments.format)
     except (CheckpointError, OSError, ImportError) as error:
         return _refuse(error)
     print(f"{arguments.out}: {name} of {path}")

@@ -294,7 +294,7 @@ class ParallelLoader:
         """Let the pass, which must not have begun, continue from a state.
 
         Raises:
-            StateError: this is not the state of such a loader; the error's subclass says why.
+            StateError: this is not the state of such a loader; its `reason` says why.
             BusyError: the pass has begun.
         """
         self._refuse_begun("load_state_dict")
@@ -448,7 +448,7 @@ class DeviceLoader:
         """Let the next loop continue from a state.
 
         Raises:
-            StateError: this is not the state of such a loader; the error's subclass says why.
+            StateError: this is not the state of such a loader; its `reason` says why.
         """
         self._never_begun.load_state_dict(state)
 

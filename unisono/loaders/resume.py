@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.errors import StateError, StateLengthError, StateSeedError, StateVersionError
+from unisono.errors import StateError
 from unisono.loaders.sharding import Claim
 
 VERSION = 1
@@ -58,16 +58,16 @@ def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: 
     """Check that a loader can continue from a state.
 
     Raises:
-        StateError: it is not a loader's state, or it was saved in the order of another class of sampler.
-        StateVersionError, StateLengthError, StateSeedError: it belongs to another version, dataset or seed; checked in
-            this order.
+        StateError: it is not a loader's state, or belongs to another version, dataset, seed or class of sampler;
+            checked in this order.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError(f"state={state!r:.200} is not what a loader's state_dict() returns")
     if state["version"] != VERSION:
-        raise StateVersionError(
+        raise StateError(
             f"the state has version {state['version']!r}, this loader reads version {VERSION}; load it with the "
-            "version of unisono that saved it, or restart the epoch with set_epoch"
+            "version of unisono that saved it, or restart the epoch with set_epoch",
+            "version",
         )
     missing = [name for name in ("epoch", "seed", "length", "offset") if name not in state]
     if missing:
@@ -77,17 +77,20 @@ def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: 
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise StateError(f"the state's {name} is {number!r}; it must be an integer of at least 0")
     if state["length"] != length:
-        raise StateLengthError(
+        raise StateError(
             f"the state was saved over {state['length']} samples, this loader's dataset has {length}: the order would "
-            "differ; load it over the same dataset, or begin an epoch with set_epoch"
+            "differ; load it over the same dataset, or begin an epoch with set_epoch",
+            "length",
         )
     if state["seed"] != seed:
-        raise StateSeedError(
+        raise StateError(
             f"the state was saved with seed {state['seed']}, this loader has seed {seed}: the order would differ; pass "
-            f"seed={state['seed']}"
+            f"seed={state['seed']}",
+            "seed",
         )
     if state.get("order", order) != order:
         raise StateError(
             f"the state was saved in the order of a {state['order']}, this loader's is that of a {order}; use the same "
-            "shuffle= or sampler="
+            "shuffle= or sampler=",
+            "order",
         )

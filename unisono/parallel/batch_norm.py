@@ -20,14 +20,10 @@ The samples of a rank with weight 0 only repeat others: they add nothing to the 
 statistics of the others, and its input has no gradient. The gradients of weight and bias are the rank's own and scaled
 like all others.
 
-A gradient with its own graph (create_graph=True) is recomputed from differentiable sums over the ranks, only if all s_r
-are equal.
-
 *Threads:* the rank's own, and the autograd thread that works for it. Backward does not use the ambient world.
 
 Invariants:
 1. In training there is one collective in the forward pass and one in the backward pass, if the input needs a gradient.
-   A backward pass that builds a graph has three, and two more if the input needs a gradient.
 2. All ranks end with the same running statistics, bit by bit, since they compute them from the same numbers.
 3. A rank with too few samples learns the global count before it raises an error, so all ranks raise or none does.
 """
@@ -43,7 +39,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from unisono.comm.operations import HOST
 from unisono.protocols import Communicator
 from unisono.torch_private import CHECK_INPUT_DIM, BatchNorm, disable_dynamo
 from unisono.world import World
@@ -95,16 +90,13 @@ class SyncBatchNorm(BatchNorm):
         return _normalize(self, self._ranks, input)
 
 
-class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
-    """BatchNorm1d over the samples of all ranks."""
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d): ...
 
 
-class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """BatchNorm2d over the samples of all ranks."""
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d): ...
 
 
-class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """BatchNorm3d over the samples of all ranks."""
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d): ...
 
 
 _SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -248,8 +240,11 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, number, mean, variance = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True
-            return *_gradients_with_a_graph(ctx, gradient, input, weight, number), None, None, None, None
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "a gradient with a graph of its own (create_graph=True) goes through BatchNorm over all ranks, which "
+                "has no second derivative; use GroupNorm or InstanceNorm there, or leave out sync_batchnorm=True"
+            )
         scale = torch.rsqrt(variance + ctx.eps)
         both = (each.to(scale.dtype) for each in (gradient, input))  # not every device family supports mixed types here
         # Computed even if weight and bias are frozen, since the input's gradient is made from these sums.
@@ -269,62 +264,6 @@ class _Normalize(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:3]
         own = [each if is_wanted else None for each, is_wanted in zip((for_weight, for_bias), wanted, strict=True)]
         return for_input, *own, None, None, None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks, differentiable for a loss that is the sum of the ranks' losses."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm = comm
-        return comm.all_reduce(own.clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Summed.apply(gradient, ctx.comm), None
-
-
-def _gradients_with_a_graph(
-    ctx: Any, gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, number: torch.Tensor
-) -> list[torch.Tensor | None]:
-    """The gradients of input, weight and bias with their own graph, through differentiable sums. Collectives.
-
-    Raises:
-        ValueError: the ranks' weights differ: the gradients of these sums take no weights.
-    """
-    comm: Communicator = ctx.comm
-    shares = [
-        float(each) for each in comm.all_gather(torch.tensor([float(ctx.weigh())], dtype=torch.float64, device=HOST))
-    ]
-    if any(each != shares[0] for each in shares):
-        raise ValueError(
-            "the ranks have different numbers of samples in this step, and a gradient with a graph of its own "
-            "(create_graph=True) goes through BatchNorm over all ranks, where one rank's samples count in the others' "
-            "gradients; drop the last batch (drop_last=True), or leave the penalty out of that step"
-        )
-    with torch.enable_grad():
-        x, wide = input.view_as(input), _wide(input.dtype)
-        trained = None if weight is None else weight.view_as(weight)  # not a leaf: its gradient is computed in here
-        # No gradient depends on the value of the bias, so it was not saved.
-        bias = None if weight is None else torch.zeros_like(weight).requires_grad_(ctx.needs_input_grad[2])
-        over = _all_but_channels(x)
-        mean = _Summed.apply(x.to(wide).sum(over), comm) / number
-        centred = x.to(wide) - _per_channel(mean, x)
-        variance = _Summed.apply(centred.square().sum(over), comm) / number
-        normal = centred * _per_channel(torch.rsqrt(variance + ctx.eps), x)
-        if trained is not None and bias is not None:
-            normal = normal * _per_channel(trained.to(wide), x) + _per_channel(bias.to(wide), x)
-        arguments = [x, trained, bias]
-        wanted = [
-            each if each is not None and each.requires_grad and is_asked else None
-            for each, is_asked in zip(arguments, ctx.needs_input_grad[:3], strict=True)
-        ]
-        found = iter(
-            torch.autograd.grad(
-                normal.to(input.dtype), [each for each in wanted if each is not None], gradient, create_graph=True
-            )
-        )
-    return [None if each is None else next(found) for each in wanted]
 
 
 def _input_gradient(

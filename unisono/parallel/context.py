@@ -1,4 +1,4 @@
-"""Context: the attributes that a replica of a `DataParallel` keeps from one call to the next."""
+"""ReplicaContext: the attributes that a replica of a `DataParallel` keeps from one call to the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Context(SimpleNamespace):
+class ReplicaContext(SimpleNamespace):
     """Keeps any attribute that a loop sets on it from one call to the next.
 
     Attributes:

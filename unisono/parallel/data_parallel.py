@@ -32,7 +32,7 @@ from unisono.loaders.registry import Sources
 from unisono.outcome import add_note_once, first_cause
 from unisono.parallel.agreement import first_difference
 from unisono.parallel.caller_state import CallerState
-from unisono.parallel.context import Context
+from unisono.parallel.context import ReplicaContext
 from unisono.parallel.leases import leases
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.replica_generators import ReplicaGenerators
@@ -43,7 +43,7 @@ from unisono.world import World, current_world, meet_anew, solo_world, thread_wo
 
 T = TypeVar("T")
 
-LoopFn = Callable[[nn.Module, DeviceIterator, torch.device, Context], T]
+LoopFn = Callable[[nn.Module, DeviceIterator, torch.device, ReplicaContext], T]
 
 
 class DataParallel:
@@ -92,7 +92,7 @@ class DataParallel:
         self._threads = ReplicaThreads(len(resolved))
         self._calls: dict[object, None] = {}  # the mark of the running call, then of calls that are being refused
         self.models = self._replicate(module)  # enters like a call, with the attributes above
-        self._contexts = [Context(device) for _, device in resolved]
+        self._contexts = [ReplicaContext(device) for _, device in resolved]
         self._timelines = [Timeline() for _ in resolved]
         self._randomness = [
             ReplicaGenerators(seed_of("replica", torch.initial_seed(), rank), backend, device)
@@ -134,7 +134,7 @@ class DataParallel:
 
         return self._run(part, partial(self._passing, loader, fixed_batch_size, batchdim))
 
-    def run_on_replicas(self, fn: Callable[[nn.Module, torch.device, Context], T]) -> list[T]:
+    def run_on_replicas(self, fn: Callable[[nn.Module, torch.device, ReplicaContext], T]) -> list[T]:
         """Call `fn(model, device, context)` once per device, all at the same time, in its replica's world.
 
         Returns and raises as calling the object does, but without a loader.

@@ -1,21 +1,14 @@
 """Copies of whole structures on another device: tensors, modules, optimizers, and nestings of these.
 
-One memo serves the whole structure: all its tensors are found and copied first, each once, and `copy.deepcopy` then
-rebuilds everything around them.
-
-Invariants:
-
-1. One object in the original is one object in the copy: tied parameters, and those shared by an optimizer and its
-   module.
-2. Tensors that share a storage share one in the copy.
-3. The copy shares no memory with the original, even on the same device.
+All tensors of the structure are found and copied first, each once; `copy.deepcopy` then rebuilds everything around
+them. So one object in the original is one object in the copy: tied parameters, and those shared by an optimizer and its
+module. The copy shares no memory with the original, even on the same device.
 """
 
 from __future__ import annotations
 
 import copy
 import types
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -26,12 +19,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from unisono.arguments import check_type
 from unisono.backends.device import DeviceLike, torch_device
-from unisono.torch_private import STEP_WRAPPED, STORAGE_ADDRESS, make_subclass
+from unisono.torch_private import make_subclass
 from unisono.tree import leaves
 
 T = TypeVar("T")
 
-_Memo = dict[int, Any]
 _NO_OWNERS = (type, types.ModuleType, types.FunctionType)  # their attributes are not copied
 
 
@@ -39,8 +31,8 @@ def copy_to(obj: T, device: DeviceLike) -> T:
     """Copy `obj` with all its tensors on `device`, sharing nothing with the original.
 
     `requires_grad`, gradients, attributes of parameters and the modules' hooks are copied; hooks of tensors and of
-    optimizers, which refer to the originals, are not. A tensor of the structure that was computed from others stays
-    connected to them: its gradient flows back to the original's device.
+    optimizers, which refer to the originals, are not. A tensor that was computed from others stays connected to them:
+    its gradient flows back to the original's device. Views of one memory are copied separately.
 
     Args:
         obj: a tensor, a module, or a structure of these and of optimizers; its other parts are copied by `deepcopy`.
@@ -59,20 +51,17 @@ def copy_to(obj: T, device: DeviceLike) -> T:
     target = torch_device(device)
     found = _Found()
     found.visit(obj)
-    found.check_optimizers()
-    memo: _Memo = {
-        id(leaf): leaf.to(target, copy=True)
-        for leaf in leaves(obj)
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-    }
-    _copy_tensors([each for each in found.tensors.values() if id(each) not in memo], target, memo)
-    for optimizer in found.optimizers.values():
-        memo[id(optimizer)] = object.__new__(type(optimizer))
+    found.visit_optimizers()
+    memo: dict[int, Any] = {id(each): _copy_tensor(each, target) for each in found.tensors.values()}
+    memo.update((id(each), object.__new__(type(each))) for each in found.optimizers.values())
     twin = copy.deepcopy(obj, memo)
     for tensor in found.tensors.values():
         memo[id(tensor)].__dict__.update(copy.deepcopy(tensor.__dict__, memo))
     for optimizer in found.optimizers.values():
-        memo[id(optimizer)].__dict__.update(_optimizer_attributes(optimizer, memo))
+        # All attributes, since the state that torch pickles lacks some of LBFGS; "step" is there if a scheduler has
+        # replaced it by one that steps the original. Hooks, which are missing then, are created empty.
+        own = {key: each for key, each in vars(optimizer).items() if key != "step" and not key.endswith("_hooks")}
+        memo[id(optimizer)].__setstate__(copy.deepcopy(own, memo))
     return twin
 
 
@@ -113,7 +102,7 @@ class _Found:
             elif hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OWNERS):
                 self.visit(list(vars(leaf).values()))
 
-    def check_optimizers(self) -> None:
+    def visit_optimizers(self) -> None:
         """Refuse optimizers whose parameters are not in the structure; then add the parts of their state that move."""
         for optimizer in self.optimizers.values():
             strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self.tensors]
@@ -139,57 +128,20 @@ def _moving_state(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
                     yield value
 
 
-def _optimizer_attributes(optimizer: torch.optim.Optimizer, memo: _Memo) -> dict[str, Any]:
-    """Copy an optimizer's attributes, without hooks. Its pickled state cannot be used: it lacks what LBFGS needs."""
-    attributes = dict(vars(optimizer))
-    if hasattr(attributes.get("step"), STEP_WRAPPED):
-        del attributes["step"]  # set by a scheduler; it steps the original
-    return {
-        key: OrderedDict() if key.endswith("_hooks") else copy.deepcopy(value, memo)
-        for key, value in attributes.items()
-    }
-
-
-def _copy_tensors(tensors: list[torch.Tensor], device: torch.device, memo: _Memo) -> None:
-    """Add a copy of each tensor to the memo; tensors that share a storage share one in the copy."""
-    by_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-    with torch.no_grad():
-        for tensor in tensors:
-            is_plain = tensor.layout is torch.strided and not is_lazy(tensor) and type(tensor.data) is torch.Tensor
-            by_storage[getattr(tensor.untyped_storage(), STORAGE_ADDRESS) if is_plain else -id(tensor)].append(tensor)
-        for sharing in by_storage.values():
-            if len(sharing) == 1:
-                memo[id(sharing[0])] = _like(sharing[0], _move_copy(sharing[0], device))
-                continue
-            memory = _storage_copy(sharing[0], device)
-            for tensor in sharing:
-                view = torch.empty(0, dtype=tensor.dtype, device=device)
-                view.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
-                memo[id(tensor)] = _like(tensor, view)
-        for tensor in tensors:
-            if tensor.is_leaf and tensor.grad is not None:
-                memo[id(tensor)].grad = tensor.grad.detach().to(device, copy=True)
-
-
-def _move_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of the same type, parameter or plain tensor, with its gradient."""
     if is_lazy(tensor):  # a parameter or buffer of a lazy module: it has neither shape nor data yet
         kind: Any = type(tensor)
         return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
-    return tensor.detach().to(device, copy=True)
-
-
-def _storage_copy(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage:
-    """A copy of the storage of which the tensor is a view, as bytes."""
-    everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return everything.to(device, copy=True).untyped_storage()
-
-
-def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Give the data the tensor's type: a parameter, a buffer or a plain tensor."""
-    if is_lazy(tensor):
-        return data
-    if not isinstance(tensor, nn.Parameter):
-        return data.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-    if type(tensor) is not nn.Parameter and issubclass(type(tensor), nn.Parameter):
-        return make_subclass(type(tensor), data, tensor.requires_grad)
-    return nn.Parameter(data, tensor.requires_grad)
+    if not tensor.is_leaf:
+        return tensor.to(device, copy=True)
+    data = tensor.detach().to(device, copy=True)
+    if issubclass(type(tensor), nn.Parameter):
+        twin = make_subclass(type(tensor), data, tensor.requires_grad)
+    elif isinstance(tensor, nn.Parameter):  # of another class of tensors
+        twin = nn.Parameter(data, tensor.requires_grad)
+    else:
+        twin = data.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        twin.grad = tensor.grad.detach().to(device, copy=True)
+    return twin

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from unisono.errors import MixedPlacementError
-from unisono.torch_private import TENSOR_MODULE, foreach_copy_
+from unisono.torch_private import foreach_copy_
 
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that count as precisions: integers, booleans and complex numbers mix with each of them."""
@@ -32,7 +32,7 @@ _TAKES_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss", "tensor_spl
 
 # torch code that mixes deliberately: an optimizer's numbers, norms of parameters in several precisions, lengths.
 _KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.clip_grad", "torch.nn.utils.rnn", "torch.nn.modules.module")
-_BETWEEN = {__name__, "torch.overrides", TENSOR_MODULE, "torch.functional", "torch.nn.functional"}
+_BETWEEN = {__name__, "torch.overrides", torch.Tensor.backward.__module__, "torch.functional", "torch.nn.functional"}
 
 
 @contextmanager

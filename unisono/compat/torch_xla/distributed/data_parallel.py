@@ -14,10 +14,11 @@ from unisono.compat.torch_xla.distributed.parallel_loader import PASSES, PerDevi
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
 from unisono.parallel import data_parallel as native
-from unisono.parallel.context import Context as Context
+from unisono.parallel.context import ReplicaContext
 
 T = TypeVar("T")
 
+Context = ReplicaContext
 LoopFn = Callable[[nn.Module, PerDeviceLoader, torch.device, Context], T]
 
 
