@@ -52,6 +52,7 @@ def test_notes_end_with_the_collective_and_the_last_of_them_stays_known():
         second.add("came to a step")
         for each in (first, second):
             each.add(f"called all_reduce of {number}")
+            each.add("called broadcast", is_torchs=True)
             assert each.find_difference() == {}
             each.turn_page()
     assert first.last_action(1) == "called all_reduce of 4"

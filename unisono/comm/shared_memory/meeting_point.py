@@ -86,7 +86,7 @@ class MeetingPoint:
         """
         self._check_open()  # first: peers may be reading what this rank noted last
         name, self._name = self._name, ""
-        self.notes.add(name or action)
+        self.notes.add(name or action, is_torchs=not name)
         self.meet()
         difference = self.notes.find_difference()
         self.notes.turn_page()
@@ -100,7 +100,7 @@ class MeetingPoint:
         # All must have written their places before any rank reads them.
         self.meet()
         self.close(is_broken=True)
-        return mismatch_error({rank: self.notes.last_action(rank) for rank in range(self.size)})
+        return mismatch_error({rank: self.notes.only_line(rank) for rank in range(self.size)})
 
     def meet(self) -> None:
         """Wait until all ranks have arrived.

@@ -20,7 +20,8 @@ from functools import lru_cache
 from unisono.comm.operations import fitted
 from unisono.comm.shared_memory.mapping import Mapping
 
-_PAGES_AT, _PAGE, _TEXT_AT = 64, 2000, 8  # offsets in a rank's header, and in a page: its number, its length, its text
+_LAST_AT, _PAGES_AT, _PAGE = 64, 576, 1760  # offsets in a rank's header, and the bytes of each of its two pages
+_TEXT_AT = 8  # in a page, after its number and its length; in the last words, after their length
 _LINE = 480  # the most bytes of a line; the last one on a page always has room
 _WORD = 2**32
 
@@ -32,7 +33,7 @@ class Notes:
         self._rank, self._size = mapping.rank, mapping.size
         self._memory = mapping.memory
         self._words = memoryview(mapping.memory).cast("I")
-        self._starts = [mapping.header_of(rank) + _PAGES_AT for rank in range(mapping.size)]
+        self._headers = [mapping.header_of(rank) for rank in range(mapping.size)]
         self._number = 0
         self.turn_page()
 
@@ -49,13 +50,17 @@ class Notes:
         """Whether there is room for one line only, that of the collective."""
         return len(self._read(self._rank)) > _PAGE - _TEXT_AT - 2 * _LINE
 
-    def add(self, action: str) -> None:
-        """Note what this rank does next."""
+    def add(self, action: str, is_torchs: bool = False) -> None:
+        """Note what this rank does next: with `is_torchs`, a collective that was called without this package."""
         line, at = _line_of(action), self._page_of(self._rank, self._number)
         length = self._words[at // 4 + 1]
         start = at + _TEXT_AT + length
         self._memory[start : start + len(line)] = line
         self._words[at // 4 + 1] = length + len(line)
+        if not is_torchs:
+            last = self._headers[self._rank] + _LAST_AT
+            self._memory[last + _TEXT_AT : last + _TEXT_AT + len(line)] = line
+            self._words[last // 4] = len(line)
 
     def find_difference(self) -> dict[int, str]:
         """The first line by which the notes of ranks differ, as far as they go, by rank; empty if none does."""
@@ -71,23 +76,24 @@ class Notes:
         return {}
 
     def last_action(self, rank: int) -> str:
-        """What that rank has noted last; "" if nothing."""
-        pages = [self._page_of(rank, number) for number in range(2)]
-        newest, older = sorted(pages, key=lambda at: -self._words[at // 4])
-        text = self._text_at(newest) or self._text_at(older)
-        return text.decode(errors="replace").splitlines()[-1] if text else ""
+        """What that rank has last announced or called of this package; "" if nothing."""
+        at = self._headers[rank] + _LAST_AT
+        text = self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4]]
+        return text.decode(errors="replace").rstrip("\n")
+
+    def only_line(self, rank: int) -> str:
+        """What that rank has noted, if it is one line."""
+        return self._read(rank).decode(errors="replace").rstrip("\n")
 
     def _read(self, rank: int) -> bytes:
         """What that rank has noted for this rank's next collective so far."""
         at = self._page_of(rank, self._number)
-        return self._text_at(at) if self._words[at // 4] == self._number % _WORD else b""
-
-    def _text_at(self, at: int) -> bytes:
-        length = self._words[at // 4 + 1]
-        return self._memory[at + _TEXT_AT : at + _TEXT_AT + length]
+        if self._words[at // 4] != self._number % _WORD:
+            return b""
+        return self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4 + 1]]
 
     def _page_of(self, rank: int, number: int) -> int:
-        return self._starts[rank] + number % 2 * _PAGE
+        return self._headers[rank] + _PAGES_AT + number % 2 * _PAGE
 
 
 @lru_cache(1024)
