@@ -19,8 +19,6 @@ from unisono.comm.operations import (
     digest_of,
     mismatch_error,
     name_ranks,
-    pack,
-    unpack,
 )
 from unisono.errors import CollectiveMismatchError
 
@@ -50,11 +48,6 @@ def test_calls_are_equal_exactly_when_name_shape_type_and_argument_are():
         Call.on("all_reduce", torch.ones(2), "max"),
     ]
     assert call not in others
-
-
-def test_a_packed_call_arrives_equal():
-    call = Call.on("all_reduce", torch.ones(2, dtype=torch.float16), "sum")
-    assert unpack(pack(call)) == call
 
 
 def test_departures_are_told_in_the_right_number():

@@ -196,10 +196,9 @@ def test_a_killed_rank_wins_over_what_gloo_tells_its_peers(soon, repetition):
 
 def test_a_rank_that_is_killed_from_outside_is_told(line, ear, soon):
     def work(index):
-        waiting = dist.all_reduce(torch.ones(1), async_op=True) if index == 0 else None
         line.say(index, os.getpid())
-        if waiting is not None:
-            waiting.wait()
+        if index == 0:
+            dist.all_reduce(torch.ones(1))
         stand_still()
 
     context = spawn(work, nprocs=2, join=False)
@@ -220,22 +219,6 @@ def test_a_rank_that_returns_early_leaves_the_others_with_an_error(soon):
     with pytest.raises(BrokenWorldError, match="rank 1 has left this world") as caught:
         spawn(work, nprocs=3)
     assert "ranks [1] had returned without an error" in caught.value.__notes__
-
-
-@pytest.mark.slow
-def test_a_rank_that_leaves_work_in_flight_does_not_keep_the_others_for_ever():
-    def work(index):
-        comm = current_world().comm
-        comm.barrier()
-        if index == 0:
-            dist.all_reduce(torch.ones(1), async_op=True)  # rank 1 never joins in; gloo would wait for it
-        else:
-            dist.recv(torch.ones(1), 0)
-
-    began = time.monotonic()
-    with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
-        spawn(work, nprocs=2)
-    assert time.monotonic() - began < SOON_S
 
 
 DEATHS = {
@@ -302,9 +285,8 @@ def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls
     text = str(caught.value)
     lines = []
     for rank, call in enumerate(calls):
-        found = re.search(
-            rf'rank {rank} called (?:[^"]* from )?{call}\(\) in {work.__name__} \("{__file__}", line (\d+)\)', text
-        )
+        place = rf'{call}\(\) in {work.__name__} \("{__file__}", line (\d+)\)'
+        found = re.search(rf'rank {rank} (?:called|came to) (?:[^"]* from )?{place}', text)
         # Rarely gloo does not notice that its peer is gone; the rank that waits on is stopped, and names no call.
         if found is None and "SIGTERM" in str(caught.value.failures[rank]):
             assert "its peers called another one" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any, get_args
 import torch
 
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
-from unisono.pickling import dumps
 from unisono.protocols import ReduceOp
 
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
@@ -239,13 +237,3 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def pack(value: Any) -> bytes:
-    """Pickle an object on the rank that sends it, so that every receiver gets a copy of its own."""
-    return dumps(value)
-
-
-def unpack(data: bytes) -> Any:
-    """Return a copy of the object that `pack` was given."""
-    return pickle.loads(data)

@@ -4,15 +4,16 @@ It adds to the process group: the same checks on every rank, "mean" in every bac
 is only moved is sent as bytes, data that is reduced in a wider dtype), and the *reason* when a world breaks. gloo wakes
 the peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes the
 reason to the store, and a rank that is woken looks there. NCCL wakes no rank: there a thread checks the store while the
-device is busy (`device_watch`). A rank whose wait failed looks up which ranks have not arrived (`arrivals`).
+device is busy (`device_watch`).
 
 A group may have a part for main memory in addition to the devices' own ("cpu:gloo,cuda:nccl"). It is used for what is
 small: flags, counts, objects and barriers. So no rank waits for its device, and a barrier is one of the hosts. If a
 group has no such part, tensors in main memory are sent by way of the rank's device.
 
-That all ranks make the same call is verified before the transport is used: on one machine by notes in shared memory
-(`arrivals`). Elsewhere announcements are compared, and with `is_checked` all calls: by a reduction of two numbers,
-whose minimum and maximum show whether all ranks do the same; only if they do not are their actions exchanged.
+That all ranks make the same call is verified before any data is used: on one machine by notes in shared memory, once
+per collective (`shared_memory/notes.py`). Elsewhere announcements are compared, and with `is_checked` all calls: by a
+reduction of two numbers, whose minimum and maximum show whether all ranks do the same; only if they do not are their
+actions exchanged.
 
 *Threads:* the rank's own thread; for `abort`, `current`, `num_calls` and `progress` any thread.
 """
@@ -20,6 +21,7 @@ whose minimum and maximum show whether all ranks do the same; only if they do no
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -28,7 +30,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from unisono.comm.arrivals import SharedArrivals, arrivals_in
 from unisono.comm.device_interrupt import wake
 from unisono.comm.device_watch import DeviceWatch
 from unisono.comm.operations import (
@@ -46,12 +47,13 @@ from unisono.comm.operations import (
     left,
     mismatch_error,
     name_ranks,
-    pack,
-    unpack,
 )
+from unisono.comm.shared_memory.meeting_point import MeetingPoint
+from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.comm.shutdown import end_group
-from unisono.errors import BrokenWorldError, UnisonoError
+from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoError
 from unisono.outcome import Outcome
+from unisono.pickling import dumps
 from unisono.protocols import Backend, ReduceOp
 from unisono.torch_private import sequence_number
 
@@ -84,6 +86,7 @@ class ProcessCommunicator:
             each. Announcements are compared in any case.
         owns_group: whether `leave` destroys the process group.
         backend: the device's family, if its tensors are sent without a copy in main memory.
+        here: where ranks that share memory meet before each call, if the group itself does not do that.
 
     Attributes:
         num_calls: how many collectives this rank has entered.
@@ -96,6 +99,7 @@ class ProcessCommunicator:
         is_checked: bool = False,
         owns_group: bool = True,
         backend: Backend | None = None,
+        here: MeetingPoint | None = None,
     ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
@@ -109,7 +113,7 @@ class ProcessCommunicator:
         self._call: Call | None = None
         self._last: Entry = Announcement("its first collective")
         self.num_calls = 0
-        self._arrivals = arrivals_in(store, self.rank, self.size, is_checked)
+        self._own_here = here
         # The thread that `wake` interrupts when the watch ends the device's wait.
         self._thread = threading.get_ident()
         self._watch: DeviceWatch | None = None
@@ -172,19 +176,19 @@ class ProcessCommunicator:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         # Pickled before ranks meet: an object that cannot be pickled is an error on this rank alone.
-        data = pack(value)
-        return [unpack(each) for each in self._run(Call("all_gather_object"), lambda: self._gather_bytes(data))]
+        data = dumps(value)
+        return [pickle.loads(each) for each in self._run(Call("all_gather_object"), lambda: self._gather_bytes(data))]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         check_root(root, self.size)
-        slot = [pack(value) if self.rank == root else None]
+        slot = [dumps(value) if self.rank == root else None]
         self._run(
             Call("broadcast_object", argument=root),
             lambda: dist.broadcast_object_list(slot, root, device=self._host),
         )
         data = slot[0]
         assert data is not None
-        return unpack(data)
+        return pickle.loads(data)
 
     def barrier(self) -> None:
         self._run(Call("barrier"), self._meet)
@@ -198,11 +202,7 @@ class ProcessCommunicator:
         self._run(call, self._meet)
 
     def announce(self, purpose: str) -> None:
-        # `_run` raises the reason if this rank has left or the world is broken.
-        if self._has_left or self._broken is not None or not isinstance(self._arrivals, SharedArrivals):
-            self._run(Announcement(purpose), lambda: None)
-        else:  # nothing is sent
-            self._enter(Announcement(purpose))
+        self._run(Announcement(purpose), lambda: None)
 
     def explain(self, error: BaseException) -> BrokenWorldError:
         """Translate an error of the transport, raised outside this communicator, into a BrokenWorldError with the
@@ -239,6 +239,10 @@ class ProcessCommunicator:
                     if isinstance(call, Call) and 0 in (call.shape or ()):
                         self._meet()  # a transport with nothing to send does not wait for peers
                     return operation()
+            except CollectiveMismatchError as mismatch:
+                # Every rank has found it, and none waits in the transport, so nobody has to be told.
+                self._broken = self._broken or (f"{type(mismatch).__name__}: {mismatch}", mismatch)
+                raise
             except UnisonoError:
                 # It is a RuntimeError as well, but its message already gives the reason.
                 raise
@@ -251,6 +255,8 @@ class ProcessCommunicator:
                     self._broken = self._reason(error)
             finally:
                 self._call = None
+                if (here := self._here) is not None:
+                    here.name_next("")  # the call may have failed before the group was called
         message, cause = self._broken
         raise broken(self.rank, call, message) from cause
 
@@ -295,14 +301,25 @@ class ProcessCommunicator:
         self._call, self._last = call if isinstance(call, Call) else None, call
         self.num_calls += 1
         action = action_of(call)
-        others = self._arrivals.note(self.num_calls, action) if self._arrivals is not None else {}
-        if others:
-            mismatch = mismatch_error({**others, self.rank: action})
-            self.abort(mismatch)  # peers that arrived before are waiting in the transport
-            raise mismatch
-        # Notes in shared memory have been compared above.
-        if not isinstance(self._arrivals, SharedArrivals) and (self._is_checked or isinstance(call, Announcement)):
-            self._compare(action)
+        here = self._here
+        if here is None:
+            if self._is_checked or isinstance(call, Announcement):
+                self._compare(action)
+        elif isinstance(call, Announcement):
+            if difference := here.announce(action):
+                mismatch = mismatch_error(difference)
+                self.abort(mismatch)  # peers that arrived before are waiting in their next call
+                raise mismatch
+        else:
+            here.name_next(action)
+            if here is self._own_here:  # otherwise the group does this in the first collective of the call
+                here.enter(action)
+
+    @property
+    def _here(self) -> MeetingPoint | None:
+        """Where ranks that share memory meet; not constant, since a script may replace the group."""
+        group: Any = dist.group.WORLD if dist.is_initialized() else None
+        return group.here if isinstance(group, SharedMemoryGroup) else self._own_here
 
     def _compare(self, action: str) -> None:
         digest = digest_of(action)
@@ -312,11 +329,8 @@ class ProcessCommunicator:
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
             # All ranks see the same bounds, so all of them enter this gather.
-            actions = [unpack(data) for data in self._gather_bytes(pack(action))]
-            mismatch = mismatch_error(dict(enumerate(actions)))
-            # No `abort` is needed: every rank has found the mismatch, and none waits in the transport.
-            self._broken = (f"{type(mismatch).__name__}: {mismatch}", mismatch)
-            raise mismatch
+            actions = [pickle.loads(data) for data in self._gather_bytes(dumps(action))]
+            raise mismatch_error(dict(enumerate(actions)))
 
     def _reason(self, error: BaseException) -> tuple[str, BaseException]:
         """Why the transport failed: the reason that a peer left in the store, or which ranks are missing and the error
@@ -327,15 +341,15 @@ class ProcessCommunicator:
         # A failure comes first: its victims leave, too, and note their departure.
         if (failure := self._failure_of_a_peer()) is not None:
             return failure
+        here = self._here
+        missing = here.missing() if here is not None else []
         with contextlib.suppress(RuntimeError):
             if self._store is not None and (gone := self._departed_ranks(self._store)):
-                known = self._arrivals
-                missing = known.missing(self.num_calls) if known else []
                 first = [rank for rank in gone if rank in missing] or gone  # the others arrived, and left as victims
-                return departure({rank: known.last_action(rank) if known else "" for rank in first}), error
-            if self._arrivals is not None and (missing := self._arrivals.missing(self.num_calls)):
-                return f"{name_ranks(missing)} did not arrive and may be gone, stuck or late ({error})", error
-        advice = _ADVICE_SHARED if isinstance(self._arrivals, SharedArrivals) else _ADVICE
+                return departure({rank: here.notes.last_action(rank) if here else "" for rank in first}), error
+        if missing:
+            return f"{name_ranks(missing)} did not arrive and may be gone, stuck or late ({error})", error
+        advice = _ADVICE if here is None else _ADVICE_SHARED
         return f"a peer is gone or did not answer ({error}); {advice}", error
 
     def _failure_of_a_peer(self) -> tuple[str, BaseException] | None:
@@ -377,6 +391,8 @@ class ProcessCommunicator:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        if self._own_here is not None:
+            self._own_here.close(is_broken=is_broken)
         if self._owns_group and dist.is_initialized():
             end_group(is_broken, waits_for_device=watch is not None)
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.comm.shared_memory import process_group as shared_memory
+from unisono.comm.shared_memory.mapping import map_together
+from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.threads import ThreadCommunicator
 from unisono.comm.through_host import ThroughHostCommunicator
 from unisono.protocols import Backend, Communicator
@@ -89,21 +91,39 @@ def process_communicator(
     store: dist.distributed_c10d.Store | None = None,
     is_checked: bool = False,
     owns_group: bool = True,
+    timeout: timedelta = timedelta(minutes=30),
 ) -> Communicator:
-    """The communicator of a process in torch's default group; arguments as for `ProcessCommunicator`."""
+    """The communicator of a process in torch's default group; arguments as for `ProcessCommunicator`.
+
+    Ranks of one machine, which meet in a file, compare every call: in the group's own memory, in memory mapped for that
+    alone, or as `is_checked` does.
+    """
     transport = backend.process_transport()
+    here = None
+    is_shared = isinstance(dist.group.WORLD, shared_memory.SharedMemoryGroup)
+    if isinstance(store, dist.FileStore) and not is_shared:  # type: ignore[attr-defined] # torch re-exports it silently
+        here = meet_for_notes(store, timeout)
+        is_checked = True
     if transport == "torch":
-        return ProcessCommunicator(device, store, is_checked, owns_group, backend)
+        return ProcessCommunicator(device, store, is_checked, owns_group, backend, here)
     if transport == "host" or dist.get_world_size() == 1:
         return ThroughHostCommunicator(
-            ProcessCommunicator(_HOST, store, is_checked, owns_group), partial(backend.mark_step, device)
+            ProcessCommunicator(_HOST, store, is_checked, owns_group, here=here), partial(backend.mark_step, device)
         )
     from unisono.comm.xla import XlaProcesses, join_devices
 
     # Always checked: a device that is alone in a collective of the runtime could not be detected.
-    communicator = ProcessCommunicator(_HOST, store, True, owns_group)
+    communicator = ProcessCommunicator(_HOST, store, True, owns_group, here=here)
     join_devices((device,), communicator.size)
     return XlaProcesses(communicator, partial(backend.synchronize, device))
+
+
+def meet_for_notes(store: dist.distributed_c10d.Store, timeout: timedelta) -> MeetingPoint | None:
+    """Where ranks that share memory compare their calls, if their group does not use it; None, on all ranks, if it
+    cannot be mapped."""
+    own = dist.PrefixStore("unisono/notes", store)  # type: ignore[attr-defined] # torch re-exports it silently
+    mapping = map_together(own, dist.get_rank(), dist.get_world_size(), 0, timeout)
+    return None if mapping is None else MeetingPoint(mapping, timeout)
 
 
 def innermost(comm: Communicator) -> Communicator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from unisono.comm.operations import (
     check_scatter,
     check_tensor,
     left,
-    pack,
-    unpack,
 )
+from unisono.pickling import dumps
 from unisono.protocols import ReduceOp
 
 
@@ -55,15 +55,15 @@ class SoloCommunicator:
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        data = pack(value)
+        data = dumps(value)
         self._check(Call("all_gather_object"))
-        return [unpack(data)]
+        return [pickle.loads(data)]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         check_root(root, self.size)
-        data = pack(value)
+        data = dumps(value)
         self._check(Call("broadcast_object", argument=root))
-        return unpack(data)
+        return pickle.loads(data)
 
     def barrier(self) -> None:
         self._check(Call("barrier"))

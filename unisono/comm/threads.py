@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -26,7 +27,8 @@ import torch
 from unisono.comm.folding import SharedFold, all_reduction, fold, is_worth_sharing
 from unisono.comm.gate import compiling
 from unisono.comm.meeting import Meeting
-from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor, pack, unpack
+from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
+from unisono.pickling import dumps
 from unisono.protocols import Backend, ReduceOp
 
 R = TypeVar("R")
@@ -106,12 +108,12 @@ class ThreadCommunicator:
         return tensor.copy_(found)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return [unpack(data) for data in self.meet(Call("all_gather_object"), pack(value), list)]
+        return [pickle.loads(data) for data in self.meet(Call("all_gather_object"), dumps(value), list)]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         check_root(root, self.size)
-        data = pack(value) if self.rank == root else None
-        return unpack(self.meet(Call("broadcast_object", argument=root), data, lambda all_: all_[root]))
+        data = dumps(value) if self.rank == root else None
+        return pickle.loads(self.meet(Call("broadcast_object", argument=root), data, lambda all_: all_[root]))
 
     def barrier(self) -> None:
         self.meet(Call("barrier"), None, lambda all_: None)

@@ -60,7 +60,7 @@ def join(
                 timeout=timeout,
                 device_id=bound_device(backend, device, process_group),
             )
-        comm = process_communicator(backend, device, store, is_checked)
+        comm = process_communicator(backend, device, store, is_checked, timeout=timeout)
         comm.barrier()  # otherwise a rank that ends soon would leave while a slow one is still connecting to it
         if not place.address:  # with a server, this would cost another collective
             comm.announce("the beginning of fn")

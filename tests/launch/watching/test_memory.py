@@ -66,17 +66,12 @@ def test_a_kill_that_the_control_group_counts_is_told_with_the_curve_the_limit_a
     assert "a smaller batch, fewer loader workers" in text
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "certainty"),
-    [((None, 3), (None, 4), "; most likely the kernel's"), ((0, 3), (0, 4), "; perhaps the kernel's")],
-    ids=["the group does not count", "the group has counted none"],
-)
-def test_a_kill_that_only_the_machine_counts_is_told_with_a_doubt(tmp_path, before, after, certainty):
-    watch = OomWatch(root=a_machine(tmp_path, *before))
-    a_machine(tmp_path, *after)
+@pytest.mark.parametrize("in_group", [None, 0])
+def test_a_kill_that_only_the_machine_counts_is_told_with_a_doubt(tmp_path, in_group):
+    watch = OomWatch(root=a_machine(tmp_path, in_group, 3))
+    a_machine(tmp_path, in_group, 4)
     text = watch.verdict(a_curve(GIB))
-    assert text.startswith(f"{certainty} out-of-memory killer ended it (1 on the machine since the start): ")
-    assert "how its memory grew is not known; it had 1.0 GiB of memory when it was last sampled" in text
+    assert text.startswith("; perhaps the kernel's out-of-memory killer ended it (1 on the machine since the start): ")
 
 
 def test_without_a_kill_somebody_else_has_sent_the_signal(tmp_path):
@@ -91,12 +86,6 @@ def test_without_a_kill_somebody_else_has_sent_the_signal(tmp_path):
 def test_a_system_that_counts_no_kills_leaves_it_open(tmp_path):
     watch = OomWatch(root=a_machine(tmp_path, None, None))
     assert watch.verdict([]) == "; this system does not report whether its out-of-memory killer did it"
-
-
-def test_a_victim_that_had_not_grown_is_not_blamed(tmp_path):
-    watch = OomWatch(root=a_machine(tmp_path, 0))
-    a_machine(tmp_path, 1)
-    assert "its own memory had not grown, so something else has used up" in watch.verdict(a_curve(GIB, GIB, GIB))
 
 
 @given(st.lists(st.integers(1, 1 << 40), max_size=120))

@@ -24,6 +24,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from unisono.comm.shared_memory import futex
+
 PAGE = 4096
 """The size of a rank's header, which only that rank writes."""
 
@@ -77,6 +79,8 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
     Raises:
         DistStoreError: some ranks did not join within `timeout`.
     """
+    if not futex.SUPPORTED:
+        return None
     try:
         mapping = _create(store, rank, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes)
     except OSError:

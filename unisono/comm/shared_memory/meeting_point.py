@@ -11,6 +11,7 @@ Invariants:
 2. No rank passes meeting n + 1 before all have arrived at it, so what a rank read before it arrived at n + 1 may be
    overwritten by any rank after n + 1.
 3. A rank that ends, in any way, releases its lock; ranks that wait for it check that periodically.
+4. What ranks do is compared once per collective (`notes.py`), before any data is used.
 """
 
 from __future__ import annotations
@@ -19,19 +20,17 @@ import ctypes
 import os
 import time
 from datetime import timedelta
-from functools import lru_cache
 
 import torch.distributed as dist
 
-from unisono.comm.operations import fitted, mismatch_error, name_ranks
+from unisono.comm.operations import mismatch_error, name_ranks
 from unisono.comm.shared_memory import futex
 from unisono.comm.shared_memory.mapping import Mapping
+from unisono.comm.shared_memory.notes import Notes
 from unisono.errors import CollectiveMismatchError
 from unisono.stacks import describe_call, own_frames
 
 _COUNT, _STATE = 0, 4  # offsets of a rank's words in its header
-# Bytes. A rank has two notes in its header page, each preceded by its length.
-_NOTES_AT, _NOTE, _HEAD = 64, 1024, 2
 _OPEN, _LEFT, _BROKEN = 0, 1, 2
 _SPINS = 100
 # A process that dies wakes no sleeper, so a peer's lock and the deadline are checked after each nap.
@@ -45,6 +44,7 @@ class MeetingPoint:
 
     Attributes:
         turn: the number of meetings that this rank has arrived at; the memory holds it modulo the word.
+        notes: what the ranks do.
     """
 
     def __init__(self, mapping: Mapping, timeout: timedelta) -> None:
@@ -57,8 +57,25 @@ class MeetingPoint:
         self._count_at = [mapping.header_of(rank) + _COUNT for rank in range(self.size)]
         self._state_at = [mapping.header_of(rank) + _STATE for rank in range(self.size)]
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._num_calls = 0
+        self.notes = Notes(mapping)
+        self._name = ""  # of the next collective, if its caller has given it one
         self._is_closed = False
+
+    def announce(self, action: str) -> dict[int, str]:
+        """Note what this rank does before its next collective; sends nothing, and waits for nobody.
+
+        Returns:
+            What ranks have noted, by rank, if some of them have noted something else.
+        """
+        self._check_open()
+        if self.notes.is_full:
+            self.enter("came to a full page of announcements")
+        self.notes.add(action)
+        return self.notes.find_difference()
+
+    def name_next(self, action: str) -> None:
+        """Let the next collective be noted as `action`, the call that leads to it."""
+        self._name = action
 
     def enter(self, action: str) -> None:
         """Begin a collective: wait for all ranks, and compare what they do. This rank's data must be written before.
@@ -67,28 +84,23 @@ class MeetingPoint:
             CollectiveMismatchError: others do something else; on all ranks.
             DistNetworkError: as for `meet`.
         """
-        own = _note_of(action)
-        # While this rank still reads, a peer may arrive at the next call, but not at the one after it.
-        self._num_calls += 1
-        offset = _NOTES_AT + self._num_calls % 2 * _NOTE
-        self._write(offset, own)
+        self._check_open()  # first: peers may be reading what this rank noted last
+        name, self._name = self._name, ""
+        self.notes.add(name or action, is_torchs=not name)
         self.meet()
-        memory, length = self._mapping.memory, len(own)
-        for rank in self._others:
-            start = self._count_at[rank] + offset
-            # A note begins with its length, so a longer one of a peer differs in its first bytes.
-            if memory[start : start + length] != own:
-                raise self._mismatch(action, offset)
+        difference = self.notes.find_difference()
+        self.notes.turn_page()
+        if difference:
+            raise self._mismatch(difference[self.rank], with_place=not name)
 
-    def _mismatch(self, action: str, offset: int) -> CollectiveMismatchError:
-        """The error, with the places of the calls. All ranks get here, since each has found that another one
-        differs."""
-        site = describe_call(own_frames())
-        self._write(offset, _note_of(f"{action} from {site}" if site else action))
+    def _mismatch(self, action: str, with_place: bool) -> CollectiveMismatchError:
+        """The error, with the places of calls. All ranks get here, since each has found the same difference."""
+        place = describe_call(own_frames()) if with_place else ""
+        self.notes.add(f"{action} from {place}" if place else action)
         # All must have written their places before any rank reads them.
         self.meet()
         self.close(is_broken=True)
-        return mismatch_error({rank: self._text_of(rank, offset) for rank in range(self.size)})
+        return mismatch_error({rank: self.notes.only_line(rank) for rank in range(self.size)})
 
     def meet(self) -> None:
         """Wait until all ranks have arrived.
@@ -134,14 +146,9 @@ class MeetingPoint:
         state = self._words[self._state_at[rank] // 4]  # read after the check: a dead rank writes it no more
         return _REASONS[state] if state or has_ended else ""
 
-    def _write(self, offset: int, note: bytes) -> None:
-        start = self._count_at[self.rank] + offset
-        self._mapping.memory[start : start + len(note)] = note
-
-    def _text_of(self, rank: int, offset: int) -> str:
-        start, memory = self._count_at[rank] + offset, self._mapping.memory
-        length = int.from_bytes(memory[start : start + _HEAD])
-        return memory[start + _HEAD : start + _HEAD + length].decode(errors="replace")
+    def missing(self) -> list[int]:
+        """The ranks that have not arrived where this one is."""
+        return [rank for rank in self._others if not self._has_come(rank)]
 
     def _has_come(self, rank: int) -> bool:
         # Modulo the word: counts wrap around, and a peer is at most one meeting ahead.
@@ -165,7 +172,7 @@ class MeetingPoint:
 
     def _check(self, deadline: float) -> None:
         """Raise if the wait cannot succeed."""
-        missing = [rank for rank in self._others if not self._has_come(rank)]
+        missing = self.missing()
         for rank in missing:
             # otherwise it left after this meeting
             if self._is_closed or (self._absence_of(rank) and not self._has_come(rank)):
@@ -173,9 +180,3 @@ class MeetingPoint:
         if time.monotonic() > deadline:
             self.close(is_broken=True)
             raise dist.DistNetworkError(f"waited {self._timeout} for {name_ranks(missing)}")
-
-
-@lru_cache(1024)
-def _note_of(action: str) -> bytes:
-    text = fitted(action, _NOTE - _HEAD)
-    return len(text).to_bytes(_HEAD) + text

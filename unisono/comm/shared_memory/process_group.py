@@ -4,20 +4,17 @@ DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own 
 other group. All ranks compare their calls before any data is moved. What the group does not implement is sent by gloo:
 messages between two ranks, all-to-all, sparse tensors; and everything if ranks share no memory, as on several machines.
 
-With `async_op` a thread of the group does the work. Calls from C++, such as those of DistributedDataParallel's reducer,
-are complete when they return.
+A call is complete when it returns, with `async_op` too: its work then waits for nothing.
 
 *Threads:* the rank's own thread, or torch's thread for the backward pass; `shutdown` and `abort` in any.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,18 +23,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono.comm.folding import fold_into
 from unisono.comm.operations import Call, action_of
-from unisono.comm.shared_memory import futex
 from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
-from unisono.comm.shared_memory.work import Background, Done, Pending
-from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions, current_graph_task_id
+from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions
 
 NAME = "shm"
 
 _CAME = "gloo/came/{}"
 _POLL_S = 0.001
-_NO_BACKWARD_PASS = -1
 _LOOPBACK = "127.0.0.1"  # the ranks share a machine
 
 # torch's annotations are incomplete, and list some calls only as overloads.
@@ -66,21 +60,49 @@ def register() -> None:
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     # The memory is mapped on all ranks or on none, so all take the same branch.
-    mapping = map_together(store, rank, size, bytes_of_blocks(size), timeout) if futex.SUPPORTED else None
+    mapping = map_together(store, rank, size, bytes_of_blocks(size), timeout)
     if mapping is None:
         return _Gloo(store, rank, size, timeout=timeout)
     return SharedMemoryGroup(mapping, store, timeout)
 
 
+class Done(dist.Work):
+    """Work that was completed before it is returned."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
 class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
-    """The group of ranks that map the same memory."""
+    """The group of ranks that map the same memory.
+
+    Attributes:
+        here: where its ranks meet.
+    """
 
     def __init__(self, mapping: Mapping, store: Store, timeout: timedelta) -> None:
         super().__init__(mapping.rank, mapping.size)
         self._store, self._timeout = store, timeout
-        self._here = MeetingPoint(mapping, timeout)
-        self._blocks = Blocks(mapping, self._here)
-        self._background = Background()
+        self.here = MeetingPoint(mapping, timeout)
+        self._blocks = Blocks(mapping, self.here)
         self._gloo: Any = None
         self._name = self._description = ""
 
@@ -89,7 +111,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             return self._by_gloo(*range(self.size())).allreduce(tensors, opts)
         op = _op_of(opts, tensors)
         actions = [_describe_call("all_reduce", tensor, op) for tensor in tensors]
-        return self._in_place(tensors, opts, lambda number, flat: self._blocks.all_reduce(actions[number], flat, op))
+        return self._in_place(tensors, lambda number, flat: self._blocks.all_reduce(actions[number], flat, op))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
@@ -97,23 +119,23 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         op, root = _op_of(opts, tensors), opts.rootRank
         actions = [_describe_call("reduce", tensor, f"{op} to {root}") for tensor in tensors]
-        return self._in_place(tensors, opts, lambda number, flat: self._blocks.reduce(actions[number], flat, op, root))
+        return self._in_place(tensors, lambda number, flat: self._blocks.reduce(actions[number], flat, op, root))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         root = opts.rootRank
         actions = [_describe_call("broadcast", tensor, root) for tensor in tensors]
-        return self._in_place(tensors, opts, lambda number, flat: self._blocks.broadcast(actions[number], flat, root))
+        return self._in_place(tensors, lambda number, flat: self._blocks.broadcast(actions[number], flat, root))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        return self._gather("all_gather", outputs, inputs, opts)
+        return self._gather("all_gather", outputs, inputs)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
         # torch passes no outputs on ranks other than the root.
-        return self._gather("gather", outputs or [[]], inputs, opts, opts.rootRank)
+        return self._gather("gather", outputs or [[]], inputs, opts.rootRank)
 
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         pieces = output.view(self.size(), -1).unbind() if self.rank() == opts.rootRank else ()
-        return self._gather("gather_single", [pieces], [tensor], opts, opts.rootRank)
+        return self._gather("gather_single", [pieces], [tensor], opts.rootRank)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [tensor], opts)
@@ -122,7 +144,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         pieces = [output.view(self.size(), -1).unbind() for output in outputs]
-        return self._gather("all_gather_single", pieces, inputs, opts)
+        return self._gather("all_gather_single", pieces, inputs)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
         op = _op_of(opts, outputs)
@@ -131,7 +153,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         for output, each in zip(outputs, parts, strict=True):
             self._check_parts("reduce_scatter", each, output)
         return self._in_place(
-            outputs, opts, lambda number, flat: self._blocks.reduce_scatter(actions[number], flat, parts[number], op)
+            outputs, lambda number, flat: self._blocks.reduce_scatter(actions[number], flat, parts[number], op)
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
@@ -148,10 +170,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         if self.rank() == root:
             self._check_parts("scatter", parts, outputs[0])
         action = _describe_call("scatter", outputs[0], root)
-        return self._in_place(outputs, opts, lambda number, flat: self._blocks.scatter(action, flat, parts, root))
+        return self._in_place(outputs, lambda number, flat: self._blocks.scatter(action, flat, parts, root))
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._run(lambda: self._blocks.barrier("called barrier()"), [], opts)
+        return self._complete(lambda: self._blocks.barrier("called barrier()"), [])
 
     # Names of these methods in torch before 2.11.
     _allgather_base = all_gather_single
@@ -179,12 +201,12 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def shutdown(self) -> None:
-        self._here.close()
-        self._close_others()
+        self.here.close()
+        self._close_gloo()
 
     def abort(self) -> None:
-        self._here.close(is_broken=True)
-        self._close_others()
+        self.here.close(is_broken=True)
+        self._close_gloo()
 
     # The base class asks its backends for these; this group has none.
     def getBackendName(self) -> str:  # noqa: N802
@@ -207,9 +229,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         name: str,
         outputs: Sequence[Sequence[torch.Tensor]],
         inputs: Sequence[torch.Tensor],
-        opts: Any,
         root: int | None = None,
-    ) -> Any:
+    ) -> Done:
         actions = [_describe_call(name, tensor, root) for tensor in inputs]
         flats = [_flat(tensor) for tensor in inputs]
         wanted = [[_flat(each) for each in pieces] for pieces in outputs]
@@ -223,11 +244,9 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 for tensor, piece in zip(tensors, pieces, strict=True):
                     _write_back(tensor, piece)
 
-        return self._run(gather, outputs, opts)
+        return self._complete(gather, outputs)
 
-    def _in_place(
-        self, tensors: Sequence[torch.Tensor], opts: Any, operation: Callable[[int, torch.Tensor], None]
-    ) -> Any:
+    def _in_place(self, tensors: Sequence[torch.Tensor], operation: Callable[[int, torch.Tensor], None]) -> Done:
         """Make work that changes the tensors in place, by an operation on a one-dimensional view of each."""
 
         flats = [_flat(tensor) for tensor in tensors]
@@ -237,7 +256,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 operation(number, flat)
                 _write_back(tensor, flat)
 
-        return self._run(change, tensors, opts)
+        return self._complete(change, tensors)
 
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
         """Before anything is sent, check that there is one part per rank, each of the size that a rank sends or
@@ -248,22 +267,14 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{name} between {self.size()} ranks needs as many parts of {whole.numel()} elements each, got {sizes}"
             )
 
-    def _run(self, operation: Callable[[], None], result: Any, opts: Any) -> Any:
-        # A callback on the group's own thread does its collective at once: queued, it would wait for that callback.
-        if opts is not None and opts.asyncOp and not self._background.is_here and _may_go_on():
-            return self._background.begin(Pending(result, lambda: self._unless_broken(operation)))
-        # The order of submission is the same on all ranks, so work in the background must come first.
-        self._background.finish()
-        self._unless_broken(operation)
-        return Done(result)
-
-    def _unless_broken(self, operation: Callable[[], None]) -> None:
-        """Run the operation; if it fails in the middle, the ranks are out of step, and the group is broken."""
+    def _complete(self, operation: Callable[[], None], result: Any) -> Done:
+        """Do the work; if it fails in the middle, the ranks are out of step, and the group is broken."""
         try:
             operation()
         except BaseException:
-            self._here.close(is_broken=True)
+            self.here.close(is_broken=True)
             raise
+        return Done(result)
 
     def _by_gloo(self, *peers: int) -> Any:
         """Return the group for everything else, once those peers have created theirs; they connect on first use."""
@@ -275,29 +286,13 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             self._store.set(_CAME.format(self.rank()), "1")
         for rank in peers:  # gloo would wait for a peer that has already left
             while not self._store.check([_CAME.format(rank)]):
-                self._here.check_presence(rank)
+                self.here.check_presence(rank)
                 time.sleep(_POLL_S)
         return self._gloo
 
-    def _close_others(self) -> None:
-        self._background.close()
+    def _close_gloo(self) -> None:
         if self._gloo is not None:
             self._gloo.shutdown()
-
-
-def _may_go_on() -> bool:
-    """Whether the caller set `asyncOp` deliberately: a function of torch.distributed, outside of a backward pass.
-
-    C++ leaves it at its default, true, and waits. And in a backward pass, which is the same on all ranks, reducing a
-    bucket on another thread would cost more than it saves.
-    """
-    if current_graph_task_id() != _NO_BACKWARD_PASS:
-        return False
-    # Starts past `_run` and its caller; the loop skips what else is of this module.
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_globals is globals():
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == dist.distributed_c10d.__name__
 
 
 def _describe_call(name: str, tensor: torch.Tensor, argument: str | int | None) -> str:

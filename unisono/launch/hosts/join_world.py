@@ -15,7 +15,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,12 +24,9 @@ import torch.distributed as dist
 from unisono import preemption
 from unisono.backends import NAMES, pick_backend
 from unisono.backends.cores import fair_num_threads
-from unisono.comm.processes import ProcessCommunicator
-from unisono.comm.selection import innermost
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.errors import StoppedError
 from unisono.launch.hosts.environment import announced_place, take, within
-from unisono.launch.hosts.joint_return import return_together
 from unisono.launch.process_group import depart, join
 from unisono.launch.script_group import install
 from unisono.launch.worker import exit_error
@@ -116,8 +112,10 @@ def run_announced(
         )
     world = join_world(timeout, family.name, process_group=process_group)
     try:
-        with within(), _returning_together(world, timeout):
+        with within():
             result = fn(world.rank, *args)
+        # A peer that is still in fn, and waits for this rank in a collective, is told why that will not come.
+        world.comm.announce("the end of fn")
         results = _gather(world, result)
     except BaseException as error:
         failure = exit_error(error, world.rank) if isinstance(error, SystemExit) else error
@@ -153,13 +151,6 @@ def let_scripts_name_families() -> None:
                 original("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
     install(init_process_group)
-
-
-def _returning_together(world: World, timeout: timedelta) -> AbstractContextManager[None]:
-    comm = innermost(world.comm)
-    if isinstance(comm, ProcessCommunicator):
-        return return_together(comm, timeout)
-    return contextlib.nullcontext()
 
 
 def _gather(world: World, result: Any) -> list[Any]:

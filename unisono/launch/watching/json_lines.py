@@ -16,12 +16,7 @@ from unisono.launch.watching import clock
 def describe_line(rank: int, stream: str, line: bytes) -> bytes:
     """Format a line that a worker has written; if it was overwritten, its last content."""
     text = line.rstrip(b"\r\n").rpartition(b"\r")[2].decode(errors="replace")
-    return _to_line({"time": clock.now(), "rank": rank, "stream": stream, "text": text})
-
-
-def describe_event(text: str) -> bytes:
-    """Format a message of this package itself."""
-    return _to_line({"time": clock.now(), "level": "WARNING", "text": text})
+    return json.dumps({"time": clock.now(), "rank": rank, "stream": stream, "text": text}).encode() + b"\n"
 
 
 def log_as_json() -> None:
@@ -37,7 +32,3 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         facts = {"level": record.levelname, "logger": record.name, "text": super().format(record)}
         return json.dumps({"time": clock.to_text(record.created), **facts})
-
-
-def _to_line(facts: dict[str, object]) -> bytes:
-    return json.dumps(facts).encode() + b"\n"

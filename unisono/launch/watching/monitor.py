@@ -1,4 +1,4 @@
-"""The monitor: what each worker and its descendants use, sampled from outside.
+"""The monitor: what each worker and its descendants use, sampled from outside, once a second.
 
 Its samples show how memory grew before a worker died, feed the report, and are written to a file for later inspection.
 
@@ -22,7 +22,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -35,10 +35,6 @@ SAMPLES_PATH = "UNISONO_SAMPLES"
 
 _CURVE = 120  # samples kept per worker
 _REST = 100  # as a multiple of the CPU time of measuring
-_SETTLE_S = 0.2  # before the first round, while the group's other workers start
-_ALL_ROUNDS = 1000  # all of these are written; after that, one in ten
-
-_Children = dict[int, list[psutil.Process]]
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +81,7 @@ class _Watched:
 
     rank: int
     process: psutil.Process | None
+    pulse: Pulse = field(default_factory=lambda: Pulse(0))
     curve: deque[Sample] = field(default_factory=lambda: deque(maxlen=_CURVE))
     spent: tuple[float, float] | None = None  # when it was last sampled, and the CPU seconds of its tree up to then
 
@@ -101,73 +98,54 @@ class Monitor:
         self._path = path
         self._interval_s = interval_s
         self._watched: dict[int, _Watched] = {}
-        self._pulses: dict[int, Pulse] = {}
-        self._num_rounds = 0
-        self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=_sample, args=(self,), name="unisono-monitor", daemon=True)
 
     def watch(self, rank: int, pid: int) -> None:
         """Sample this process from now on as the worker of that rank, in place of the previous one."""
         process = None
         with suppress(psutil.Error):  # it has already ended
             process = psutil.Process(pid)
-        with self._lock:
-            self._watched[rank] = _Watched(rank, process)
-            self._pulses.pop(rank, None)
-            if self._thread is None and not self._is_closed.is_set():
-                self._thread = threading.Thread(target=_sample, args=(self,), name="unisono-monitor", daemon=True)
-                self._thread.start()
+        self._watched[rank] = _Watched(rank, process)
+        if self._thread.ident is None and not self._is_closed.is_set():
+            self._thread.start()
 
     def tell_pulse(self, rank: int, pulse: Pulse) -> None:
         """Store what a worker has reported about itself; its later samples include it."""
-        with self._lock:
-            self._pulses[rank] = pulse
+        if rank in self._watched:
+            self._watched[rank].pulse = pulse
 
     def curve(self, rank: int) -> list[Sample]:
         """The latest samples of a worker, oldest first; also available after its end."""
-        with self._lock:
-            return list(self._watched[rank].curve) if rank in self._watched else []
+        return list(self._watched[rank].curve) if rank in self._watched else []
 
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._is_closed.set()
-        with self._lock:
-            thread, self._thread = self._thread, None
-        # Joined without the lock, which the thread may be waiting for.
-        if thread is not None:
-            thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
-    # Everything below runs on the monitor's thread.
-
-    def _look_at_all(self) -> None:
-        with self._lock:
-            living = {each.rank: each for each in self._watched.values() if each.process is not None}
-            pulses = self._pulses.copy()
-        # Measured without the lock: `watch` and `curve` run on the supervisor's thread and must not wait.
-        trees = _trees(each.process for each in living.values() if each.process is not None)
-        samples = {}
-        for rank, each in living.items():
+    def _measure_all(self) -> None:
+        """One round, on the monitor's thread."""
+        living = [each for each in self._watched.copy().values() if each.process is not None]
+        trees = _trees(each.process for each in living if each.process is not None)
+        samples = []
+        for each in living:
             assert each.process is not None
             sample = _measure(each, trees[each.process.pid])
             if sample is None:
                 each.process = None
             else:
-                samples[rank] = _with_pulse(sample, pulses[rank]) if rank in pulses else sample
-        # `living` holds what was measured: a worker that has replaced one of them meanwhile starts with no samples.
-        with self._lock:
-            for rank, sample in samples.items():
-                living[rank].curve.append(sample)
-        self._write(samples.values())
-        self._num_rounds += 1
+                samples.append(sample)
+                each.curve.append(sample)
+        self._write(samples)
 
     def _write(self, samples: Iterable[Sample]) -> None:
-        if self._path is None or (self._num_rounds >= _ALL_ROUNDS and self._num_rounds % 10):
+        if self._path is None:
             return
-        lines = "".join(each.to_line() for each in samples)
         try:
             with self._path.open("a") as file:
-                file.write(lines)
+                file.write("".join(each.to_line() for each in samples))
         except OSError as error:
             logger.warning("samples of the workers are no longer written to %s: %s", self._path, error)
             # Reported once; the curves in memory still serve the error messages.
@@ -176,10 +154,10 @@ class Monitor:
 
 def _sample(monitor: Monitor) -> None:
     """Body of the monitor's thread: alternates rounds and rests until the monitor is closed."""
-    rest = min(_SETTLE_S, monitor._interval_s)
+    rest = monitor._interval_s / 5  # while the group's other workers start
     while not monitor._is_closed.wait(rest):
         spent = time.thread_time()
-        monitor._look_at_all()
+        monitor._measure_all()
         rest = max(monitor._interval_s, _REST * (time.thread_time() - spent))
 
 
@@ -209,7 +187,7 @@ def own_samples(rank: int) -> list[Sample]:
 
 def _trees(roots: Iterable[psutil.Process]) -> dict[int, list[psutil.Process]]:
     """Each process with all its descendants, by its pid: from a single pass over all processes of the machine."""
-    children: _Children = defaultdict(list)
+    children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             children[process.ppid()].append(process)
@@ -223,46 +201,33 @@ def _trees(roots: Iterable[psutil.Process]) -> dict[int, list[psutil.Process]]:
 
 def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
     """What the tree uses; None if its root has ended."""
-    now, uses = time.monotonic(), [_look(process) for process in tree]
-    if uses[0] is None or not uses[0][1]:  # without memory it is a zombie, or about to become one
+    now, uses = time.monotonic(), [_use_of(process) for process in tree]
+    if not uses[0][1]:  # without memory it is a zombie, or about to become one
         return None
-    known = [use for use in uses if use is not None]
-    seconds = sum(seconds for seconds, _ in known)
+    seconds = sum(seconds for seconds, _ in uses)
     before, watched.spent = watched.spent, (now, seconds)
+    # The seconds of a process that leaves the tree are lost, so the total can decrease.
+    percent = 100 * max(0.0, seconds - before[1]) / max(now - before[0], 1e-9) if before else 0.0
     return Sample(
         rank=watched.rank,
         at=round(time.time(), 3),
-        cpu_percent=_percent(seconds - before[1], now - before[0]) if before else 0.0,
-        rss=sum(rss for _, rss in known),
+        cpu_percent=round(percent, 1),
+        rss=sum(rss for _, rss in uses),
+        device_bytes=watched.pulse.device_bytes,
         pid=tree[0].pid,
+        step=watched.pulse.step,
+        samples_per_s=watched.pulse.samples_per_s,
+        loss=watched.pulse.loss,
     )
 
 
-def _with_pulse(sample: Sample, pulse: Pulse) -> Sample:
-    return replace(
-        sample,
-        device_bytes=pulse.device_bytes,
-        step=pulse.step,
-        samples_per_s=pulse.samples_per_s,
-        loss=pulse.loss,
-    )
-
-
-def _look(process: psutil.Process) -> tuple[float, int] | None:
-    """The CPU seconds of a process, with those of its children that have ended, and its memory; None if it is gone."""
-    try:
-        with process.oneshot():
-            # Compares creation times, so a reused pid is not taken for the same process.
-            if not process.is_running():
-                return None
-            rss, times = process.memory_info().rss, process.cpu_times()
-    except (psutil.Error, OSError):
-        return None
-    # Children that were waited for have left the tree, but their CPU time was the worker's.
-    ended = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
-    return times.user + times.system + ended, rss
-
-
-def _percent(spent: float, elapsed: float) -> float:
-    """Of one core. The seconds of a process that leaves the tree are lost, so the total can decrease."""
-    return round(100 * max(0.0, spent) / elapsed, 1) if elapsed > 0 else 0.0
+def _use_of(process: psutil.Process) -> tuple[float, int]:
+    """The CPU seconds of a process, with those of its children that have ended, and its memory; zeros if it is gone."""
+    with suppress(psutil.Error, OSError), process.oneshot():
+        # Compares creation times, so a reused pid is not taken for the same process.
+        if process.is_running():
+            times = process.cpu_times()
+            # Children that were waited for have left the tree, but their CPU time was the worker's.
+            ended = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+            return times.user + times.system + ended, process.memory_info().rss
+    return 0.0, 0

@@ -7,22 +7,23 @@ part of the message of a worker's failure.
 Output is shown in whole lines (`lines.py`). An unfinished line (a prompt, a row of dots) is held for `_HOLD_S` at most,
 then shown as it is.
 
-*Threads:* one per group, `unisono-output`, runs `_pump`, and is the only one that reads, splits and writes. The group's
-supervisor opens and closes; new sources and the request to end reach the thread under a lock, and a byte wakes it.
-There is no polling.
+*Threads:* one per group, `unisono-output`, is the only one that reads, splits and writes. The group's supervisor opens
+and closes: what is new reaches the thread by a queue, and a byte wakes it. There is no polling.
 
 Invariants:
 
 1. Files get each byte as it was written, before it is shown.
-2. A live stream that is blocked holds up only its writers; a broken one holds up no writer.
-3. None of our descriptors is inherited.
-4. `close` ends within its time, even if a process still holds a pipe or the terminal is blocked.
+2. A terminal that is stopped, or a reader who does not read, stops the workers that write to it, as without this
+   package; a broken pipe stops nobody.
+3. `close` ends within its time, even if a process still holds a pipe or the terminal is stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import select
 import selectors
 import signal
 import socket
@@ -32,15 +33,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
-from unisono.launch.watching.json_lines import describe_event, describe_line
-from unisono.launch.watching.lines import LineSplitter
-from unisono.launch.watching.live_stream import LiveStream
+from unisono.launch.watching.json_lines import describe_line
+from unisono.launch.watching.lines import LineMixer, LineSplitter
 from unisono.launch.watching.run_directory import RunDirectory, Stream
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 65536  # bytes per read
 _TAIL = 16384  # the number of bytes of each stderr to remember
-_LAST = 1 << 17  # bytes read at the end from a pipe that is still held open: more than the pipe's capacity
 _HOLD_S = 0.2
 
 
@@ -59,51 +61,72 @@ class OutputOptions:
     is_json: bool = False
 
 
+class _CallersStream:
+    """One of the caller's own streams, by a descriptor of ours, since the caller may close its own."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.mixer = LineMixer()
+        self.is_marked = False  # whether lines have got prefixes
+        try:
+            self.fd = os.dup(descriptor)
+        except OSError:  # it is closed
+            self.fd = os.open(os.devnull, os.O_WRONLY)
+
+    def write(self, data: bytes) -> None:
+        """Write everything, or nothing more once the stream is broken."""
+        while data and self.fd >= 0:
+            try:
+                data = data[os.write(self.fd, data) :]
+            except BlockingIOError:  # another holder of the stream has made it non-blocking
+                select.select([], [self.fd], [])
+            except OSError:
+                self.close()
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
 @dataclass(eq=False)
 class _Source:
     """One captured stream of one worker."""
 
     fd: int
     prefix: bytes
-    live: LiveStream | None  # None: not shown
+    shown_on: _CallersStream | None  # None: not shown
     path: Path | None  # the file that it is saved to
     describe: Callable[[bytes], bytes] | None = None  # formats a line for display; None shows it unchanged
-    log: int | None = None  # that file's descriptor
+    log: int = -1  # that file's descriptor
     tail: bytes = b""
     release_at: float | None = None  # when to show what is held
     splitter: LineSplitter = field(default_factory=LineSplitter)
 
-    def is_held_up(self) -> bool:
-        return self.live is not None and self.live.is_full()
-
-    def is_due(self) -> bool:
-        return self.release_at is not None and time.monotonic() >= self.release_at and not self.is_held_up()
-
     def show(self, data: bytes) -> None:
-        if self.live is not None:
-            for piece in self.splitter.feed(data):
-                self._add(self.live, piece)
-                self.release_at = None
-            # With `describe`, a fragment would become an object of its own.
-            if self.splitter.held and self.release_at is None and self.describe is None:
-                self.release_at = time.monotonic() + _HOLD_S
+        pieces = self.splitter.feed(data)
+        self._write(pieces)
+        if pieces:
+            self.release_at = None
+        # With `describe`, a fragment would become an object of its own.
+        if self.splitter.held and self.release_at is None and self.describe is None:
+            self.release_at = time.monotonic() + _HOLD_S
 
     def release(self) -> None:
+        """Show what is held, though its line is unfinished."""
         self.release_at = None
-        if self.live is not None and (held := self.splitter.release()):
-            self._add(self.live, held)
+        if held := self.splitter.release():
+            self._write([held])
 
-    def _add(self, live: LiveStream, piece: bytes) -> None:
-        live.add(self, self.prefix, piece if self.describe is None else self.describe(piece))
-
-    def close(self) -> None:
-        os.close(self.fd)
-        self.close_log()
+    def _write(self, pieces: list[bytes]) -> None:
+        if self.shown_on is not None:
+            self.shown_on.is_marked |= bool(self.prefix)
+            texts = pieces if self.describe is None else map(self.describe, pieces)
+            self.shown_on.write(b"".join(self.shown_on.mixer.add(self, self.prefix, text) for text in texts))
 
     def close_log(self) -> None:
-        if self.log is not None:
+        if self.log >= 0:
             os.close(self.log)
-            self.log = None
+            self.log = -1
 
 
 class Output:
@@ -120,25 +143,23 @@ class Output:
     ) -> None:
         self._options = options
         self._run = run
-        self._caller_stdout = stdout
-        self._stdout, self._stderr = self._lives = LiveStream(stdout), LiveStream(stderr)
+        self._stdout = stdout
+        self._callers = {"stdout": _CallersStream(stdout), "stderr": _CallersStream(stderr)}
         self._write_ends: dict[int, list[int]] = {}
         self._of_stderr: dict[int, _Source] = {}
         self._has_complained = False
-        self._sources: list[_Source] = []
-        self._lock = threading.Lock()  # covers the next two attributes
-        self._fresh: list[_Source] = []
+        self._news: SimpleQueue[_Source] = SimpleQueue()
         self._deadline: float | None = None  # for the end
         self._wake_r, self._wake_w = socket.socketpair()
-        self._thread = threading.Thread(target=_pump, args=(self,), name="unisono-output", daemon=True)
+        self._thread = threading.Thread(target=_pass_on, args=(self,), name="unisono-output", daemon=True)
 
     def open(self, rank: int) -> tuple[int, int]:
         """Return the descriptors for a worker's stdout and stderr; they remain ours, see `handed_over`."""
-        ends = self._write_ends[rank] = []
-        stdout = self._caller_stdout
-        if self._captures_stdout(rank):
-            stdout = self._capture(rank, "stdout", self._stdout, ends)
-        return stdout, self._capture(rank, "stderr", self._stderr, ends)
+        self._write_ends[rank] = []
+        options = self._options
+        is_captured = options.prefix is True or options.is_json or self._run is not None or not self._is_shown(rank)
+        stdout = self._capture(rank, "stdout") if is_captured else self._stdout
+        return stdout, self._capture(rank, "stderr")
 
     def handed_over(self, rank: int) -> None:
         """Close our copies of a worker's descriptors, which it now has: its end is then the end of its streams."""
@@ -159,40 +180,33 @@ class Output:
         """Pass on what is left, and end; all writers must be dead. Idempotent.
 
         Args:
-            timeout_s: seconds to wait for a blocked terminal, and for a pipe that a stray process holds.
+            timeout_s: seconds to wait for a pipe that a stray process holds, and for a stopped terminal.
         """
         for rank in list(self._write_ends):
             self.handed_over(rank)
-        with self._lock:
-            if self._deadline is not None:
-                return
+        if self._deadline is None:
             self._deadline = time.monotonic() + timeout_s
             self._wake()
-        self._thread.join(timeout_s + 1.0)  # a stream that could not be made non-blocking may still block it
-
-    def _captures_stdout(self, rank: int) -> bool:
-        is_marked = self._options.prefix is True or self._options.is_json
-        return is_marked or self._run is not None or not self._is_shown(rank)
+            self._thread.join(timeout_s + 1.0)  # a stopped terminal may hold it for longer
 
     def _is_shown(self, rank: int) -> bool:
         return self._options.log_ranks is None or rank in self._options.log_ranks
 
-    def _capture(self, rank: int, name: Stream, live: LiveStream, ends: list[int]) -> int:
+    def _capture(self, rank: int, name: Stream) -> int:
         is_marked = name == "stderr" if self._options.prefix is None else self._options.prefix
-        prefix = f"[rank {rank}] ".encode() if is_marked and not self._options.is_json else b""
-        path = None if self._run is None else self._run.log(rank, name)
         reading, writing = os.pipe()
-        ends.append(writing)
-        # Not the write end: the worker would have to handle EAGAIN.
-        os.set_blocking(reading, False)
-        describe = partial(describe_line, rank, name) if self._options.is_json else None
-        source = _Source(reading, prefix, live if self._is_shown(rank) else None, path, describe)
+        self._write_ends[rank].append(writing)
+        source = _Source(
+            fd=reading,
+            prefix=f"[rank {rank}] ".encode() if is_marked and not self._options.is_json else b"",
+            shown_on=self._callers[name] if self._is_shown(rank) else None,
+            path=None if self._run is None else self._run.log(rank, name),
+            describe=partial(describe_line, rank, name) if self._options.is_json else None,
+        )
         if name == "stderr":
             self._of_stderr[rank] = source
-        with self._lock:
-            assert self._deadline is None, "closed"
-            self._fresh.append(source)
-            self._wake()
+        self._news.put(source)
+        self._wake()
         return writing
 
     def _wake(self) -> None:
@@ -203,115 +217,78 @@ class Output:
 
     # Everything below runs on the output's thread.
 
-    def _serve(self) -> None:
-        while self._goes_on():
-            self._turn()
-        for source in self._sources.copy():
-            self._drain(source)
-        for live in self._lives:
-            live.end_line()
-        # Past the deadline `_turn` no longer waits, so this goes on only while the streams accept data.
-        while any(live.pending for live in self._lives) and (self._turn() or not self._is_over()):
-            pass
+    def _serve(self, selector: selectors.BaseSelector) -> None:
+        selector.register(self._wake_r, selectors.EVENT_READ)
+        while not self._is_over(selector):
+            sources = [key.data for key in selector.get_map().values() if key.data is not None]
+            moments = [each.release_at for each in sources if each.release_at is not None]
+            moments += [] if self._deadline is None else [self._deadline]
+            for key, _ in selector.select(max(0.0, min(moments) - time.monotonic()) if moments else None):
+                if key.data is None:
+                    self._take_news(selector)
+                elif not self._read(key.data):
+                    selector.unregister(key.fd)
+                    self._end(key.data)
+            for source in sources:
+                if source.release_at is not None and time.monotonic() >= source.release_at:
+                    source.release()
 
-    def _goes_on(self) -> bool:
-        """Whether there is anything left to wait for: an open source, or more to be opened."""
-        with self._lock:
-            fresh, self._fresh = self._fresh, []
-            is_closing = self._deadline is not None
-        for source in fresh:
-            self._sources.append(source)
-            self._open_log(source)
-        return not is_closing or (bool(self._sources) and not self._is_over())
+    def _is_over(self, selector: selectors.BaseSelector) -> bool:
+        if self._deadline is None:
+            return False
+        is_done = len(selector.get_map()) == 1 and self._news.empty()  # what is left is what wakes this thread
+        return is_done or time.monotonic() >= self._deadline
 
-    def _is_over(self) -> bool:
-        return self._deadline is not None and time.monotonic() >= self._deadline
+    def _take_news(self, selector: selectors.BaseSelector) -> None:
+        self._wake_r.recv(64)
+        with contextlib.suppress(Empty):
+            while True:
+                source = self._news.get_nowait()
+                selector.register(source.fd, selectors.EVENT_READ, source)
+                if source.path is not None:
+                    try:
+                        # Appending: a restarted group and `RunDirectory.append` write to the same file.
+                        source.log = os.open(source.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                    except OSError as error:
+                        self._complain(source, error)
 
-    def _turn(self) -> bool:
-        """Wait, and serve what is ready; return whether anything was."""
-        with selectors.PollSelector() as selector:  # unlike epoll, it supports regular files
-            selector.register(self._wake_r, selectors.EVENT_READ)
-            for source in self._sources:
-                # An unread pipe fills up and blocks its writer, which is what limits the pending output.
-                if not source.is_held_up():
-                    selector.register(source.fd, selectors.EVENT_READ, source)
-            for live in self._lives:
-                if live.pending:
-                    selector.register(live.fd, selectors.EVENT_WRITE, live)
-            ready = [key.data for key, _ in selector.select(self._timeout())]
-        for each in ready:
-            if isinstance(each, LiveStream):
-                each.write()
-            elif isinstance(each, _Source):
-                if self._read(each) == b"":
-                    self._end(each)
-            else:
-                self._wake_r.recv(64)
-        for source in self._sources:
-            if source.is_due():
-                source.release()
-        return bool(ready)
-
-    def _timeout(self) -> float | None:
-        moments = [source.release_at for source in self._sources if not source.is_held_up()] + [self._deadline]
-        known = [moment for moment in moments if moment is not None]
-        return max(0.0, min(known) - time.monotonic()) if known else None
-
-    def _read(self, source: _Source) -> bytes | None:
-        """Read once and pass it on. Returns b"" at the end of the stream, and None if there is nothing yet."""
-        try:
-            data = os.read(source.fd, _CHUNK)
-        except BlockingIOError:
-            return None
-        self._keep(source, data)
-        source.tail = (source.tail + data)[-_TAIL:]
-        source.show(data)
-        return data
-
-    def _drain(self, source: _Source) -> None:
-        """Read what is left of a source that a process still holds open."""
-        left = _LAST
-        while left > 0 and (data := self._read(source)):
-            left -= len(data)
-        self._end(source)
-
-    def _end(self, source: _Source) -> None:
-        self._sources.remove(source)
-        source.release()
-        source.close()
-
-    def _open_log(self, source: _Source) -> None:
-        if source.path is not None:
+    def _read(self, source: _Source) -> bool:
+        """Read once and pass it on; False at the end of the stream."""
+        data = kept = os.read(source.fd, _CHUNK)
+        while kept and source.log >= 0:
             try:
-                # Appending: a restarted group and `RunDirectory.append` write to the same file.
-                source.log = os.open(source.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            except OSError as error:
-                self._complain(source.path, error)
-
-    def _keep(self, source: _Source, data: bytes) -> None:
-        while data and source.log is not None:
-            try:
-                data = data[os.write(source.log, data) :]
+                kept = kept[os.write(source.log, kept) :]
             except OSError as error:
                 source.close_log()
-                self._complain(source.path, error)
+                self._complain(source, error)
+        source.tail = (source.tail + data)[-_TAIL:]
+        source.show(data)
+        return bool(data)
 
-    def _complain(self, path: Path | None, error: OSError) -> None:
+    def _end(self, source: _Source) -> None:
+        source.release()
+        os.close(source.fd)
+        source.close_log()
+
+    def _complain(self, source: _Source, error: OSError) -> None:
         if not self._has_complained:
             self._has_complained = True
-            text = f"unisono: {path} does not keep all output of its worker ({error.strerror}); the run continues"
-            self._stderr.add(None, b"", describe_event(text) if self._options.is_json else f"{text}\n".encode())
-
-    def _release(self) -> None:
-        ours: list[_Source | LiveStream | socket.socket] = [*self._lives, self._wake_r, self._wake_w]
-        for each in ours + self._sources:  # the only sources left are those that a failure of this thread has left
-            each.close()
+            logger.warning(
+                "%s does not keep all output of its worker (%s); the run continues", source.path, error.strerror
+            )
 
 
-def _pump(output: Output) -> None:
+def _pass_on(output: Output) -> None:
     """Body of the output's thread: runs until it is asked to end, and has passed on everything."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])  # a broken pipe must not end the caller
-    try:
-        output._serve()
-    finally:
-        output._release()
+    with output._wake_r, output._wake_w, selectors.DefaultSelector() as selector:
+        try:
+            output._serve(selector)
+        finally:
+            for key in list(selector.get_map().values()):  # those that a stray process still holds open
+                if key.data is not None:
+                    output._end(key.data)
+            for stream in output._callers.values():
+                if stream.is_marked:  # so that the caller's next output begins a new line
+                    stream.write(stream.mixer.end_line())
+                stream.close()

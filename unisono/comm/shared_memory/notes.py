@@ -1,0 +1,101 @@
+"""Notes: what each rank of one machine does, in words, in memory that all of them map.
+
+A transport pairs whatever arrives, so ranks compare what they are about to do. A rank notes its announcements, one line
+each, and then its collective; the notes of a collective end when all have met in it. Equal notes mean equal operations.
+
+*Threads:* the rank's own thread.
+
+Invariants:
+
+1. The notes of collective n are on page n modulo 2. A rank turns to page n + 1 after all have arrived at n, so nobody
+   reads what stood there for n - 1.
+2. A page only grows, and its length is written after its text: a reader finds whole lines (on processors that keep the
+   order of stores, see `futex.SUPPORTED`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from unisono.comm.operations import fitted
+from unisono.comm.shared_memory.mapping import Mapping
+
+_LAST_AT, _PAGES_AT, _PAGE = 64, 576, 1760  # offsets in a rank's header, and the bytes of each of its two pages
+_TEXT_AT = 8  # in a page, after its number and its length; in the last words, after their length
+_LINE = 480  # the most bytes of a line; the last one on a page always has room
+_WORD = 2**32
+
+
+class Notes:
+    """The notes of all ranks; this rank writes its own."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._rank, self._size = mapping.rank, mapping.size
+        self._memory = mapping.memory
+        self._words = memoryview(mapping.memory).cast("I")
+        self._headers = [mapping.header_of(rank) for rank in range(mapping.size)]
+        self._number = 0
+        self.turn_page()
+
+    def turn_page(self) -> None:
+        """Begin the notes of the next collective."""
+        self._number += 1
+        at = self._page_of(self._rank, self._number) // 4
+        # The length first: under the new number, nothing of the old notes may be read.
+        self._words[at + 1] = 0
+        self._words[at] = self._number % _WORD
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is room for one line only, that of the collective."""
+        return len(self._read(self._rank)) > _PAGE - _TEXT_AT - 2 * _LINE
+
+    def add(self, action: str, is_torchs: bool = False) -> None:
+        """Note what this rank does next: with `is_torchs`, a collective that was called without this package."""
+        line, at = _line_of(action), self._page_of(self._rank, self._number)
+        length = self._words[at // 4 + 1]
+        start = at + _TEXT_AT + length
+        self._memory[start : start + len(line)] = line
+        self._words[at // 4 + 1] = length + len(line)
+        if not is_torchs:
+            last = self._headers[self._rank] + _LAST_AT
+            self._memory[last + _TEXT_AT : last + _TEXT_AT + len(line)] = line
+            self._words[last // 4] = len(line)
+
+    def find_difference(self) -> dict[int, str]:
+        """The first line by which the notes of ranks differ, as far as they go, by rank; empty if none does."""
+        own = self._read(self._rank)
+        found = {rank: self._read(rank) for rank in range(self._size)}
+        if all(own.startswith(text[: len(own)]) for text in found.values()):
+            return {}
+        lines = {rank: text.decode(errors="replace").splitlines() for rank, text in found.items()}
+        for number in range(max(map(len, lines.values()))):
+            row = {rank: each[number] for rank, each in lines.items() if number < len(each)}
+            if len(set(row.values())) > 1:
+                return row
+        return {}
+
+    def last_action(self, rank: int) -> str:
+        """What that rank has last announced or called of this package; "" if nothing."""
+        at = self._headers[rank] + _LAST_AT
+        text = self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4]]
+        return text.decode(errors="replace").rstrip("\n")
+
+    def only_line(self, rank: int) -> str:
+        """What that rank has noted, if it is one line."""
+        return self._read(rank).decode(errors="replace").rstrip("\n")
+
+    def _read(self, rank: int) -> bytes:
+        """What that rank has noted for this rank's next collective so far."""
+        at = self._page_of(rank, self._number)
+        if self._words[at // 4] != self._number % _WORD:
+            return b""
+        return self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4 + 1]]
+
+    def _page_of(self, rank: int, number: int) -> int:
+        return self._headers[rank] + _PAGES_AT + number % 2 * _PAGE
+
+
+@lru_cache(1024)
+def _line_of(action: str) -> bytes:
+    return fitted(action.replace("\n", " "), _LINE - 1) + b"\n"
