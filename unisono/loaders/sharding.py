@@ -293,7 +293,7 @@ def rounds(
         is_whole = len(group) == rule.count and not rule.policy.fills
         sizes = [size_of(batch, not is_whole) for batch in group]
         largest = largest if nominal else max(largest, *(size.samples for size in sizes))
-        is_tail = len(group) < rule.batches or (nominal is not None and sizes[-1].samples < nominal)
+        is_tail = len(group) < rule.batches or (nominal is not None and min(sizes).samples < nominal)
         if reference is None:
             reference = sizes[0].samples
         if rule.fixed_batch_size:
