@@ -328,7 +328,7 @@ def check_sizes_known(sizes: Sequence[Size]) -> None:
     if unsized := next((size.unsized for size in sizes if size.unsized), None):
         raise ValueError(
             f"fixed_batch_size=True compares the sizes of batches, and one of class {unsized} does not say how many "
-            "samples it holds; let the loader yield tensors with the samples along batchdim, in dicts, lists or "
+            "samples it holds; let the loader yield tensors with the samples along batch_dim, in dicts, lists or "
             "tuples, or leave fixed_batch_size out"
         )
 
