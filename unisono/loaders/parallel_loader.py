@@ -32,7 +32,7 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_sharded
 from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Lane, Pipeline
-from unisono.loaders.registry import Sources, source_of, tell_of_repetition
+from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.resume import Progress, State
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, state_behind
@@ -216,7 +216,7 @@ class ParallelLoader:
             if self._receivers:
                 return
             if self._world.rank == 0:
-                tell_of_repetition(self._loader, self._source, self._bookmark)
+                warn_of_repetition(self._loader, self._source)
             try:
                 self._start()
             except BaseException:
