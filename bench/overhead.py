@@ -84,7 +84,7 @@ def loaders(dataset: Dataset[Any], workers: int, keep_workers: bool = True) -> d
 
     made: dict[str, Iterable[Any]] = {
         OURS: DeviceLoader(bare(), "cpu"),
-        NOTHING_AHEAD: DeviceLoader(bare(), "cpu", loader_prefetch_size=0),
+        NOTHING_AHEAD: DeviceLoader(bare(), "cpu", prefetch=0),
         "bare DataLoader": bare(),
     }
     try:

@@ -28,27 +28,26 @@ STEP_BYTES = 24 * MIB  # hashed by each step: slower than filling a batch
 
 
 class Case(NamedTuple):
-    """How a loader is bounded: by bytes (in MiB), or only by the numbers of batches in its two stages."""
+    """How a loader is bounded: by bytes (in MiB), or only by the number of batches."""
 
     prefetch_mib: int | None
-    loader_prefetch_size: int = 8
-    device_prefetch_size: int = 4
+    prefetch: int = 8
 
     @property
     def most_mib(self) -> int:
         """The upper limit: the bound, or one larger batch, plus one batch each in the reader and in the loop."""
         if self.prefetch_mib is not None:
             return max(self.prefetch_mib, LARGEST) + 2 * LARGEST
-        return (self.loader_prefetch_size + self.device_prefetch_size + 1) * LARGEST + 2 * LARGEST
+        return (self.prefetch + max(self.prefetch // 2, 1) + 1) * LARGEST + 2 * LARGEST
 
     @property
     def title(self) -> str:
         if self.prefetch_mib is not None:
             return f"prefetch_bytes={self.prefetch_mib} MiB"
-        return f"prefetch sizes {self.loader_prefetch_size} + {self.device_prefetch_size}"
+        return f"prefetch={self.prefetch}"
 
 
-CASES = [Case(None), Case(None, 1, 1), Case(48), Case(24), Case(12), Case(4)]
+CASES = [Case(None), Case(None, 1), Case(48), Case(24), Case(12), Case(4)]
 DRAWN = [Case(None), Case(48), Case(24), Case(12)]
 
 
@@ -92,8 +91,7 @@ def run(case: Case, batches: int) -> Books:
     loader = DeviceLoader(
         books,
         "cpu",
-        loader_prefetch_size=case.loader_prefetch_size,
-        device_prefetch_size=case.device_prefetch_size,
+        prefetch=case.prefetch,
         prefetch_bytes=bound,
         already_sharded=True,
     )

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from unisono import DeviceLoader
 from unisono.loaders.channel import Channel
 from unisono.loaders.indexed import IndexedSource
+from unisono.loaders.pipeline import Lane
 from unisono.loaders.sharding import Piece, Rule
 from unisono.world import World, thread_worlds
 
@@ -124,6 +125,16 @@ class Dealt(NamedTuple):
 def is_awaiting_room(channel: Channel[Any]) -> bool:
     """Whether the sender waits for room there, or is about to."""
     return channel._room_bell._expected > 0
+
+
+def is_awaiting_item(channel: Channel[Any], threads: int = 1) -> bool:
+    """Whether so many receivers wait there, or are about to."""
+    return channel._item_bell._expected >= threads
+
+
+def is_awaiting_batch(lane: Lane) -> bool:
+    """Whether a loop waits there for a batch, or is about to."""
+    return is_awaiting_item(lane.outbox)
 
 
 def worlds(count: int) -> list[World]:

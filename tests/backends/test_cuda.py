@@ -178,7 +178,7 @@ def test_the_copy_of_the_next_batch_overlaps_the_kernels_of_this_step():
         weight @ weight
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for batch in DeviceLoader(batches, "cuda", device_prefetch_size=1):
+        for batch in DeviceLoader(batches, "cuda", prefetch=2):
             for _ in range(40):  # longer than staging takes, or the next copy would begin when the step has ended
                 weight @ weight
             sums.append(batch.sum())

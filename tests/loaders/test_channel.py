@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
-from epochs import PATIENCE_S, CodedError, is_awaiting_room
+from epochs import PATIENCE_S, CodedError, is_awaiting_item, is_awaiting_room
+from faults import until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,17 +23,15 @@ from unisono.outcome import Outcome
 class Waiting:
     """A callback that says when a thread is about to wait, and answers False."""
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self) -> None:
         self._left = threading.Semaphore(0)
-        self._threads = threads
 
     def __call__(self) -> bool:
         self._left.release()
         return False
 
     def seen(self) -> None:
-        for _ in range(self._threads):
-            assert self._left.acquire(timeout=PATIENCE_S)
+        assert self._left.acquire(timeout=PATIENCE_S)
 
 
 def in_threads(*calls: Callable[[], Any]) -> list[Future]:
@@ -137,17 +136,17 @@ def test_a_receipt_is_told_of_before_the_sender_asks_for_room_again():
 
 
 def test_a_receiver_waits_for_an_item():
-    channel, is_empty = Channel(), Waiting()
-    (receiving,) = in_threads(lambda: channel.receive(is_empty))
-    is_empty.seen()
+    channel = Channel()
+    (receiving,) = in_threads(channel.receive)
+    until(lambda: is_awaiting_item(channel))
     channel.send("news")
     assert result(receiving) == "news"
 
 
 def test_the_end_wakes_every_waiting_receiver():
-    channel, is_empty = Channel(), Waiting(threads=2)
-    receiving = in_threads(*[lambda: channel.receive(is_empty)] * 2)
-    is_empty.seen()
+    channel = Channel()
+    receiving = in_threads(*[channel.receive] * 2)
+    until(lambda: is_awaiting_item(channel, threads=2))
     channel.close(Outcome())
     for each in receiving:
         with pytest.raises(EndOfChannel):
@@ -155,13 +154,13 @@ def test_the_end_wakes_every_waiting_receiver():
 
 
 def test_cancelling_wakes_a_waiting_sender_and_every_waiting_receiver():
-    is_full, is_empty = Waiting(), Waiting(threads=3)
+    is_full = Waiting()
     full, empty = Channel(), Channel()
     full.send(1)
     (sending,) = in_threads(lambda: full.wait_for_room(is_full))
-    receiving = in_threads(*[lambda: empty.receive(is_empty)] * 3)
+    receiving = in_threads(*[empty.receive] * 3)
     is_full.seen()
-    is_empty.seen()
+    until(lambda: is_awaiting_item(empty, threads=3))
     full.cancel()
     empty.cancel()
     assert result(sending) is False
@@ -171,9 +170,9 @@ def test_cancelling_wakes_a_waiting_sender_and_every_waiting_receiver():
 
 
 def test_one_item_more_wakes_one_of_two_receivers_and_the_next_item_the_other():
-    channel, is_empty = Channel(), Waiting(threads=2)
-    receiving = in_threads(*[lambda: channel.receive(is_empty)] * 2)
-    is_empty.seen()
+    channel = Channel()
+    receiving = in_threads(*[channel.receive] * 2)
+    until(lambda: is_awaiting_item(channel, threads=2))
     channel.send("a")
     wait(receiving, PATIENCE_S, return_when="FIRST_COMPLETED")
     channel.send("b")
@@ -216,17 +215,6 @@ def test_a_waiting_sender_asks_again_when_it_is_woken():
     assert result(waiting) is True
 
 
-def test_a_waiting_sender_is_woken_from_a_place_that_must_not_take_the_lock():
-    lock, is_full, may = threading.Lock(), Waiting(), []
-    channel = Channel(lock)
-    (waiting,) = in_threads(lambda: channel.wait_for_room(lambda: is_full() or bool(may)))
-    is_full.seen()
-    with lock:
-        may.append(True)
-        channel.wake_sender_unlocked()
-    assert result(waiting) is True
-
-
 def test_a_garbage_collection_inside_of_waiting_for_room_may_cancel():
     channel = Channel()
     (waiting,) = in_threads(lambda: channel.wait_for_room(lambda: bool(channel.cancel())))
@@ -240,22 +228,11 @@ def test_a_garbage_collection_inside_of_finding_room_may_cancel():
 
 
 def test_a_garbage_collection_inside_of_receiving_may_cancel():
-    channel = Channel()
-    (receiving,) = in_threads(lambda: channel.receive(channel.cancel))
-    with pytest.raises(ClosedError):
-        result(receiving)
-
-
-def test_an_interrupt_while_waiting_leaves_the_channel_whole():
-    channel = Channel()
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        channel.receive(interrupt)
+    channel = Channel(on_receipt=lambda item: channel.cancel())
     channel.send(1)
     assert channel.receive() == 1
+    with pytest.raises(ClosedError):
+        channel.receive()
 
 
 @given(st.lists(st.one_of(st.integers(), st.just("receive")), max_size=30))

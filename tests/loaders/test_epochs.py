@@ -226,7 +226,7 @@ def test_persistent_workers_serve_each_call_of_a_data_parallel():
 
 @pytest.fixture
 def told(caplog) -> Callable[[], list[str]]:
-    registry._say_repetition.cache_clear()
+    registry.say_repetition.cache_clear()
 
     def warnings() -> list[str]:
         return [each.message for each in caplog.records if each.levelno == logging.WARNING]
@@ -402,7 +402,7 @@ class Unhashable(Numbers):
 
 def test_datasets_are_told_apart_by_identity_and_not_kept(told):
     gc.collect()
-    known = len(registry._first_epochs)
+    known = len(registry.first_epochs)
     for _ in range(3):
         data = Unhashable(COUNT)
         taken(DeviceLoader(DataLoader(data, batch_size=2, shuffle=True)))
@@ -412,4 +412,4 @@ def test_datasets_are_told_apart_by_identity_and_not_kept(told):
         assert gone() is None
     for _ in range(2):
         taken(DeviceLoader(DataLoader([1, 2, 3], batch_size=2, shuffle=True)))  # which cannot be held weakly
-    assert (told(), len(registry._first_epochs)) == ([], known)
+    assert (told(), len(registry.first_epochs)) == ([], known)

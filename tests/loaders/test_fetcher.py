@@ -671,7 +671,7 @@ class Watched(Dataset):
 
 def test_a_thousand_early_ends_leave_nothing():
     dataset = Watched()
-    loader = DeviceLoader(DataLoader(dataset, batch_size=None, shuffle=True), loader_prefetch_size=2)
+    loader = DeviceLoader(DataLoader(dataset, batch_size=None, shuffle=True), prefetch=2)
     gc.collect()
     gc.disable()
     try:
@@ -773,7 +773,7 @@ def test_descriptors_suffice_however_many_batches_may_wait():
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, 2 * psutil.Process().num_fds()), before[1]))
     try:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        loader = DeviceLoader(DataLoader(Pair(limit), 1, num_workers=1), loader_prefetch_size=limit)
+        loader = DeviceLoader(DataLoader(Pair(limit), 1, num_workers=1), prefetch=limit)
         iterator = iter(loader)
         first = next(iterator)
         pipeline = iterator._lane._pipeline

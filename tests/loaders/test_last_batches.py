@@ -30,7 +30,7 @@ def ask_at_each(loader):
 
 LOADERS = {
     "map-style": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2)),
-    "no prefetching": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2), loader_prefetch_size=0),
+    "no prefetching": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2), prefetch=0),
     "stream": lambda: DeviceLoader(DataLoader(Stream(13), batch_size=2)),
     "list": lambda: DeviceLoader([NUMBERS[:2]] * 7),
     "drop": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2, drop_last=True)),

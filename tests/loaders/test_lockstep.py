@@ -27,7 +27,7 @@ from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Stamps
 from unisono.loaders.sharding import Claim, Rule
 from unisono.loaders.sources import Begun
-from unisono.loaders.stream_parts import Read
+from unisono.loaders.stream_position import Read, Seen
 from unisono.world import World, thread_worlds
 
 
@@ -90,13 +90,13 @@ def begun_at(position: dict[str, Any]) -> Begun:
     return Begun(0, position, iter(()))
 
 
-def deliveries_of(rank: int, ranks: int, batches: Sequence[Any], **more: Any) -> list[Delivery]:
+def deliveries_of(rank: int, ranks: int, batches: Sequence[Any], mark: int = 7, by: Any = "stride") -> list[Delivery]:
     """What the lane of a rank with one loader worker gives: each batch with what it has read."""
-    made = []
-    for batch in batches:
-        position = start_of(ranks, read=Read(rank, len(batch)), mark=7) | more
-        made.append(Delivery(batch, None, Claim(len(batch), len(batch)), position, 0, Stamps()))
-    return made
+    return [
+        Delivery(batch, None, Claim(len(batch), len(batch)), Read(rank, len(batch), by, seen), 0, Stamps())
+        for rows, batch in enumerate(batches)
+        for seen in [Seen(mark, rows + 1, mark) if by == "stride" else None]
+    ]
 
 
 def numbered(sizes: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
@@ -363,7 +363,7 @@ def other_offers(**position: Any) -> list[Exception]:
 def test_ranks_that_read_different_streams_are_refused():
     for error in other_offers(mark=8):
         assert type(error) is RuntimeError
-        assert str(error).startswith("the ranks read different streams (their samples differ)")
+        assert str(error).startswith("the ranks or loader workers read different streams (their samples differ)")
         assert "pass already_sharded=True" in str(error)
 
 

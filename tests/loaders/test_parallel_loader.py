@@ -27,6 +27,7 @@ from epochs import (
     CodedError,
     Killed,
     Numbers,
+    is_awaiting_batch,
     is_awaiting_room,
     join_own_threads,
     loader_workers,
@@ -38,7 +39,7 @@ from hypothesis import strategies as st
 from modes import FAMILY, PROCESSES_2, devices, in_main_memory
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono import DeviceIterator, DeviceLoader, ParallelLoader
+from unisono import DeviceLoader, ParallelLoader
 from unisono.backends import get_backend
 from unisono.errors import ClosedError
 from unisono.timeline import COMPUTE, FETCH
@@ -121,7 +122,7 @@ def test_the_tail_is_split_and_nothing_is_lost(sizes, count, dim):
 
     bounds = list(itertools.accumulate(sizes, initial=0))
     batches = [batch(*pair) for pair in itertools.pairwise(bounds)]
-    delivered = rounds_of(batches, count, batchdim=dim)
+    delivered = rounds_of(batches, count, batch_dim=dim)
     assert {len(each) for each in delivered} == {-(-len(sizes) // count)}
     in_order = [take(*pair[:1], 0, pair[1], dim) for round_ in zip(*delivered, strict=True) for pair in round_]
     found = torch.cat(in_order, dim) if in_order else batch(0, 0)
@@ -281,7 +282,7 @@ def test_a_source_that_waits_for_the_round_before_to_be_consumed_goes_on(count):
             source.let(count)
 
 
-@pytest.mark.parametrize(("loaded", "moved", "count"), [(1, 1, 1), (8, 4, 1), (2, 3, 2)])
+@pytest.mark.parametrize(("loaded", "moved", "count"), [(1, 1, 1), (8, 4, 1), (3, 1, 2)])
 def test_no_more_is_prefetched_than_allowed(loaded, moved, count):
     # Beside what waits in the queues, the reader and each transfer hold one round in their hands.
     bound = count * (loaded + moved + 2)
@@ -296,8 +297,7 @@ def test_no_more_is_prefetched_than_allowed(loaded, moved, count):
                 yield number
 
     source = Watching(free=10_000)
-    sizes = {"loader_prefetch_size": loaded, "device_prefetch_size": moved}
-    with ParallelLoader(source, devices(count), **sizes) as parallel:
+    with ParallelLoader(source, devices(count), prefetch=loaded) as parallel:
         iterators = [parallel.per_device_loader(device) for device in devices(count)]
         source.wait_given(bound)
         for _ in range(50):
@@ -310,36 +310,24 @@ def test_no_more_is_prefetched_than_allowed(loaded, moved, count):
 
 @pytest.mark.any_family
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("sizes", [(8, 4), (1, 1)])
-def test_one_thread_may_drain_one_device_after_another(count, sizes):
-    found = batches_of(range(200 * count), count, loader_prefetch_size=sizes[0], device_prefetch_size=sizes[1])
+@pytest.mark.parametrize("prefetch", [8, 1])
+def test_one_thread_may_drain_one_device_after_another(count, prefetch):
+    found = batches_of(range(200 * count), count, prefetch=prefetch)
     assert found == [list(range(place, 200 * count, count)) for place in range(count)]
 
 
 @pytest.mark.any_family
-@pytest.mark.parametrize("leave", [DeviceIterator.close, lambda iterator: None], ids=["by closing", "by dropping it"])
-def test_a_consumer_that_leaves_does_not_starve_the_others(leave):
-    with ParallelLoader(range(400), devices(2), loader_prefetch_size=1, device_prefetch_size=1) as parallel:
-        may_leave = threading.Event()
-        leaving, remaining = devices(2)
-        staying = parallel.per_device_loader(remaining)
-        found = []
-
-        def take_one() -> int:
-            iterator = parallel.per_device_loader(leaving)
-            first = next(iterator)
-            may_leave.wait(PATIENCE_S)
-            leave(iterator)
-            return first
-
-        with ThreadPoolExecutor(1) as leaver, ThreadPoolExecutor(1) as stayer:
-            left, stayed = leaver.submit(take_one), stayer.submit(lambda: found.extend(staying))
-            # The reader waits for room in the left lane, and the stayer for the reader.
-            until(lambda: is_awaiting_room(parallel._pipeline.lanes[0].entry) and parallel._pipeline.lanes[1].waiter)
-            may_leave.set()
-            assert left.result(PATIENCE_S) == 0
-            stayed.result(PATIENCE_S)
-        assert found == list(range(1, 400, 2))
+def test_a_replica_that_closes_its_iterator_does_not_starve_the_others():
+    with ParallelLoader(range(400), devices(2), prefetch=1, world=solo_world(), loops=worlds(2)) as parallel:
+        leaving, staying = [parallel.per_device_loader(device) for device in devices(2)]
+        assert next(leaving) == 0
+        with ThreadPoolExecutor(1) as stayer:
+            stayed = stayer.submit(list, staying)
+            # The reader waits for room in the lane of the one, and the other for the reader.
+            full, empty = parallel._pipeline.lanes
+            until(lambda: is_awaiting_room(full.entry) and is_awaiting_batch(empty))
+            leaving.close()
+            assert stayed.result(PATIENCE_S) == list(range(1, 400, 2))
 
 
 @pytest.mark.any_family
@@ -551,7 +539,7 @@ def test_a_closed_loader_wakes_who_waits_and_refuses_who_comes():
     iterators = [parallel.per_device_loader(device) for device in devices(2)]
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(next, iterator) for iterator in iterators]
-        until(lambda: all(lane.waiter is not None for lane in parallel._pipeline.lanes))
+        until(lambda: all(map(is_awaiting_batch, parallel._pipeline.lanes)))
         source.let(2)  # the reader comes back from the source, and can end
         parallel.close()
         for each in waiting:
@@ -801,27 +789,16 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
         refused(TypeError, "devices={'cpu'} is of type set", devices={"cpu"}),
         refused(TypeError, "device=True is of type bool", devices=[True]),
         refused(TypeError, "device=1.5 is of type float", devices=[1.5]),
-        refused(
-            ValueError, "loader_prefetch_size=-1 is too small; pass an integer of at least 0", loader_prefetch_size=-1
-        ),
-        refused(TypeError, "loader_prefetch_size=True is of type bool", loader_prefetch_size=True),
-        refused(TypeError, "loader_prefetch_size=2.5 is of type float", loader_prefetch_size=2.5),
-        refused(
-            ValueError, "device_prefetch_size=0 is too small; pass an integer of at least 1", device_prefetch_size=0
-        ),
-        refused(
-            ValueError, "device_prefetch_size=-1 is too small; pass an integer of at least 1", device_prefetch_size=-1
-        ),
-        refused(TypeError, "device_prefetch_size=True is of type bool", device_prefetch_size=True),
-        refused(TypeError, "device_prefetch_size=2.5 is of type float", device_prefetch_size=2.5),
-        refused(TypeError, "device_prefetch_size='4' is of type str", device_prefetch_size="4"),
+        refused(ValueError, "prefetch=-1 is too small; pass an integer of at least 0", prefetch=-1),
+        refused(TypeError, "prefetch=True is of type bool", prefetch=True),
+        refused(TypeError, "prefetch='4' is of type str", prefetch="4"),
         refused(TypeError, "seed='a' is of type str; pass an integer, or None for the loader's own", seed="a"),
         refused(TypeError, "seed=1.5 is of type float", seed=1.5),
         refused(TypeError, "seed=True is of type bool", seed=True),
         refused(ValueError, "split='ranks' is unknown; choose one of 'rank', 'global'", split="ranks"),
         refused(ValueError, "tail='keep' is unknown; choose one of 'split', 'drop', 'pad', 'error'", tail="keep"),
-        refused(TypeError, "batchdim=None is of type NoneType; pass a dimension", batchdim=None),
-        refused(TypeError, "batchdim=False is of type bool", batchdim=False),
+        refused(TypeError, "batch_dim=None is of type NoneType; pass a dimension", batch_dim=None),
+        refused(TypeError, "batch_dim=False is of type bool", batch_dim=False),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, arguments):
@@ -832,8 +809,8 @@ def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, argume
 
 
 def test_a_device_loader_refuses_before_the_first_loop():
-    with pytest.raises(ValueError, match="loader_prefetch_size=-1"):
-        DeviceLoader([], loader_prefetch_size=-1)
+    with pytest.raises(ValueError, match="prefetch=-1"):
+        DeviceLoader([], prefetch=-1)
     with pytest.raises(ValueError, match="device 'foo' does not exist"):
         DeviceLoader([], "foo")
 

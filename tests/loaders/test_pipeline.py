@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from epochs import PATIENCE_S, CodedError, is_awaiting_room
+from epochs import PATIENCE_S, CodedError, is_awaiting_batch, is_awaiting_room
 from hypothesis import given
 from hypothesis import strategies as st
 from tracing import interrupting
@@ -73,15 +73,14 @@ class Flow:
         self,
         backend: CpuBackend,
         lanes: int = 1,
-        loaded: int = 8,
-        moved: int = 4,
+        prefetch: int = 8,
         limit: int | None = None,
-        has_own_thread: bool = False,
+        may_overflow: bool = True,
     ) -> None:
-        self.pipeline = Pipeline(loaded, moved, limit)
+        self.pipeline = Pipeline(prefetch, limit, may_overflow)
         self.worlds: list[World] = [solo_world() for _ in range(lanes)]
         for place, world in enumerate(self.worlds):
-            self.pipeline.add_lane(torch.device("cpu", place), backend, world.timeline, has_own_thread)
+            self.pipeline.add_lane(torch.device("cpu", place), backend, world.timeline)
         self.given = 0  # rounds that the source has given
         self._given = threading.Condition()
 
@@ -134,11 +133,10 @@ def failing(count: int) -> Iterator[int]:
 # Order.
 
 
-@pytest.mark.parametrize("loaded", [1, 4])
-@pytest.mark.parametrize("moved", [1, 2, 7])
+@pytest.mark.parametrize("prefetch", [1, 5, 14])
 @pytest.mark.parametrize("count", [0, 1, 50])
-def test_batches_arrive_in_order_through_any_number_of_places(loaded, moved, count):
-    with flow(Moving(), loaded=loaded, moved=moved) as made:
+def test_batches_arrive_in_order_through_any_number_of_places(prefetch, count):
+    with flow(Moving(), prefetch=prefetch) as made:
         (iterator,) = made.start(range(count))
         assert list(iterator) == list(range(count))
         assert list(iterator) == []
@@ -169,10 +167,10 @@ def test_the_position_behind_the_last_delivered_batch_is_known_whatever_was_pref
 # Bounds.
 
 
-@pytest.mark.parametrize(("loaded", "moved"), [(1, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize(("loaded", "moved"), [(1, 1), (4, 2), (9, 4)])
 def test_each_lane_is_bounded(loaded, moved):
     backend = Moving()
-    with flow(backend, loaded=loaded, moved=moved) as made:
+    with flow(backend, prefetch=loaded) as made:
         (iterator,) = made.start(itertools.count())
         ahead = moved + loaded + 2  # the transfer may hold one that waits for its place, and so may the reader
         made.wait_given(ahead)
@@ -185,7 +183,7 @@ def test_each_lane_is_bounded(loaded, moved):
 
 
 def test_a_lane_is_refilled_in_one_go_when_half_of_it_is_empty():
-    with flow(CpuBackend(), loaded=5, moved=2) as made:
+    with flow(CpuBackend(), prefetch=5) as made:
         (iterator,) = made.start(itertools.count())
         ahead = 5 + 2 + 1  # that wait, and one more is in the reader's hands
         made.wait_given(ahead + 1)
@@ -229,7 +227,7 @@ def test_a_batch_that_is_larger_than_the_bound_passes_alone(backend):
 @pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("limit", [1, 25, None])
 def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend, lanes, limit):
-    with flow(backend(), lanes=lanes, loaded=1, moved=1, limit=limit) as made:
+    with flow(backend(), lanes=lanes, prefetch=1, limit=limit) as made:
         iterators = made.start(bytes([number]) * 10 for number in range(60))
         for place, iterator in enumerate(iterators):
             assert [batch[0] for batch in iterator] == list(range(place, 60, lanes))
@@ -268,8 +266,7 @@ def test_a_lane_whose_batch_could_not_be_moved_does_not_hold_up_the_others(backe
         return batch, None
 
     monkeypatch.setattr(backend, "to_device", to_device)
-    sizes = {"loaded": 1, "moved": 1, "has_own_thread": True}
-    with flow(backend(), lanes=2, **sizes) as made:
+    with flow(backend(), lanes=2, prefetch=1, may_overflow=False) as made:
         failed, other = made.start(range(200))
         assert list(other) == list(range(1, 200, 2))
         with pytest.raises(CodedError):
@@ -307,7 +304,7 @@ def test_a_dataset_runs_on_the_device_of_the_only_loop(lanes, is_bound):
 
 def test_closing_wakes_the_transfer_and_the_reader():
     backend = Moving()
-    with flow(backend, loaded=1, moved=1) as made:
+    with flow(backend, prefetch=1) as made:
         (iterator,) = made.start(itertools.count())
         made.wait_full()
         made.pipeline.stop()
@@ -322,7 +319,7 @@ def test_a_loop_that_waits_is_woken_by_closing():
         assert next(iterator) == 0
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(next, iterator)
-            while made.lane.waiter is None:
+            while not is_awaiting_batch(made.lane):
                 threading.Event().wait(0.001)
             made.pipeline.stop()
             with pytest.raises(ClosedError):
@@ -416,7 +413,7 @@ def test_time_until_a_batch_could_be_used_is_the_transfers():
         backend.wait_until(lambda: backend.begun == [0])
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(lambda: (next(iterator), made.worlds[0].timeline.loop().counts)[1])
-            while made.lane.waiter is None:
+            while not is_awaiting_batch(made.lane):
                 threading.Event().wait(0.001)
             threading.Event().wait(0.02)
             backend.let(0)
@@ -427,7 +424,7 @@ def test_time_until_a_batch_could_be_used_is_the_transfers():
 
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])
 def test_bytes_repeated_samples_and_the_depth_of_the_queue_are_counted(backend):
-    with flow(backend(), loaded=2, moved=2) as made:
+    with flow(backend(), prefetch=4) as made:
         made.pipeline.start(iter([[Piece(b"12345", Claim(2, 4, 0, 1), None)]] * 4))
         while made.lane.sent < 4:
             threading.Event().wait(0.001)
@@ -464,8 +461,8 @@ def _dropped(world: World) -> Sequence[tuple[str, int]]:
 def test_an_interrupt_while_the_threads_start_leaves_none_and_nothing_to_complain_of():
     at, is_reached = 0, True
     while is_reached:
-        pipeline = Pipeline(2, 2)
-        pipeline.add_lane(torch.device("cpu"), Moving(), Timeline(), False)
+        pipeline = Pipeline(2)
+        pipeline.add_lane(torch.device("cpu"), Moving(), Timeline())
         begin = partial(pipeline.start, iter([]))
         is_reached = interrupting(at, ("threading.py", "comm/thread_start.py", "loaders/pipeline.py"), begin)
         pipeline.stop()

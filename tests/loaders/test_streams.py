@@ -19,6 +19,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy
@@ -35,7 +36,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono import DeviceLoader, ParallelLoader, current_world, optimizer_step, rank
 from unisono.errors import BrokenWorldError, BusyError, StateError, UnpicklableError
-from unisono.loaders.stream_parts import Cut, Layer, PartReader
+from unisono.loaders.stream_parts import Cut, PartReader
+from unisono.loaders.stream_position import Layer, Read, Taken
 from unisono.loaders.streams import StreamSource
 
 COUNT = 23
@@ -83,13 +85,6 @@ class ShardedKeywords(Sharded):
         return super().shard(num_shards, index)
 
 
-class Splits(Sharded):
-    shard = None
-
-    def split(self, n: int) -> list[Sharded]:
-        return [Splits(self.count, place, n) for place in range(n)]
-
-
 class OneFile(Sharded):
     """Has fewer shards than there are ranks."""
 
@@ -100,11 +95,6 @@ class OneFile(Sharded):
 class ShardedInPlace(Sharded):
     def shard(self, num_shards: int, index: int) -> Any:
         return None
-
-
-class SplitsByFraction(Stream):
-    def split(self, fraction: float) -> list[Any]:
-        return [self]
 
 
 class OfItsNode(Stream):
@@ -153,7 +143,7 @@ class Tensors(Stream):
             yield torch.tensor(batch)
 
 
-DATASETS = [Stream, CutsItself, Sharded, ShardedKeywords, Splits, OneFile, SplitsByFraction, OfItsNode]
+DATASETS = [Stream, CutsItself, Sharded, ShardedKeywords, OneFile, OfItsNode]
 
 
 class Got(NamedTuple):
@@ -459,22 +449,22 @@ def test_asking_for_the_workers_too_late_is_an_error():
         passes(SOLO, AsksTooLate, None, workers=2)
 
 
-@pytest.mark.parametrize(
-    ("mode", "workers", "readers"), [(SOLO, 2, "loader workers"), (THREADS_2, 0, "ranks"), (THREADS_2, 1, "ranks")]
-)
-def test_streams_that_differ_are_refused(mode, workers, readers):
+@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 2), (THREADS_2, 0), (THREADS_2, 1)])
+def test_streams_that_differ_are_refused(mode, workers):
     errors = refused(mode, ShuffledPrivately, None, workers=workers)
     assert len(errors) == mode.ranks
     for error in errors:
         assert type(error) is RuntimeError
-        assert re.match(f"the {readers} read different streams.*pass already_sharded=True", str(error))
+        assert re.match("the ranks or loader workers read different streams.*pass already_sharded=True", str(error))
 
 
 @pytest.mark.parametrize("dataset", [Fractions, BytesOfFiles, DiffersLater, OfItsRank])
 def test_streams_that_differ_only_in_what_is_looked_at_last_are_refused_too(dataset):
     for error in (errors := refused(THREADS_2, dataset, None)):
         assert type(error) is RuntimeError
-        assert re.match(r"the ranks read different streams.*\(num_workers=1\), which are seeded alike", str(error))
+        assert re.match(
+            r"the ranks or loader workers read different streams.*\(num_workers=1\), which are seeded alike", str(error)
+        )
     assert len(errors) == 2
 
 
@@ -616,7 +606,7 @@ def test_drop_and_error_end_before_a_round_that_not_all_ranks_have():
     assert all(str(error).startswith("tail='error': the data of rank(s) 1 has ended") for error in errors)
     errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=2)
     assert any(
-        "part 0 of the stream ends with 1 samples, where batches of 2 are wanted" in str(each) for each in errors
+        str(each).startswith("tail='error': 7 samples do not divide into rounds of 1 batches of 2") for each in errors
     )
 
 
@@ -630,7 +620,7 @@ def test_one_device_keeps_the_tail_policies_of_a_stream(workers):
     assert sizes("split") == short + whole
     assert sizes("drop") == whole
     assert sizes("pad") == [4] * len(short) + whole
-    with pytest.raises(ValueError, match=r"tail='error': part \d of the stream ends with \d samples"):
+    with pytest.raises(ValueError, match=r"tail='error': \d+ samples do not divide into rounds of 1 batches of 4"):
         sizes("error")
 
 
@@ -699,19 +689,20 @@ def test_steps_over_uneven_parts_are_those_of_one_device_with_the_whole_rounds(m
 @given(data=st.data(), count=st.integers(0, 40), size=st.integers(1, 4))
 def test_what_was_left_is_dealt_anew_with_any_numbers_again_and_again(data, count, size):
     left = list(range(count))
-    layers: list[Layer] = []
+    taken = Taken.nothing("stride", 1, 1)
     for _ in range(data.draw(st.integers(1, 4))):
         ranks, workers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
         row = ranks * workers
         parts = [left[part::row] for part in range(row)]
+        # A layer of its own for each turn, although the numbers may be those of the turn before.
+        taken = replace(taken, layers=(*taken.layers, Layer(ranks, workers, (0,) * row)), last=(0,) * ranks)
         for part in range(row):
-            here = Layer(ranks, workers, (0,) * row)
-            cut = Cut(part // workers, ranks, workers, "stride", 0, 0, (*layers, here))
+            cut = Cut(part // workers, "stride", 0, 0, taken)
             reader = PartReader(Stream(count), list, size, False, cut)
             assert [sample for made in reader.made(cut, part % workers) for sample in made.batch] == parts[part]
-        taken = tuple(data.draw(st.integers(0, len(part))) for part in parts)
-        layers.append(Layer(ranks, workers, taken))
-        left = sorted(sample for part, number in zip(parts, taken, strict=True) for sample in part[number:])
+        numbers = [data.draw(st.integers(0, len(part))) for part in parts]
+        taken = taken.after([Read(part, number) for part, number in enumerate(numbers)])
+        left = sorted(sample for part, number in zip(parts, numbers, strict=True) for sample in part[number:])
 
 
 class Stateful(Stream):
@@ -733,35 +724,7 @@ class Stateful(Stream):
         self.place = state["place"]
 
 
-class Places:
-    """An iterator that keeps its place."""
-
-    def __init__(self, dataset: Stream) -> None:
-        self.dataset, self.place = dataset, 0
-
-    def __iter__(self) -> Places:
-        return self
-
-    def __next__(self) -> int:
-        if self.place == self.dataset.count:
-            raise StopIteration
-        self.dataset.reads.append(self.place)
-        self.place += 1
-        return self.place - 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
-class StatefulIterator(Stream):
-    def __iter__(self) -> Places:
-        return Places(self)
-
-
-RESUMED = [Stream, CutsItself, Sharded, Stateful, StatefulIterator]
+RESUMED = [Stream, CutsItself, Sharded, Stateful]
 
 
 @pytest.mark.parametrize("dataset", RESUMED)
@@ -773,9 +736,7 @@ def test_the_rest_is_the_same_wherever_the_loop_was_left(mode, workers, dataset)
         assert_resumed(whole, mode, workers, dataset, steps)
 
 
-@pytest.mark.parametrize(
-    ("mode", "workers", "dataset"), [(THREADS_2, 2, Stateful), (SOLO, 2, StatefulIterator), (SOLO, 3, CutsItself)]
-)
+@pytest.mark.parametrize(("mode", "workers", "dataset"), [(THREADS_2, 2, Stateful), (SOLO, 3, CutsItself)])
 def test_the_rest_is_the_same_for_processes_too(mode, workers, dataset):
     with stand_ins():
         (whole,) = zip(*passes(mode, dataset, None, workers=workers), strict=True)
@@ -859,10 +820,9 @@ def test_a_stream_that_began_uncut_by_rank_goes_on_so():
     assert all_of(rest, 1) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("dataset", [Stateful, StatefulIterator])
-def test_a_dataset_with_a_state_is_not_read_again(dataset):
-    state = loop(DeviceLoader(loader_of(dataset())), 3).state
-    resumed = dataset()
+def test_a_dataset_with_a_state_is_not_read_again():
+    state = loop(DeviceLoader(loader_of(Stateful())), 3).state
+    resumed = Stateful()
     loader = DeviceLoader(loader_of(resumed))
     loader.load_state_dict(state)
     loop(loader)
@@ -1098,16 +1058,8 @@ class ShardsByOtherNames(Stream):
         return ShardsByOtherNames(self.part[index::count])
 
 
-class SplitsByShare(Stream):
-    """A `split` that is for training and validation."""
-
-    def split(self, share: float) -> tuple[Stream, Stream]:
-        raise AssertionError("asked for a share")
-
-
-@pytest.mark.parametrize("make", [ShardsByOtherNames, SplitsByShare])
-def test_methods_with_other_parameters_are_called_by_name_or_not_at_all(make):
-    found = passes(THREADS_2, make, None)
+def test_a_method_with_other_parameters_is_not_called_by_place():
+    found = passes(THREADS_2, ShardsByOtherNames, None)
     assert sorted(all_of(found)) == list(range(COUNT))
 
 

@@ -18,7 +18,7 @@ from unisono.world import solo_world, thread_worlds
 
 
 def unthreaded(loader, **options) -> DeviceLoader:
-    return DeviceLoader(loader, loader_prefetch_size=0, **options)
+    return DeviceLoader(loader, prefetch=0, **options)
 
 
 class Threads(Numbers):
@@ -46,13 +46,13 @@ class Stream(IterableDataset):
 def test_the_batches_the_epochs_and_the_states_are_those_of_a_loader_that_reads_ahead(num_workers, options):
     def passes(size: int):
         source = DataLoader(Numbers(11), batch_size=3, shuffle=True, num_workers=num_workers)
-        loader = DeviceLoader(source, loader_prefetch_size=size, **options)
+        loader = DeviceLoader(source, prefetch=size, **options)
         found = []
         for _ in range(2):
             iterator = iter(loader)
             found += [(batch.tolist(), iterator.valid_samples, iterator.state_dict()) for batch in iterator]
         first = take(loader, 2)
-        resumed = DeviceLoader(source, loader_prefetch_size=size, **options)
+        resumed = DeviceLoader(source, prefetch=size, **options)
         resumed.load_state_dict(loader.state_dict())
         return found, first, take(resumed)
 
@@ -137,8 +137,8 @@ def test_what_it_waited_for_is_the_source():
 
 
 def test_several_devices_and_parts_of_a_stream_need_a_reader():
-    with pytest.raises(ValueError, match="loader_prefetch_size=0 makes the loop itself read, which several devices"):
-        ParallelLoader([1], ["cpu:0", "cpu:1"], loader_prefetch_size=0)
+    with pytest.raises(ValueError, match="prefetch=0 makes the loop itself read, which several devices"):
+        ParallelLoader([1], ["cpu:0", "cpu:1"], prefetch=0)
     world = thread_worlds([torch.device("cpu", rank) for rank in range(2)])[0]
     with pytest.raises(ValueError, match="ranks with parts of one stream"):
         unthreaded(DataLoader(Stream()), world=world)

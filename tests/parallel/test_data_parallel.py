@@ -167,7 +167,7 @@ def test_the_samples_may_lie_along_another_dimension():
     def loop(model, loader, device, context):
         return [list(batch.shape) for batch in loader]
 
-    assert DataParallel(network(), TWO)(loop, [torch.zeros(2, 5)], batchdim=1) == [[[2, 3]], [[2, 2]]]
+    assert DataParallel(network(), TWO)(loop, [torch.zeros(2, 5)], batch_dim=1) == [[[2, 3]], [[2, 2]]]
 
 
 @pytest.mark.any_family

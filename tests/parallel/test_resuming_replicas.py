@@ -81,7 +81,7 @@ def test_a_loader_over_other_devices_is_refused():
 
 
 def test_arguments_beside_those_of_the_loader_are_refused():
-    with pytest.raises(ValueError, match="fixed_batch_size and batchdim are arguments of the ParallelLoader"):
+    with pytest.raises(ValueError, match="fixed_batch_size and batch_dim are arguments of the ParallelLoader"):
         replicas(1)(taken(), ParallelLoader(source(), ["cpu:0"]), fixed_batch_size=True)
 
 

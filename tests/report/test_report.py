@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import warm_scripts
-from epochs import is_awaiting_room
+from epochs import is_awaiting_batch, is_awaiting_room
 from faults import until
 from matplotlib import image
 from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
@@ -297,7 +297,7 @@ def test_a_run_whose_source_works_while_its_loop_waits_is_input_bound() -> None:
 
     def source() -> Iterator[torch.Tensor]:
         for number in range(5):
-            until(lambda number=number: found and found[0].progress.rounds == number and found[0].waiter)
+            until(lambda number=number: found and found[0].progress.rounds == number and is_awaiting_batch(found[0]))
             spend(WORK_S)
             yield torch.zeros(4)
 
@@ -316,8 +316,7 @@ def test_a_run_whose_source_works_while_its_loop_waits_is_input_bound() -> None:
 
 def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None:
     worlds = thread_worlds([torch.device("cpu", rank) for rank in range(2)])
-    sizes = {"loader_prefetch_size": 1, "device_prefetch_size": 1}
-    with ParallelLoader(range(60), ["cpu:0", "cpu:1"], world=solo_world(), loops=worlds, **sizes) as parallel:
+    with ParallelLoader(range(60), ["cpu:0", "cpu:1"], world=solo_world(), loops=worlds, prefetch=1) as parallel:
         slow, fast = parallel._pipeline.lanes
         has_ended = threading.Event()
 
@@ -330,7 +329,13 @@ def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None
         with ThreadPoolExecutor(1) as pool:
             hurrying = pool.submit(hurry)
             for _ in slowly:
-                until(lambda: has_ended.is_set() or (is_awaiting_room(slow.entry) and fast.waiter) or slow.sent == 30)
+                until(
+                    lambda: (
+                        has_ended.is_set()
+                        or (is_awaiting_room(slow.entry) and is_awaiting_batch(fast))
+                        or slow.sent == 30
+                    )
+                )
                 spend(WORK_S)
             hurrying.result(20)
     ranks = [summarise(world) for world in worlds]

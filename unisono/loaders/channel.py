@@ -99,8 +99,8 @@ class Channel(Generic[T]):
                 self._end = None
             self._item_bell.ring()
 
-    def receive(self, on_wait: Callable[[], None] | None = None) -> T:
-        """Take the next item out, waiting for one; `on_wait` is called under the lock before each wait.
+    def receive(self) -> T:
+        """Take the next item out, waiting for one.
 
         Raises:
             EndOfChannel: there are no more items.
@@ -127,8 +127,6 @@ class Channel(Generic[T]):
                     if end.error is None:
                         raise EndOfChannel
                     raise copy_error(end.error)
-                if on_wait is not None:
-                    on_wait()
                 self._item_bell.expect()
             self._item_bell.wait()
 
@@ -147,10 +145,6 @@ class Channel(Generic[T]):
     def wake_sender(self) -> None:
         """Make a sender that waits for room check again. Called under the lock."""
         self._room_bell.ring()
-
-    def wake_sender_unlocked(self) -> None:
-        """As `wake_sender`, from any thread, at any moment."""
-        self._room_bell.ring_unlocked()
 
 
 class _Bell:

@@ -56,7 +56,6 @@ class DeviceIterator:
         self._ahead: Outcome[Delivery] | None = None
         self._claim = Claim(0, None)
         self._lane = lane  # after all that `__del__` needs, which checks for it: an interrupt may end `__init__` early
-        lane.iterators.add(id(self))
 
     def __iter__(self) -> DeviceIterator:
         return self
@@ -150,7 +149,6 @@ class DeviceIterator:
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_lane") and not is_exiting():  # at the interpreter's exit, modules may be gone
             self._abandon_loop()
-            self._lane.leave(id(self))
 
     def _abandon_loop(self) -> None:
         self._lane.progress.is_left = True

@@ -19,19 +19,14 @@ from unisono.loaders.fetcher import Fetcher, Request
 from unisono.loaders.order import Batches
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds, tail_message
-from unisono.loaders.sources import Begun, LeftOut
+from unisono.loaders.sources import Begun, LeftOut, makes_batches_alike
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.randomness import seed_of
 
 
 def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader over indexed samples, so that their order can be set.
-
-    This includes torchdata's, whose own state could not be loaded with another number of ranks or loader workers.
-    """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
+    """Whether the loader is a DataLoader over indexed samples, so that their order can be set."""
+    return makes_batches_alike(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:

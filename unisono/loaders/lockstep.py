@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from itertools import chain
 from time import perf_counter_ns
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,8 +28,7 @@ from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane, Stamps
 from unisono.loaders.sharding import Claim, Rule, Size, check_sizes_known, mark_of
 from unisono.loaders.sources import Begun
-from unisono.loaders.stream_parts import Read, count_reads
-from unisono.loaders.streams import other_stream
+from unisono.loaders.stream_position import Read, SameStream, Taken
 from unisono.outcome import copy_error
 from unisono.tree import batch_size, can_cut, pick, tree_map
 from unisono.world import World
@@ -36,11 +36,8 @@ from unisono.world import World
 logger = logging.getLogger(__name__)
 
 
-class _Ready(NamedTuple):
-    """A batch of a rank: its size, and what it took from the stream."""
-
-    size: Size
-    read: Read
+_Ready = tuple[Size, Read]
+"""A batch of a rank: its size, and what it took from the stream."""
 
 
 class _Offer(NamedTuple):
@@ -51,17 +48,14 @@ class _Offer(NamedTuple):
         batches: the batches that are ready; none if its part has ended, or its source has failed.
         has_sample: whether it has a sample to repeat.
         failure: the error that its source raised, as text.
-        by, workers: what cuts its stream, and for how many loader workers of a rank.
-        mark: identifies its stream; 0 if unknown.
+        workers: the number of its loader workers, at least 1.
     """
 
     start: int
     batches: list[_Ready]
     has_sample: bool
     failure: str | None
-    by: str
     workers: int
-    mark: int
 
 
 class Lockstep:
@@ -81,11 +75,12 @@ class Lockstep:
         self._rule = rule
         self._dim = dim
         self._ahead = ahead
-        self._position = begun.position  # the same on every rank
+        self._offset: int = begun.position["offset"]  # the same on every rank
+        self._taken = Taken.of_state(begun.position)  # the same, but for the states of the rank's own parts
+        self._same = SameStream(self._taken.mark)
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
-        self._states: Any = begun.position.get("states")
         self._full = begun.size or 0  # the size to pad to: that of the largest batch so far, if unknown
         self._wanted = 0  # the size of the first batch of all
         self._end: Exception | None = None
@@ -97,6 +92,7 @@ class Lockstep:
             EndOfChannel: no rank has more batches.
             BrokenWorldError: another rank's source failed.
             CollectiveMismatchError: another rank is at another position of the stream.
+            StateError: the state was saved over another stream.
             RuntimeError: the ranks read different streams, or cut theirs in different ways.
             ValueError: some ranks have no more batches, others do, and the rule forbids it; or batches must have one
                 size, and one is of unknown size.
@@ -113,7 +109,7 @@ class Lockstep:
 
     def _take(self, offered: list[_Ready | None], stamps: Stamps) -> Delivery:
         """Return this rank's batch of a round, or its substitute."""
-        there = [each.size for each in offered if each is not None]
+        there = [size for size, _ in filter(None, offered)]
         sizes = [size.samples for size in there]
         self._wanted = self._wanted or sizes[0]
         if self._rule.fixed_batch_size:
@@ -121,21 +117,23 @@ class Lockstep:
         if self._rule.fixed_batch_size and (None in offered or set(sizes) != {self._wanted}):
             logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
             self._leave_rest()
+        self._taken = self._taken.after(read for _, read in filter(None, offered))
         if offered[self._world.rank] is not None:
             own = self._own.popleft()
             self._full = max(self._full, own.claim.samples)
-            self._states = own.position.get("states", self._states)
+            self._taken = self._taken.with_state(own.position)
         else:
             assert self._spare is not None
             own = self._sample_of(self._spare)
-        self._advance(offered, sum(sizes))
+        self._offset += sum(sizes)
         batch, repeated = self._pad(own)
-        mark, dealt = mark_of(self._position["offset"]), sum(map(bool, sizes))
+        mark, dealt = mark_of(self._offset), sum(map(bool, sizes))
         if any(size.unsized for size in there):
             claim = Claim(min(own.claim.samples, 1), len(there), mark, repeated, dealt, is_sized=False)
         else:
             claim = Claim(own.claim.samples, sum(sizes), mark, repeated, dealt)
-        return own._replace(batch=batch, claim=claim, position=self._position, stamps=stamps)
+        position = self._taken.to_state(self._offset)
+        return own._replace(batch=batch, claim=claim, position=position, stamps=stamps)
 
     def _meet(self) -> Stamps:
         """Announce what is ready here, and determine the rounds that all ranks can take."""
@@ -149,14 +147,16 @@ class Lockstep:
                 raise error
         finally:
             del error  # or its traceback would keep it alive, with everything in this frame
-        going = _check(offers)
+        check_offers(offers)
+        going = [offer for offer in offers if offer.batches]
+        for _, read in chain.from_iterable(offer.batches for offer in going):
+            self._same.compare(read.seen)
         if not going:
             raise EndOfChannel
         if len(going) < len(offers):
             self._end_uneven(offers)
         for place in range(min(len(offer.batches) for offer in going)):
             self._rounds.append([offer.batches[place] if offer.batches else None for offer in offers])
-        self._position = {**self._position, "by": going[0].by, "mark": going[0].mark}
         # All ranks decide this from the same offers, so either all or none take part in the broadcast.
         if not all(offer.has_sample for offer in offers):
             self._share_sample(next(rank for rank, offer in enumerate(offers) if offer.batches))
@@ -178,22 +178,10 @@ class Lockstep:
         return None
 
     def _offer(self, error: Exception | None) -> _Offer:
-        batches = []
-        for each in self._own:
-            unsized = "" if each.claim.is_sized else type(each.batch).__name__
-            batches.append(_Ready(Size(each.claim.samples, unsized=unsized), each.position["read"]))
+        # Without the datasets' states, which concern this rank alone.
+        batches = [(_size_of(each), each.position._replace(state=None)) for each in self._own]
         failure = f"{type(error).__name__}: {error}" if error is not None else None
-        # Who cuts is known only after the stream's first sample, which the position of a batch includes.
-        known = self._own[0].position if self._own else self._position
-        start, workers = self._position["offset"], self._position["layers"][-1][1]
-        return _Offer(start, batches, self._spare is not None, failure, known["by"], workers, known["mark"] or 0)
-
-    def _advance(self, offered: list[_Ready | None], total: int) -> None:
-        """Advance the position, which is that of all ranks' parts, after a round."""
-        position = count_reads(self._position, [ready.read for ready in offered if ready is not None])
-        self._position = {**position, "offset": position["offset"] + total}
-        if self._states is not None:
-            self._position["states"] = self._states
+        return _Offer(self._offset, batches, self._spare is not None, failure, self._taken.here.workers)
 
     def _pad(self, own: Delivery) -> tuple[Any, int]:
         """Return the batch, padded if the rule says so, and how many of its samples are only repeated."""
@@ -256,8 +244,12 @@ def _bare(error: Exception) -> Exception:
     return twin.with_traceback(None)  # type: ignore[no-any-return]
 
 
-def _check(offers: list[_Offer]) -> list[_Offer]:
-    """Return the offers that have batches. All ranks see the same offers, so all raise or none does.
+def _size_of(own: Delivery) -> Size:
+    return Size(own.claim.samples, unsized="" if own.claim.is_sized else type(own.batch).__name__)
+
+
+def check_offers(offers: list[_Offer]) -> None:
+    """Check that the ranks can take these rounds. All of them see the same offers, so all raise or none does.
 
     Raises:
         As `Lockstep.receive`.
@@ -270,17 +262,9 @@ def _check(offers: list[_Offer]) -> list[_Offer]:
                 f"rank 0 asks for what comes after {offers[0].start} samples of the stream, rank {rank} after "
                 f"{offer.start}; every rank must loop over the loader equally often, and leave it at the same batch"
             )
-    going = [offer for offer in offers if offer.batches]
-    if len({(offer.by, offer.workers) for offer in going}) > 1:
-        cuts = ", ".join(f"{offer.by} for {offer.workers} worker(s)" for offer in going)
+    cuts = [f"{offer.batches[0][1].by} for {offer.workers} worker(s)" for offer in offers if offer.batches]
+    if len(set(cuts)) > 1:
         raise RuntimeError(
-            f"the ranks' streams are cut in different ways ({cuts}), so samples would be lost and repeated; let shard, "
-            "split and num_workers be the same on all ranks"
+            f"the ranks' streams are cut in different ways ({', '.join(cuts)}), so samples would be lost and "
+            "repeated; let shard, split and num_workers be the same on all ranks"
         )
-    if going and going[0].by == "stride" and len({offer.mark for offer in going if offer.mark}) > 1:
-        raise RuntimeError(other_stream("ranks"))
-    for batches in zip(*(offer.batches for offer in going), strict=False):  # the rounds that all ranks will take
-        trails = {batch.read.trail for batch in batches if batch.read.trail is not None}
-        if len(trails) > len({trail.rows for trail in trails}):  # two marks after the same row
-            raise RuntimeError(other_stream("ranks"))
-    return going

@@ -32,7 +32,7 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_sharded
 from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Lane, Pipeline
-from unisono.loaders.registry import Sources, source_of, tell_of_repetition
+from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.resume import Progress, State
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, state_behind
@@ -59,10 +59,9 @@ _OF_THE_LOADER = (
 class LoaderOptions(TypedDict, total=False):
     """The arguments that `DeviceLoader` passes on to `ParallelLoader`, whose docstring describes each."""
 
-    batchdim: int
+    batch_dim: int
     fixed_batch_size: bool
-    loader_prefetch_size: int
-    device_prefetch_size: int
+    prefetch: int
     prefetch_bytes: int | None
     split: Split
     tail: Tail | None
@@ -82,12 +81,12 @@ class ParallelLoader:
             that depends on (seed, epoch) alone. A user-defined sampler, and any other iterable, must yield the same on
             every rank.
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
-        batchdim: the sample dimension of a batch, along which loaded batches are cut.
+        batch_dim: the sample dimension of a batch, along which loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
             A batch of unknown size is a ValueError.
-        loader_prefetch_size: loaded batches that may wait, per device. 0, for one device: nothing is read ahead, and no
-            thread is started; the loop itself reads, as from a bare DataLoader.
-        device_prefetch_size: moved batches that may wait, per device.
+        prefetch: loaded batches that may wait, per device, and half as many (at least one) that are moved already. 0,
+            for one device: nothing is read ahead, and no thread is started; the loop itself reads, as from a bare
+            DataLoader.
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
             alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
             their `prefetch_factor`.
@@ -116,11 +115,10 @@ class ParallelLoader:
         self,
         loader: Iterable[Any],
         devices: Sequence[str | int | torch.device],
-        batchdim: int = 0,
-        fixed_batch_size: bool = False,
-        loader_prefetch_size: int = 8,
-        device_prefetch_size: int = 4,
         *,
+        batch_dim: int = 0,
+        fixed_batch_size: bool = False,
+        prefetch: int = 8,
         prefetch_bytes: int | None = None,
         split: Split = "rank",
         tail: Tail | None = None,
@@ -140,11 +138,10 @@ class ParallelLoader:
                 f"loader={loader!r:.200} is of type {type(loader).__name__}; pass a DataLoader, or an iterable of "
                 "batches: a list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
             )
-        check_integer(loader_prefetch_size, "loader_prefetch_size", 0)
-        check_integer(device_prefetch_size, "device_prefetch_size", 1)
+        check_integer(prefetch, "prefetch", 0)
         if prefetch_bytes is not None:
             check_integer(prefetch_bytes, "prefetch_bytes", 1)
-        check_type(batchdim, "batchdim", "pass a dimension, 0 for the first", int)
+        check_type(batch_dim, "batch_dim", "pass a dimension, 0 for the first", int)
         self._devices = resolve_devices(devices)
         self._world = world or current_world()
         if len(self._devices) > 1 and self._world.world_size > 1:
@@ -153,17 +150,17 @@ class ParallelLoader:
                 "each rank has one device; pass [current_world().device]"
             )
         self._loader = loader
-        self._batchdim = batchdim
-        self._prefetch = (loader_prefetch_size, device_prefetch_size, prefetch_bytes)
+        self._batch_dim = batch_dim
+        self._prefetch, self._prefetch_bytes = prefetch, prefetch_bytes
         self._loops = loops
         self._rule = _rule(
             self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), already_sharded
         )
         find_source = source_of if sources is None else sources.of
-        self._source = find_source(loader, self._world, batchdim, None if seed is None else _plain_seed(seed))
-        if not loader_prefetch_size and (len(self._devices) > 1 or self._source.is_uneven):
+        self._source = find_source(loader, self._world, batch_dim, None if seed is None else _plain_seed(seed))
+        if not prefetch and (len(self._devices) > 1 or self._source.is_uneven):
             raise ValueError(
-                "loader_prefetch_size=0 makes the loop itself read, which several devices, or ranks with parts of one "
+                "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one "
                 "stream, cannot do; pass a size of at least 1"
             )
         self._bookmark = Bookmark(self._source, self._rule)
@@ -171,9 +168,11 @@ class ParallelLoader:
 
     def _prepare(self) -> None:
         """Create the objects that serve one pass."""
-        self._pipeline = Pipeline(*self._prefetch)
+        # Replicas have a thread each; other loops over several devices may be one after another.
+        may_overflow = self._loops is None and len(self._devices) > 1
+        self._pipeline = Pipeline(self._prefetch, self._prefetch_bytes, may_overflow)
         for place, (backend, device) in enumerate(self._devices):
-            self._pipeline.add_lane(device, backend, self._loop_world(place).timeline, self._loops is not None)
+            self._pipeline.add_lane(device, backend, self._loop_world(place).timeline)
         self._starting = threading.Lock()
         self._begun: Begun | None = None
         self._receivers: list[Callable[[], Delivery]] = []  # of a pass that has begun
@@ -217,7 +216,7 @@ class ParallelLoader:
             if self._receivers:
                 return
             if self._world.rank == 0:
-                tell_of_repetition(self._loader, self._source, self._bookmark)
+                warn_of_repetition(self._loader, self._source)
             try:
                 self._start()
             except BaseException:
@@ -233,7 +232,7 @@ class ParallelLoader:
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, self._progress())
         # `_receivers` is assigned last and whole: `_receive` reads it without the lock.
-        if self._prefetch[0]:
+        if self._prefetch:
             self._pipeline.start(begun.pieces)
             self._receivers = [self._receiver(lane, self._begun) for lane in self._pipeline.lanes]
         else:
@@ -265,10 +264,9 @@ class ParallelLoader:
         """The function from which a lane's loop receives its batches."""
         if not self._source.is_uneven:
             return lane.receive
-        _, device_prefetch_size, prefetch_bytes = self._prefetch
         # What Lockstep holds has left the lane, and is no longer counted by its bound on bytes.
-        ahead = device_prefetch_size if prefetch_bytes is None else 1
-        return Lockstep(lane, self._world, self._rule, self._batchdim, ahead, begun).receive
+        ahead = max(self._prefetch // 2, 1) if self._prefetch_bytes is None else 1
+        return Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun).receive
 
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
         """Return a loader for the next pass over the same source; this one's `state_dict` covers it, too.

@@ -16,8 +16,8 @@ Invariants:
 2. An error of the source, or of a transfer, closes the lane after the preceding batches, and keeps its type.
 3. A lane whose loop has ended is cancelled: its batches are discarded, and the other lanes continue. Batches after one
    that could not be moved are discarded, too.
-4. One thread may drain one lane after another, and a loop may be left. A full lane grows beyond its bounds while
-   another lane waits, if the only thread that empties the full one is that waiter, or no iterator is left for it.
+4. One thread may drain one lane after another, unless each lane has a thread of its own: while another lane is empty,
+   a full one grows beyond its bounds.
 5. A batch that is larger than the bound on bytes is admitted when its lane is empty.
 """
 
@@ -42,8 +42,6 @@ from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
 from unisono.timeline import MOVE, Timeline, Waits
 from unisono.tree import nbytes
-
-OTHER = 0  # no thread's identifier: stands for a thread that has not received here yet
 
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
 
@@ -111,28 +109,23 @@ class Lane:
         entry: the channel into which the reader puts.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, device: torch.device, backend: Backend, timeline: Timeline, has_own_thread: bool
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, device: torch.device, backend: Backend, timeline: Timeline) -> None:
         self.device = device
         self.backend = backend
         self.timeline = timeline
-        # With None, one thread may drain all lanes in turn, so a lane in which no thread has received yet may overflow.
-        self.owner: int | None = OTHER if has_own_thread else None  # the thread that last received here
-        self.waiter: int | None = None  # the thread that waits here with nothing in transit
-        self.iterators: set[int] = set()  # the ids of the iterators that receive here
         self.progress = Progress()
         self.sent = self.received = 0
         self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
         self.is_direct = not backend.moves_in_background
-        self._most_waiting = pipeline.loader_prefetch_size
+        self._most_moved = max(pipeline.prefetch // 2, 1)
+        self._most_waiting = pipeline.prefetch
         if self.is_direct:  # as many as in both channels, with the one that would be moved
-            self._most_waiting += pipeline.device_prefetch_size + 1
+            self._most_waiting += self._most_moved + 1
         # The number of waiting batches does not show how full a lane is that is bounded by bytes.
         is_counted = pipeline.prefetch_bytes is None
         self.inbox: Channel[Loaded] = Channel(pipeline.lock, refill_at=self._most_waiting // 2 if is_counted else None)
-        moved = self._most_waiting if self.is_direct else pipeline.device_prefetch_size
+        moved = self._most_waiting if self.is_direct else self._most_moved
         self.outbox: Channel[Delivery] = Channel(pipeline.lock, self._on_receipt, moved // 2 if is_counted else None)
         self.entry: Channel[Any] = self.outbox if self.is_direct else self.inbox
 
@@ -171,14 +164,7 @@ class Lane:
         bound = self._pipeline.prefetch_bytes
         if bound is not None and self.sent > self.received:
             is_full = is_full or self._sent_bytes - self._received_bytes + size > bound
-        return not is_full or self._may_overflow()
-
-    def _may_overflow(self) -> bool:
-        # One thread may loop over several devices in turn: while it waits at an empty lane, the full one stays full, so
-        # the reader must get past it.
-        starved = [lane for lane in self._pipeline.lanes if lane is not self and lane.sent == lane.received]
-        waiters = [lane.waiter for lane in starved]
-        return any(waiter is not None and (self.owner in (None, waiter) or not self.iterators) for waiter in waiters)
+        return not is_full or (self._pipeline.may_overflow and any(lane.is_empty for lane in self._pipeline.lanes))
 
     # The transfer's end.
 
@@ -194,7 +180,7 @@ class Lane:
 
     def may_move(self) -> bool:
         """Whether there is room for another batch on the device. Called under the lock."""
-        return len(self.outbox) < self._pipeline.device_prefetch_size
+        return len(self.outbox) < self._most_moved
 
     def fail(self, end: Outcome[None]) -> None:
         """End the lane where a batch cannot be moved: the loop gets those before it, then this error."""
@@ -205,39 +191,30 @@ class Lane:
 
     def receive(self) -> Delivery:
         """Return the next batch; as `Channel.receive`."""
-        self.owner = threading.get_ident()
-        try:
-            return self.outbox.receive(self._start_waiting)
-        finally:
-            self.waiter = None
+        return self.outbox.receive()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in transit to a loop that may still receive here."""
+        return self.sent == self.received and not self.inbox.is_cancelled
 
     def _on_receipt(self, delivery: Delivery) -> None:
         self.received += 1
         self._received_bytes += delivery.nbytes
         if self._pipeline.prefetch_bytes is not None:  # which spans both channels; each wakes its own sender
             self.entry.wake_sender()
+        if self._pipeline.may_overflow and self.is_empty:  # the reader may wait for room in another lane
+            for lane in self._pipeline.lanes:
+                lane.entry.wake_sender()
 
     def last_stamps(self) -> Stamps:
         """The stamps for a wait that ended without a round, because the source has ended."""
         return Stamps(self._pipeline.asked_at, perf_counter_ns(), perf_counter_ns())
 
-    def leave(self, iterator: int) -> None:
-        """Note that an iterator is gone; from any thread, at any moment."""
-        # No lock: `__del__` calls this, and a garbage collection may run it in a thread that holds the lock.
-        self.iterators.discard(iterator)
-        self.entry.wake_sender_unlocked()
-
     def cancel(self) -> None:
         """Discard this lane's batches from now on: no loop receives here any more."""
         self.inbox.cancel()
         self.outbox.cancel()
-
-    def _start_waiting(self) -> None:
-        self.waiter = threading.get_ident()
-        # The reader may be blocked at another lane that this thread would empty only later; see `_may_overflow`.
-        for lane in self._pipeline.lanes:
-            if lane is not self:
-                lane.entry.wake_sender()
 
     def thread(self, place: int) -> list[threading.Thread]:
         """Return the thread that moves its batches, not started, if there is one; `place` is the lane's."""
@@ -249,24 +226,24 @@ class Pipeline:
     """The lanes and threads of one pass over a source.
 
     Args:
-        loader_prefetch_size: loaded batches that may wait, per lane.
-        device_prefetch_size: moved batches that may wait, per lane.
+        prefetch: loaded batches that may wait, per lane; half as many moved ones, at least one.
         prefetch_bytes: the bytes of loaded and moved batches that may wait, per lane; None for no such bound. The batch
             that is being read is not counted.
+        may_overflow: whether one thread may empty several lanes, one after another.
     """
 
-    def __init__(self, loader_prefetch_size: int, device_prefetch_size: int, prefetch_bytes: int | None = None) -> None:
-        self.loader_prefetch_size = loader_prefetch_size
-        self.device_prefetch_size = device_prefetch_size
+    def __init__(self, prefetch: int, prefetch_bytes: int | None = None, may_overflow: bool = False) -> None:
+        self.prefetch = prefetch
         self.prefetch_bytes = prefetch_bytes
+        self.may_overflow = may_overflow
         self.lock = threading.Lock()
         self.lanes: list[Lane] = []
         self.threads: list[threading.Thread] = []
         self.asked_at = 0  # when the reader last requested a round; 0 while no lane can have waited for another
 
-    def add_lane(self, device: torch.device, backend: Backend, timeline: Timeline, has_own_thread: bool) -> None:
-        """Add a lane, before the start; `has_own_thread` if a separate thread will empty it."""
-        self.lanes.append(Lane(self, device, backend, timeline, has_own_thread))
+    def add_lane(self, device: torch.device, backend: Backend, timeline: Timeline) -> None:
+        """Add a lane, before the start."""
+        self.lanes.append(Lane(self, device, backend, timeline))
 
     def start(self, source: Iterator[list[Piece]]) -> None:
         """Start the threads; `source` yields one piece per lane and round."""

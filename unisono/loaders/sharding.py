@@ -293,7 +293,7 @@ def rounds(
         is_whole = len(group) == rule.count and not rule.policy.fills
         sizes = [size_of(batch, not is_whole) for batch in group]
         largest = largest if nominal else max(largest, *(size.samples for size in sizes))
-        is_tail = len(group) < rule.batches or (nominal is not None and sizes[-1].samples < nominal)
+        is_tail = len(group) < rule.batches or (nominal is not None and min(sizes).samples < nominal)
         if reference is None:
             reference = sizes[0].samples
         if rule.fixed_batch_size:
@@ -328,7 +328,7 @@ def check_sizes_known(sizes: Sequence[Size]) -> None:
     if unsized := next((size.unsized for size in sizes if size.unsized), None):
         raise ValueError(
             f"fixed_batch_size=True compares the sizes of batches, and one of class {unsized} does not say how many "
-            "samples it holds; let the loader yield tensors with the samples along batchdim, in dicts, lists or "
+            "samples it holds; let the loader yield tensors with the samples along batch_dim, in dicts, lists or "
             "tuples, or leave fixed_batch_size out"
         )
 

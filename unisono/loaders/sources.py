@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+from torch.utils.data import DataLoader
 
 from unisono.errors import StateError
 from unisono.loaders.resume import FACTS, VERSION, Progress, State, check_state, is_stateful
@@ -36,6 +38,16 @@ class Begun(NamedTuple):
     position: State
     pieces: Iterator[list[Piece]]
     size: int | None = None
+
+
+def makes_batches_alike(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether the loader is torch's DataLoader with its own iterator, so that its batches can be made here instead.
+
+    This includes torchdata's, whose own state could not be loaded with another number of ranks or loader workers.
+    """
+    if not isinstance(loader, DataLoader):
+        return False
+    return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
 
 
 class Source(Protocol):
@@ -285,8 +297,9 @@ def rounds_of_loaded(
     dim: int,
     left_out: LeftOut,
     offset: int,
-    behind: Callable[[int, int, int], State],
+    behind: Callable[[int, int, int], Any],
     first: int | None = None,
+    nominal: int | None = None,
 ) -> Iterator[list[Piece]]:
     """The pieces that this process keeps of each round of loaded batches.
 
@@ -296,6 +309,7 @@ def rounds_of_loaded(
         behind: returns the position after a round, from three arguments: the number of the epoch's samples up to its
             end, the number of these batches read so far, and the size of the epoch's first batch.
         first: the size of the epoch's first batch, if that precedes these batches; also the size to pad to.
+        nominal: the size of a complete batch; None if it is not known in advance.
     """
 
     def leave_out(samples: list[int]) -> None:
@@ -304,7 +318,7 @@ def rounds_of_loaded(
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    for dealt in rounds(loaded, rule, partial(_measure, dim), None, start, leave_out, first):
+    for dealt in rounds(loaded, rule, partial(_measure, dim), nominal, start, leave_out, first):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)

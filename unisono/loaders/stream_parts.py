@@ -5,137 +5,66 @@ not.
 
 Invariants:
 1. Every sample of every part is yielded once, in the part's own order.
-2. A position is one count of samples for each part, so a stream that is cut by stride can continue with other numbers
-   of ranks and workers; a stream that is cut otherwise needs the same numbers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unisono.errors import StateError
 from unisono.loaders import fetcher
 from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
-from unisono.loaders.resume import State, is_stateful
+from unisono.loaders.resume import is_stateful
 from unisono.loaders.sharding import fingerprint, glimpse, mark_of
+from unisono.loaders.stream_position import Cutter, Layer, Read, Seen, Taken
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
 
-Cutter = Literal["caller", "dataset", "worker", "stride"]
-"""What cuts a stream into parts; `streams.py` explains which of them does when."""
-
-
-class Trail(NamedTuple):
-    """What a part has seen of a stream that is cut by stride: equal for all parts that read the same stream.
-
-    Attributes:
-        first: a fingerprint of the stream's first sample.
-        rows: the number of rows read so far; a row is one sample for each part.
-        mark: a fingerprint of the rows' first samples.
-    """
-
-    first: int = 0
-    rows: int = 0
-    mark: int = 0
-
-
-class Layer(NamedTuple):
-    """The number of samples of each part that `ranks` ranks with `workers` loader workers each took from a stream.
-
-    When the numbers of ranks or workers change, a second layer divides the samples that the first left over, and so on.
-    """
-
-    ranks: int
-    workers: int
-    taken: tuple[int, ...]
-
-
-class Read(NamedTuple):
-    """What a batch took: `samples` of a part. `trail` as in `Made`."""
-
-    part: int
-    samples: int
-    trail: Trail | None = None
-
-
-def count_reads(position: State, reads: Iterable[Read]) -> State:
-    """The position in a stream after these reads, without the samples of the epoch that precede it (its `offset`)."""
-    *before, (ranks, workers, taken) = position["layers"]
-    taken, last = list(taken), list(position["last"])
-    for read in reads:
-        taken[read.part] += read.samples
-        last[read.part // workers] = read.part % workers
-    return {**position, "layers": [*before, [ranks, workers, taken]], "last": last}
-
 
 @dataclass(frozen=True)
 class Cut:
-    """How one pass over a stream is cut, and where it begins. Every part's reader receives it.
+    """How one rank's pass over a stream is cut, and where it begins. Every part's reader receives it.
 
     Attributes:
-        rank, ranks: the rank that reads these parts, and the number of ranks.
-        workers: the number of loader workers of a rank, at least 1. Part w of rank r is `r * workers + w`.
+        rank: the rank that reads these parts.
         by: "caller" or "dataset" if each rank has its own stream, else "stride", which becomes "worker" if the dataset
             turns out to use `get_worker_info()`.
         seed, epoch: of the pass.
-        layers: the samples delivered before; the last layer is that of the current ranks and workers.
-        layers_by: what cut the stream then.
-        states: the dataset's own states after those samples, by part, if it has any.
+        taken: where it begins; the last layer is that of the current ranks and workers.
         shift: the part, counted within the rank, that worker 0 reads.
     """
 
     rank: int
-    ranks: int
-    workers: int
     by: Cutter
     seed: int
     epoch: int
-    layers: tuple[Layer, ...]
-    layers_by: Cutter = "stride"
-    states: dict[int, Any] = field(default_factory=dict)
+    taken: Taken
     shift: int = 0
 
     def part(self, worker: int) -> int:
         """The part that a worker reads."""
-        return self.rank * self.workers + (worker + self.shift) % self.workers
-
-    def is_begun(self, part: int) -> bool:
-        """Whether samples were delivered before that this part's reader would read again."""
-        return any(map(any, (layer.taken for layer in self.layers[:-1]))) or self.layers[-1].taken[part] > 0
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether anything was delivered before."""
-        return any(any(layer.taken) for layer in self.layers)
+        workers = self.taken.here.workers
+        return self.rank * workers + (worker + self.shift) % workers
 
 
 class Made(NamedTuple):
     """A batch of one part.
 
     Attributes:
-        batch: None if the samples were left out, by drop_last.
         samples: their number; None if only the batch itself shows it.
-        part, by: the part, and what cut it.
-        state: the dataset's own state after the batch.
-        trail: None if the stream was not read from its beginning, or is not cut by stride.
-        is_left_out: whether drop_last left the samples out.
+        read: what it took; None if there is no batch, because drop_last has left the samples out.
     """
 
     batch: Any
     samples: int | None
-    part: int
-    by: Cutter
-    state: Any = None
-    trail: Trail | None = None
-    is_left_out: bool = False
+    read: Read | None
 
 
 class PartReader(IterableDataset[Packed]):
@@ -167,30 +96,25 @@ class PartReader(IterableDataset[Packed]):
             for made in self.made(replace(self.cut, epoch=int(self.cell)), info.worker, info):
                 if can_surely_be_sent(made.batch) and has_many(made.batch):
                     made = made._replace(batch=Merged(made.batch))
-                yield Packed(made, f"samples of a stream, read for part {made.part},")
+                yield Packed(made, f"samples of a stream, read for part {self.cut.part(info.worker)},")
         except Exception as error:
             # Yielded, not raised: torch would send it as text, and lose its type.
             yield Packed(error=error)
 
     def made(self, cut: Cut, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
         """The batches of the part that `worker` reads. `asked` records whether the dataset uses `get_worker_info()`."""
-        part = cut.part(worker)
-        samples = _Part(self.dataset, cut, part, asked)
+        samples = _Part(self.dataset, cut, cut.part(worker), asked)
         while chunk := list(islice(samples, self.size or 1)):
-            made = Made(None, len(chunk), part, samples.by, samples.state(), samples.trail)
-            if self.size is None:
-                yield made._replace(batch=self._collate_samples(chunk[0], samples), samples=None)
-            elif self._drop_last and len(chunk) < self.size:
-                yield made._replace(is_left_out=True)
-            else:
-                yield made._replace(batch=self._collate_samples(chunk, samples))
-
-    def _collate_samples(self, data: Any, samples: _Part) -> Any:
-        try:
-            return self._collate(data)
-        except Exception as error:
-            error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
-            raise
+            if self.size is not None and self._drop_last and len(chunk) < self.size:
+                yield Made(None, len(chunk), None)
+                continue
+            read = samples.read(len(chunk))
+            try:
+                batch = self._collate(chunk[0] if self.size is None else chunk)
+            except Exception as error:
+                error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
+                raise
+            yield Made(batch, None if self.size is None else len(chunk), read)
 
 
 class AskedInfo:
@@ -227,8 +151,8 @@ class StreamStart:
     def __call__(self, worker: int) -> None:
         info, cut = get_worker_info(), self._reader.cut
         assert info is not None
-        part = cut.part(worker)
-        number, row = (part, cut.ranks * cut.workers) if cut.by == "stride" else (part % cut.workers, cut.workers)
+        part, (ranks, workers, _) = cut.part(worker), cut.taken.here
+        number, row = (part, ranks * workers) if cut.by == "stride" else (part % workers, workers)
         use_worker_info(AskedInfo(worker, number, row, info.seed, self._reader.dataset))
         if cut.by == "stride":
             answer_as_one_rank()
@@ -239,11 +163,9 @@ class StreamStart:
 
 
 class _Part:
-    """The samples of one part of a stream that were not delivered before.
+    """The samples of one part of a stream that were not taken before.
 
     Attributes:
-        by: what cuts the stream; final once it has yielded its first sample.
-        trail: as in `Made`.
         index: the number of samples read from the stream, of all parts.
     """
 
@@ -252,30 +174,32 @@ class _Part:
         self._cut = cut
         self._part = part
         self._asked = asked
-        self.by: Cutter = cut.by
-        self.index = 0
-        self._has_begun = self._has_ended = False
-        self._counts = [0] * len(cut.layers)  # the samples that have reached each layer
+        self._by: Cutter | None = None  # known once the first sample is read
+        self._rows: list[tuple[int, int, tuple[int, ...]]] = []  # for each layer; known with `_by`
+        self._has_ended = False
+        self._counts = [0] * len(cut.taken.layers)  # the samples that have reached each layer
         self._seed = seed_of(cut.seed, cut.epoch)
         self._own_seed = seed_of(cut.seed, cut.epoch, part)
-        self._is_restored = part in cut.states
-        self.trail = Trail() if cut.by == "stride" and not self._is_restored else None
-        self._is_buffered = has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
+        state = cut.taken.states.get(part)
+        self._seen = Seen() if state is None else None
         if asked is not None:
             # Before `iter`, in which many datasets shuffle: the stride needs the same order in all parts.
             seed_all(self._seed)
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(cut.epoch)
-        self._source = self._open_iterator(cut.states.get(part))
+        self._source = self._open_iterator(state)
+
+    @property
+    def index(self) -> int:
+        return self._counts[0]
 
     def __iter__(self) -> _Part:
         return self
 
     def __next__(self) -> Any:
         while True:
-            number = self.index
+            number = fetcher.at[0] = self.index
             self._seed_for(number)
-            fetcher.at[0] = number
             try:
                 sample = next(self._source)
             except StopIteration:
@@ -284,112 +208,80 @@ class _Part:
             except Exception as error:
                 error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
                 raise
-            self.index += 1
-            self._see_who_cuts(sample)
-            if self.trail is not None and number % (self._cut.ranks * self._cut.workers) == 0:
-                first, rows, mark = self.trail
+            self._see_who_cuts()
+            _, row, _ = self._rows[-1]
+            if self._seen is not None and number % row == 0:
+                first, rows, mark = self._seen
                 first = first or mark_of(glimpse(sample)) or 1  # 0 stands for "not read"
-                self.trail = Trail(first, rows + 1, mark_of(mark, fingerprint(sample)))
-            if self._is_own(number):
+                self._seen = Seen(first, rows + 1, mark_of(mark, fingerprint(sample)))
+            if self._is_own():
                 return sample
 
-    def state(self) -> Any:
-        """The state of the stream's iterator, else of the dataset, after the last sample; None if neither has one.
+    def read(self, samples: int) -> Read:
+        """What a batch of the last samples took."""
+        return Read(self._part, samples, self._by or self._cut.by, self._seen, self._state())
 
-        For a stream that has ended, only the counts are kept: its own state may already be that of a new beginning.
-        """
-        owners: dict[str, Any] = {"iterator": self._source, "dataset": self._dataset}
-        name = next((name for name, owner in owners.items() if is_stateful(owner)), None)
-        if name is None or self._is_buffered:
+    def _state(self) -> Any:
+        """The dataset's own state after the last sample; None if it has none."""
+        if not is_stateful(self._dataset) or has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None)):
             return None
-        # Copied: a dataset may return its live state, which changes as reading continues.
-        own = {} if self._has_ended else {name: copy.deepcopy(owners[name].state_dict())}
-        return {**own, "index": self.index, "counts": list(self._counts)}
+        # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already be
+        # that of a new beginning.
+        own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
+        return {"dataset": own, "counts": list(self._counts)}
 
     def _open_iterator(self, state: Any) -> Iterator[Any]:
-        """The dataset's iterator, restored to a state that `state()` returned."""
+        """The dataset's iterator, after the samples that precede a state that `_state` returned."""
         if state is None:
             return iter(self._dataset)
-        self.index, self._counts = state["index"], list(state["counts"])
-        if "dataset" in state:
-            self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
-        # With neither, the part had ended when the state was saved.
-        source: Any = iter(self._dataset) if {"dataset", "iterator"} & state.keys() else iter(())
-        if "iterator" in state:
-            source.load_state_dict(copy.deepcopy(state["iterator"]))
-        return source  # type: ignore[no-any-return]
+        self._counts = list(state["counts"])
+        if state["dataset"] is None:  # the part had ended
+            return iter(())
+        self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+        return iter(self._dataset)
 
     def _seed_for(self, number: int) -> None:
         """Seed the worker's generators for a sample. Until the first one is read, all parts are seeded alike."""
-        if self._asked is None:
-            return
-        is_common = not self._has_begun or self.by == "stride"
-        seed_all(mixed(self._seed if is_common else self._own_seed, number if self._has_begun else 0))
+        if self._asked is not None:
+            seed = self._seed if self._by in (None, "stride") else self._own_seed
+            seed_all(mixed(seed, number if self._by else 0))
 
-    def _see_who_cuts(self, sample: Any) -> None:
+    def _see_who_cuts(self) -> None:
         was_asked = self._asked is not None and self._asked.was_asked and self._cut.by != "caller"
         by: Cutter = "worker" if was_asked else self._cut.by
-        if not self._has_begun:
-            self._has_begun = True
-            self.by = by
-            self.trail = self.trail if by == "stride" else None
-            check_layers(self._cut, by)
-        elif by != self.by:
+        if self._by is None:
+            self._cut.taken.check_cut(by)
+            self._by = by
+            self._seen = self._seen if by == "stride" else None
+            self._rows = [(*self._row_of(by, layer), layer.taken) for layer in self._cut.taken.layers]
+        elif by != self._by:
             raise RuntimeError(
                 f"the {type(self._dataset).__name__} asks get_worker_info() for the number of workers only after it "
                 "has yielded samples, so it is unknown whether it shards itself; let it ask before the first, or pass "
                 "already_sharded=True"
             )
 
-    def _is_own(self, number: int) -> bool:
-        """Whether sample `number` of the stream belongs to this part and was not taken before."""
-        cut = self._cut
-        if self.by in ("worker", "caller"):
-            # All of the stream is this part's own, and a restored iterator already begins after what was taken.
-            return self._is_restored or number >= cut.layers[-1].taken[self._part]
-        for place, layer in enumerate(cut.layers):
-            first, row = (
-                (0, layer.ranks * layer.workers) if self.by == "stride" else (cut.rank * layer.workers, layer.workers)
-            )
+    def _row_of(self, by: Cutter, layer: Layer) -> tuple[int, int]:
+        """The first of the parts that take turns in the stream that is read here, and their number."""
+        if by in ("worker", "caller"):  # all of the stream is this part's own
+            return self._part, 1
+        return (0, layer.ranks * layer.workers) if by == "stride" else (self._cut.rank * layer.workers, layer.workers)
+
+    def _is_own(self) -> bool:
+        """Count a sample as read. Return whether it belongs to this part and was not taken before."""
+        number = first = 0
+        row = 1
+        for place, (first, row, taken) in enumerate(self._rows):
             # Each layer numbers the samples that the layers before it left over; of a row of n, part p took numbers p,
             # p + n, and so on.
             number, self._counts[place] = self._counts[place], self._counts[place] + 1
-            if number // row < layer.taken[first + number % row]:
+            if number // row < taken[first + number % row]:
                 return False
         return number % row == self._part - first
-
-
-def check_layers(cut: Cut, by: Cutter) -> None:
-    """Check that continuing with this cut loses no samples.
-
-    Raises:
-        StateError: samples were taken, and something else cuts the stream now; or the numbers of ranks and workers have
-            changed, and it is not cut by stride.
-    """
-    before = next((layer for layer in cut.layers if any(layer.taken)), None)
-    if before is None:
-        return
-    # A stream that the dataset cut for a rank is cut by stride among its workers, so their number may change.
-    numbers = {(layer.ranks, layer.workers if by != "dataset" else cut.workers) for layer in cut.layers}
-    if by == cut.layers_by and (by == "stride" or numbers == {(cut.ranks, cut.workers)}):
-        return
-    raise StateError(
-        f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream that "
-        f"was cut by the {cut.layers_by}; here are {cut.ranks} with {cut.workers}, and it is cut by the {by}: only "
-        "what is cut by stride continues with other numbers. Who cuts is decided when a pass begins: the dataset's "
-        "shard or split (split_dataset_by_node for HuggingFace's), then its __iter__, if it asks get_worker_info() "
-        "for num_workers, else the stride. Resume with the same numbers, or restart the epoch with set_epoch"
-    )
-
-
-def untouched(ranks: int, workers: int) -> Layer:
-    """The layer of an epoch from which no sample was taken."""
-    return Layer(ranks, workers, (0,) * (ranks * workers))
 
 
 def has_shuffle_buffer(examples: Any) -> bool:
     """Whether a streamed HuggingFace dataset shuffles in a buffer, whose contents its state does not include."""
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
-    return "BufferShuffled" in type(examples).__name__ or any(
-        has_shuffle_buffer(each) for each in inner if each is not None
-    )
+    is_buffer = "BufferShuffled" in type(examples).__name__
+    return is_buffer or any(has_shuffle_buffer(each) for each in inner if each is not None)

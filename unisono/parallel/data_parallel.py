@@ -106,7 +106,7 @@ class DataParallel:
         loop_fn: LoopFn[T],
         loader: Iterable[Any] | ParallelLoader,
         fixed_batch_size: bool = False,
-        batchdim: int = 0,
+        batch_dim: int = 0,
     ) -> list[T]:
         """Call `loop_fn(model, device_loader, device, context)` once per device, all at the same time.
 
@@ -114,7 +114,7 @@ class DataParallel:
             loop_fn: the loop; its `device_loader` yields plain batches, and the batches of a step form a global batch.
             loader: as for `ParallelLoader`; each call is the next epoch of a DataLoader. Or a `ParallelLoader` over the
                 same devices, whose arguments apply and whose state continues from call to call.
-            fixed_batch_size, batchdim: as for `ParallelLoader`.
+            fixed_batch_size, batch_dim: as for `ParallelLoader`.
 
         Returns:
             The results of the calls, in device order.
@@ -132,7 +132,7 @@ class DataParallel:
         def part(world: World, loaders: Sequence[DeviceIterator]) -> T:
             return loop_fn(self.models[world.rank], loaders[world.rank], world.device, self._contexts[world.rank])
 
-        return self._run(part, partial(self._passing, loader, fixed_batch_size, batchdim))
+        return self._run(part, partial(self._passing, loader, fixed_batch_size, batch_dim))
 
     def run_on_replicas(self, fn: Callable[[nn.Module, torch.device, ReplicaContext], T]) -> list[T]:
         """Call `fn(model, device, context)` once per device, all at the same time, in its replica's world.
@@ -236,37 +236,39 @@ class DataParallel:
 
     @contextmanager
     def _passing(
-        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, worlds: list[World]
+        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batch_dim: int, worlds: list[World]
     ) -> Iterator[list[DeviceIterator]]:
         """The iterators of a new pass over the loader, for loops in those worlds."""
         with ExitStack() as stack:
-            passes = self._passes(loader, fixed_batch_size, batchdim, worlds)
+            passes = self._passes(loader, fixed_batch_size, batch_dim, worlds)
             # One pass serves all devices and is entered once; only empty loops have one for each device.
             for each in dict.fromkeys(passes):
                 stack.enter_context(each)
             yield [each.per_device_loader(device) for each, device in zip(passes, self.devices, strict=True)]
 
     def _passes(
-        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, worlds: list[World]
+        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batch_dim: int, worlds: list[World]
     ) -> list[ParallelLoader]:
         """The source of each device's batches: one pass for all, or empty iterators, for which no thread is started."""
         if isinstance(loader, list | tuple) and not loader:
             return [each.again([world]) for each, world in zip(self._nothing, worlds, strict=True)]
         if not isinstance(loader, ParallelLoader):
-            loader = self._deal(loader, fixed_batch_size, batchdim)
+            loader = self._deal(loader, fixed_batch_size, batch_dim)
         elif loader.devices != self.devices:
             raise ValueError(f"the ParallelLoader is over {loader.devices}, this DataParallel over {self.devices}")
-        elif fixed_batch_size or batchdim:
-            raise ValueError("fixed_batch_size and batchdim are arguments of the ParallelLoader that was given")
+        elif fixed_batch_size or batch_dim:
+            raise ValueError("fixed_batch_size and batch_dim are arguments of the ParallelLoader that was given")
         return [loader.again(worlds)] * len(self.devices)
 
-    def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
+    def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batch_dim: int) -> ParallelLoader:
         """Build the loader for a plain DataLoader; the compat layer for PyTorch/XLA overrides this."""
-        return ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, sources=self._sources)
+        return ParallelLoader(
+            loader, self.devices, batch_dim=batch_dim, fixed_batch_size=fixed_batch_size, sources=self._sources
+        )
 
     @cached_property
     def _nothing(self) -> list[ParallelLoader]:
-        return [ParallelLoader((), [device], loader_prefetch_size=0) for device in self.devices]
+        return [ParallelLoader((), [device], prefetch=0) for device in self.devices]
 
     @cached_property
     def _num_threads(self) -> int:

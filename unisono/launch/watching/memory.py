@@ -20,7 +20,7 @@ _ROOT = Path("/")
 _COUNTERS = ("memory.events", "memory.oom_control")  # of versions 2 and 1 of control groups
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _WAY_OUT = (
-    "a smaller batch, fewer loader workers (num_workers), less prefetch (prefetch_factor, loader_prefetch_size) or "
+    "a smaller batch, fewer loader workers (num_workers), less prefetch (prefetch_factor, prefetch) or "
     "fewer ranks on this machine need less"
 )
 

@@ -50,5 +50,10 @@ class DataParallel(native.DataParallel):
 
     def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
         return ParallelLoader(
-            loader, self.devices, batchdim, fixed_batch_size, tail=tail_of(self.devices), sources=PASSES
+            loader,
+            self.devices,
+            batch_dim=batchdim,
+            fixed_batch_size=fixed_batch_size,
+            tail=tail_of(self.devices),
+            sources=PASSES,
         )

@@ -89,7 +89,8 @@ class ParallelLoader:
         devices: without repetition.
         batchdim: the dimension of the samples, for `fixed_batch_size`.
         fixed_batch_size: end before the first round with a batch of another size than the first.
-        loader_prefetch_size, device_prefetch_size: how many loaded, and moved, batches may wait per device.
+        loader_prefetch_size, device_prefetch_size: how many loaded, and moved, batches may wait per device, at least:
+            the moved ones are always half of the loaded ones. 0 for the first: nothing is read ahead.
         batches_per_execution: the number of batches per step.
         host_to_device_transfer_threads: has no effect: each device has its own thread.
         input_sharding: None; as for `runtime.use_spmd`.
@@ -114,10 +115,9 @@ class ParallelLoader:
         self._native = native.ParallelLoader(
             loader,
             devices,
-            batchdim,
-            fixed_batch_size,
-            loader_prefetch_size,
-            device_prefetch_size,
+            batch_dim=batchdim,
+            fixed_batch_size=fixed_batch_size,
+            prefetch=_prefetch_for(loader_prefetch_size, device_prefetch_size),
             tail=tail_of(devices),
             already_sharded=is_rank_of_several(),
             sources=PASSES,
@@ -175,10 +175,9 @@ class MpDeviceLoader:
         self._native = native.DeviceLoader(
             loader,
             device,
-            batchdim=batchdim,
+            batch_dim=batchdim,
             fixed_batch_size=fixed_batch_size,
-            loader_prefetch_size=loader_prefetch_size,
-            device_prefetch_size=device_prefetch_size,
+            prefetch=_prefetch_for(loader_prefetch_size, device_prefetch_size),
             tail="split",
             already_sharded=is_rank_of_several(),
             sources=PASSES,
@@ -200,6 +199,13 @@ def _checked(batches_per_execution: int, input_sharding: Any) -> int:
             "it out, and each device gets its own batches"
         )
     return batches_per_execution
+
+
+def _prefetch_for(loaded: int, moved: int) -> int:
+    """The `prefetch` with which at least this many batches may wait; half as many may be moved as loaded."""
+    check_integer(loaded, "loader_prefetch_size", 0)
+    check_integer(moved, "device_prefetch_size", 1)
+    return max(loaded, 2 * moved) if loaded else 0
 
 
 def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.DeviceLoader) -> None:
