@@ -58,7 +58,7 @@ _INTERRUPTED = re.compile(
 )
 UPLOAD = re.compile(r"[0-9a-f]{12}")  # the name under which a save puts its files in a store
 _FOREIGN_S = 86400.0  # the age from which leftovers of another machine are removed
-_under_way: set[str] = set()  # marks of this process's saves
+under_way: set[str] = set()  # marks of this process's saves, whose files no other save clears away
 
 Write = Callable[[Path], dict[str, Checksum]]
 """Writes a checkpoint's files into a new directory; returns their checksums, by name."""
@@ -133,11 +133,11 @@ def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
         OSError: a file cannot be written; what was there before is intact.
     """
     # Leftovers are recognised by a pid that has ended or is this process's, so saves in progress are listed.
-    _under_way.add(mark)
+    under_way.add(mark)
     try:
         _make(place, write, manifest, mark)
     finally:
-        _under_way.discard(mark)
+        under_way.discard(mark)
     # Only now, so that `_clear` removes what this save has renamed aside.
     _clear(place, mark)
 
@@ -219,7 +219,7 @@ def _clear(place: Place, mark: str) -> None:
 def _is_left(path: Path, place: Place) -> bool:
     """Whether the path was left by a save that has ended, or was killed, and is no longer needed."""
     found = _INTERRUPTED.fullmatch(path.name)
-    if found is None or any(path.name.endswith(mark) for mark in _under_way):
+    if found is None or any(path.name.endswith(mark) for mark in under_way):
         return False
     if _is_only_copy(path, found) and not (place.is_numbered and _NUMBERED.fullmatch(found["of"])):
         return False  # for example of the best model, when another checkpoint next to it was saved

@@ -34,6 +34,7 @@ from unisono.checkpoint.contents import HELD, Contents, read_contents
 from unisono.checkpoint.directory import SHARDS, STATE, Place, commit, new_mark, saving_path
 from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
+from unisono.checkpoint.hooks import take_files
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.objects import (
     Copy,
@@ -116,10 +117,12 @@ class Extra:
     Attributes:
         facts: plain data of this rank.
         held: gradients of a step that has begun.
+        files: on rank zero, a directory with files of hooks, which the checkpoint takes in.
     """
 
     facts: Any = None
     held: Mapping[str, torch.Tensor] | None = None
+    files: Path | None = None
 
 
 class Saver:
@@ -204,7 +207,8 @@ class Saver:
         world.backend.synchronize(world.device)
         keep_device_generator(own["generators"], world)
         contents, parts = self._agreed_copy(outcome)
-        write = partial(self._write, chosen, contents, parts, manifest, mark)
+        files = None if extra is None else extra.files
+        write = partial(self._write, chosen, contents, parts, manifest, mark, files)
         if not is_async:
             result = Outcome.capture(write)
             raise_any(comm.all_gather_object(encode_error(result.error)), result.error)
@@ -274,6 +278,7 @@ class Saver:
         parts: dict[str, torch.Tensor] | None,
         manifest: Manifest,
         mark: str,
+        hook_files: Path | None,
     ) -> None:
         """Do this rank's part of the writing; on rank zero, make the checkpoint."""
         group = self._group if parts is not None else None
@@ -294,7 +299,8 @@ class Saver:
                 group.write(parts, directory / SHARDS)
                 files = {f"{SHARDS}/{each.name}": checksum_of(each) for each in (directory / SHARDS).iterdir()}
                 sync_directory(directory / SHARDS)
-            return {STATE: write_tensors(directory / STATE, contents), **files}
+            files[STATE] = write_tensors(directory / STATE, contents)
+            return files if hook_files is None else {**files, **take_files(hook_files, directory)}
 
         try:
             (commit if isinstance(place.path, Path) else publish)(place, write, manifest, mark)
@@ -306,12 +312,19 @@ class Saver:
 
     # Loading.
 
-    def load(self, path: Location, objects: Objects, must_exist: bool = True) -> Restored | None:
+    def load(
+        self,
+        path: Location,
+        objects: Objects,
+        must_exist: bool = True,
+        choose: Callable[[Location], Objects] | None = None,
+    ) -> Restored | None:
         """Load the objects. A collective.
 
         Args:
             path: a checkpoint, or a directory of numbered ones. Rank zero's counts.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
+            choose: called with the path of the checkpoint that was found; returns the objects to load in place of all.
 
         Raises:
             NoCheckpointError: there is no checkpoint.
@@ -336,6 +349,8 @@ class Saver:
         facts = agree_on(read, world)
         if facts is None:
             return None
+        if choose is not None:
+            objects = choose(facts["path"])
         check_fit(objects, facts["kinds"], facts["described"], str(facts["path"]))
         if world.rank == 0 and (left := [name for name in facts["kinds"] if name not in objects]):
             logger.warning("%s also holds %s, which was not loaded", facts["path"], ", ".join(left))
