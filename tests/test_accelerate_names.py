@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, current_world
 from unisono.comm.solo import SoloCommunicator
@@ -316,3 +317,80 @@ def test_the_number_of_microbatches_can_be_set_between_steps_and_a_graph_be_kept
 
     mean = (mode.ranks + 1) / 2
     assert mode.run(body) == [(pytest.approx(3 * 2 * -mean), 1)] * mode.ranks
+
+
+@ALL
+def test_gradients_are_unscaled_once_and_are_those_of_the_step(mode: Mode) -> None:
+    def body() -> list[float]:
+        accelerator = Accelerator(
+            mixed_precision="fp16", gradient_accumulation_steps=2, scaler_options={"init_scale": 1024.0}
+        )
+        network = nn.Linear(2, 1)
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=1.0))
+        found = []
+        for _ in range(2):
+            with accelerator.accumulate(network):
+                rows = torch.full((2, 2), accelerator.process_index + 1.0)
+                accelerator.backward(network(rows).float().mean())
+                accelerator.unscale_gradients()
+                accelerator.unscale_gradients(optimizer)
+                found.append(network.weight.grad.mean().item())
+                optimizer.step()
+        with pytest.raises(ValueError, match="optimizer 0 is not prepared"):
+            accelerator.unscale_gradients([torch.optim.SGD([nn.Parameter(torch.ones(1))])])
+        return found
+
+    if current_world().backend.unsupported_reason("fp16"):
+        pytest.skip("this family has no fp16")
+    for first, second in mode.run(body):
+        assert first >= 512, "between microbatches they stay as they are"
+        assert second == (mode.ranks + 1) / 2
+
+
+@ALL
+def test_without_a_scaler_there_is_nothing_to_unscale(mode: Mode) -> None:
+    def body() -> bool:
+        accelerator, network = Accelerator(), nn.Linear(1, 1, bias=False)
+        network, _ = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=1.0))
+        accelerator.backward(network(torch.ones(1, 1)).mean())
+        before = network.weight.grad.clone()
+        accelerator.unscale_gradients()
+        return bool(network.weight.grad.equal(before))
+
+    assert mode.run(body) == [True] * mode.ranks
+
+
+@ALL
+def test_a_sync_is_triggered_for_passes_that_ran_without_one(mode: Mode) -> None:
+    def body() -> list[float]:
+        accelerator, network = Accelerator(), nn.Linear(1, 1, bias=False)
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=1.0))
+        with torch.no_grad():
+            network.weight.zero_()
+        own = torch.full((2, 1), accelerator.process_index + 1.0)
+        with accelerator.no_sync(network):
+            losses = [network(own).mean(), network(2 * own).mean()]
+        accelerator.backward(losses[0])
+        alone = network.weight.grad.item()
+        with accelerator.trigger_sync_in_backward(network):
+            accelerator.backward(losses[1])
+        together = network.weight.grad.item()
+        with accelerator.trigger_sync_in_backward(nn.Linear(1, 1)):
+            pass
+        optimizer.step()
+        return [alone, together, network.weight.item()]
+
+    mean = (mode.ranks + 1) / 2
+    assert mode.run(body) == [[rank + 1.0, 3 * mean, -3 * mean] for rank in range(mode.ranks)]
+
+
+@ALL
+def test_a_batch_is_that_of_all_ranks_where_batches_are_split(mode: Mode) -> None:
+    def body() -> tuple[list[int], list[list[float]], bool]:
+        accelerator = Accelerator(split_batches=True)
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12.0)), batch_size=6))
+        batches = [accelerator.gather(x) for (x,) in loader]
+        return [len(each) for each in batches], [each.tolist() for each in batches], accelerator.split_batches
+
+    rows = [[float(each) for each in range(start, start + 6)] for start in (0, 6)]
+    assert mode.run(body) == [([6, 6], rows, True)] * mode.ranks

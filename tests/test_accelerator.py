@@ -29,19 +29,19 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
             ValueError,
             "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16",
         ),
-        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0 is too small; pass 1"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0 is too small; pass an integer"),
         (
             {"gradient_accumulation_steps": 2.0},
             TypeError,
             "gradient_accumulation_steps=2.0 is of type float; pass an integer",
         ),
         ({"gradient_accumulation_steps": True}, TypeError, "gradient_accumulation_steps=True is of type bool"),
-        ({"max_grad_norm": 0}, ValueError, "max_grad_norm=0 removes every gradient"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm=0 is not above 0; pass a positive number"),
         ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is of type str"),
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan"),
         *(
             ({name: "yes"}, TypeError, f"{name}='yes' is of type str; pass True or False")
-            for name in ("cpu", "device_placement", "sync_batchnorm", "nan_guard")
+            for name in ("cpu", "device_placement", "split_batches", "sync_batchnorm", "nan_guard")
         ),
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, fsdp, spmd, zero1"),
         ({"strategy": 3}, TypeError, "strategy=3 is of type int; pass a name, or one of DDP, FSDP, SPMD, ZeRO1"),

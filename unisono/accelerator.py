@@ -10,7 +10,7 @@ The accelerator owns what its models and optimizers share (the loss scaler, the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,22 +30,12 @@ from unisono.parallel.collectives import all_gather_samples
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.prepared.builder import Builder
-from unisono.parallel.prepared.checks import (
-    AUTOCAST,
-    check_accumulation,
-    check_arguments,
-    check_choices,
-    check_features,
-    check_reduction,
-    check_scaler,
-    check_switches,
-    world_on,
-)
+from unisono.parallel.prepared.checks import AUTOCAST, check_accumulation, check_arguments, check_features, world_on
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.schedule_units import Unit, check_unit
+from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.rank_view import RankView, Trigger
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.selection import options_of, strategy_class, strategy_in
@@ -86,6 +76,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             first `prepare` with a model, each rank's generators continue from a seed of their own.
         cpu: use the CPU, even if there are accelerators.
         device_placement: move models, optimizer states and batches to the device; False moves nothing.
+        split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets
+            batches of that size. A `DeviceLoader` has a `split` of its own.
         sync_batchnorm: compute BatchNorm's statistics over the global batch.
         nan_guard: raise an error that names the parameter and the rank when a gradient is NaN or infinite. Costs one
             pass over each gradient.
@@ -104,7 +96,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
     Attributes:
         world: this rank's world.
         device: where models and batches are placed.
-        mixed_precision, project_dir: as given.
+        mixed_precision, project_dir, split_batches: as given.
         scaler: for "fp16", torch's GradScaler, whose `state_dict()` belongs in a checkpoint; otherwise None.
 
     Raises:
@@ -124,6 +116,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         *,
         cpu: bool = False,
         device_placement: bool = True,
+        split_batches: bool = False,
         sync_batchnorm: bool = False,
         nan_guard: bool = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
@@ -135,13 +128,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         world: World | None = None,
     ) -> None:
         # What needs no device is checked before `world_on` starts to use one.
-        check_arguments(mixed_precision, max_grad_norm, nan_guard)
-        check_accumulation(gradient_accumulation_steps)
-        check_choices(compile, seed)
-        check_switches(cpu=cpu, device_placement=device_placement, sync_batchnorm=sync_batchnorm, nan_guard=nan_guard)
-        check_scaler(scaler_options, mixed_precision)
-        check_unit(schedule_unit)
-        check_reduction(loss_reduction)
+        check_arguments(locals())
         options = options_of(strategy)
         kind = strategy_class(options)
         kind.check_options(options, mixed_precision, max_grad_norm)
@@ -151,7 +138,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self.scaler = None
         if mixed_precision == "fp16":
             self.scaler = LossScaler(self.device.type, self.world.rank == 0, **(scaler_options or {}))
-        self.mixed_precision, self.project_dir = mixed_precision, project_dir
+        self.mixed_precision, self.project_dir, self.split_batches = mixed_precision, project_dir, split_batches
         self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
         self._trigger = Trigger(self.world)
         self._steps = Steps(self.world, gradient_accumulation_steps, loss_reduction == "sum")
@@ -174,7 +161,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             seed=seed,
         )
         self._prepared = PreparedObjects(
-            builder, partial(_prepared_loader, self.world, device_placement, seed), schedule_unit
+            builder, partial(_prepared_loader, self.world, device_placement, split_batches, seed), schedule_unit
         )
         self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
 
@@ -316,6 +303,33 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """
         self._prepared.clip_value(parameters, clip_value)
 
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Accelerate's `unscale_gradients`: "Unscale the gradients in mixed precision training with AMP. This is a noop
+        in all other settings." They are reduced first, so that every rank must call it; the step does neither again.
+        Does nothing while microbatches accumulate.
+
+        Args:
+            optimizer: a prepared optimizer, or several; None means all of them.
+
+        Raises:
+            ValueError: an optimizer is not prepared.
+        """
+        if self.scaler is not None:
+            self._prepared.unscale([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Accelerate's `trigger_sync_in_backward`: "Trigger the sync of the gradients in the next backward pass of the
+        model after multiple forward passes under `Accelerator.no_sync`." When the block ends, the gradients of the step
+        so far are reduced; without it, `optimizer.step()` reduces them. Does nothing while microbatches accumulate.
+
+        Args:
+            model: a prepared model; for another one the block does nothing.
+        """
+        yield
+        if isinstance(model, PreparedModel):
+            self._prepared.reduce_gradients(model, "trigger_sync_in_backward")
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The autocast context of `mixed_precision`, for what is computed outside the models' forward passes."""
         return nullcontext() if self._autocast is None else self._autocast()
@@ -453,9 +467,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             load_model_state(self.unwrap_model(prepared), state, self.world)
 
 
-def _prepared_loader(world: World, moves: bool, seed: int | None, loader: Any) -> Any:
+def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, loader: Any) -> Any:
     """The loader of this rank; those of this package stay what they are."""
     if isinstance(loader, DeviceLoader | DeviceIterator | ParallelLoader):
         return loader
     device = None if moves else torch.get_default_device()
-    return DeviceLoader(loader, device, seed=seed, world=world)
+    return DeviceLoader(loader, device, split="global" if splits else "rank", seed=seed, world=world)

@@ -1,8 +1,9 @@
-"""Checks of arguments that many functions have: the type, and the least value of an integer."""
+"""Checks of arguments that many functions have: the type, and the least value of an integer; or a table of rules."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 def check_type(value: Any, name: str, advice: str, *kinds: Any) -> None:
@@ -26,3 +27,47 @@ def check_integer(value: Any, name: str, least: int, advice: str = "") -> int:
     if value < least:
         raise ValueError(f"{name}={value} is too small; {advice or f'pass an integer of at least {least}'}")
     return int(value)
+
+
+class Rule(NamedTuple):
+    """What an argument may be.
+
+    Attributes:
+        kinds: its types; None allows None, and a bool is no number unless `bool` is among them.
+        choices: its values, in place of types.
+        least: the smallest number.
+        above: a number that it must exceed.
+        hint: what to pass instead.
+    """
+
+    kinds: tuple[Any, ...] = ()
+    choices: tuple[Any, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    hint: str = ""
+
+
+def check_by_rules(given: Mapping[str, Any], **rules: Rule) -> None:
+    """Check the arguments that have a rule, in the order of the rules.
+
+    Args:
+        given: the arguments, by name; those without a rule are ignored.
+        rules: by the names of arguments.
+
+    Raises:
+        TypeError: one is of another type.
+        ValueError: one is out of range, or not among its choices.
+    """
+    for name, rule in rules.items():
+        value = given[name]
+        if rule.choices:
+            if value not in rule.choices:
+                raise ValueError(f"{name}={value!r} does not exist; choose one of {', '.join(map(str, rule.choices))}")
+            continue
+        if value is None and None in rule.kinds:
+            continue
+        check_type(value, name, rule.hint, *(kind for kind in rule.kinds if kind is not None))
+        if rule.least is not None and value < rule.least:
+            raise ValueError(f"{name}={value} is too small; {rule.hint}")
+        if rule.above is not None and not value > rule.above:
+            raise ValueError(f"{name}={value!r} is not above {rule.above:g}; {rule.hint}")

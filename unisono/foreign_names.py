@@ -4,7 +4,6 @@ from __future__ import annotations
 
 _PREPARE = "prepare() takes models, optimizers, loaders and schedulers, together or one by one"
 _ON_RANKS = "write `if accelerator.process_index == n:`, or decorate with on_main_process"
-_REGISTERED = "register_for_checkpointing() takes objects and calls their state_dict() and load_state_dict()"
 _OTHER_ENGINES = "DeepSpeed, Megatron and pipelines are not supported; strategy= is 'ddp', 'zero1', 'fsdp' or 'spmd'"
 _MESH = "there is one axis, data parallel: process_index and num_processes"
 _NO_CALLBACKS = "the loop is yours: call the function where the event happens"
@@ -42,20 +41,14 @@ _ADVICE = {
     "prepare_optimizer": _PREPARE,
     "prepare_scheduler": _PREPARE,
     "profile": "use torch.profiler.profile(); unisono.gather_report() says where the time of the loop went",
-    "register_load_state_pre_hook": _REGISTERED,
-    "register_save_state_pre_hook": _REGISTERED,
     "save_iteration": "save_state() numbers checkpoints after those in the directory",
-    "save": "write `if accelerator.is_main_process: torch.save(...)`",
-    "save_model": "save accelerator.state_dict(model) on rank zero; every rank calls state_dict",
+    "save": "call save_model(model, directory), or write `if accelerator.is_main_process: torch.save(...)`",
     "should_save_model": "every rank calls state_dict(model), and rank zero, is_main_process, saves it",
     "skip_first_batches": "loaders resume by themselves: loader.load_state_dict(loader.state_dict())",
-    "split_batches": "pass DeviceLoader(loader, split='global'): batch_size is that of all ranks together then",
     "state": "accelerator.world has the rank's facts",
     "step": "accelerator.sync_gradients says whether the current microbatch ends a step",
     "tensor_parallel_rank": _MESH,
     "torch_device_mesh": _MESH,
-    "trigger_sync_in_backward": "leave the block of no_sync() before the last forward pass of the step",
-    "unscale_gradients": "gradients are unscaled by clip_grad_norm_, clip_grad_value_ and optimizer.step()",
     "use_distributed": "compare: num_processes > 1",
     "use_seedable_sampler": "pass seed=: the order is a function of the seed and the epoch only",
     "use_stateful_dataloader": "prepared loaders have state_dict() and load_state_dict()",

@@ -38,7 +38,13 @@ def export(folder: Folder, out: Path, name: str | None = None, file_format: Form
     """
     contents = read_contents(folder)
     name = _chosen(contents, name)
-    state = contents.states[name]
+    write_state(contents.states[name], out, file_format, name)
+    return contents.path, name
+
+
+def write_state(state: Any, out: Path, file_format: Format, name: str) -> None:
+    """Write a state on the CPU as one file, complete or not at all; `name` is for errors, which are those of
+    `export`."""
     # Under another name first, so that a failure leaves an existing file as it is.
     new = out.with_name(f".{out.name}-{uuid4().hex[:12]}")
     try:
@@ -50,7 +56,6 @@ def export(folder: Folder, out: Path, name: str | None = None, file_format: Form
     finally:
         new.unlink(missing_ok=True)
     sync_directory(out.absolute().parent)
-    return contents.path, name
 
 
 def _chosen(contents: Contents, name: str | None) -> str:

@@ -47,7 +47,7 @@ class Manifest:
     @property
     def directory(self) -> str:
         """The directory of the files, in the checkpoint."""
-        return str(next((PurePosixPath(name).parent for name in self.files if name.endswith(STATE)), ""))
+        return str(next((PurePosixPath(name).parent for name in self.files if PurePosixPath(name).name == STATE), ""))
 
     def to_bytes(self) -> bytes:
         """The contents of its file."""

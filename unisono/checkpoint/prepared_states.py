@@ -9,10 +9,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from unisono.checkpoint.checkpointer import check_count
 from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
+from unisono.checkpoint.hooks import Hooks, remove_files, run_load_hooks, run_save_hooks
 from unisono.checkpoint.objects import kind_of
 from unisono.checkpoint.saver import Extra, Loaded, Saver
 from unisono.errors import CheckpointError
@@ -34,6 +37,9 @@ class PreparedStates:
         scaler: that of its loss.
         project_dir: None uses "runs" in the working directory.
         total_limit: the number of numbered checkpoints to keep; None keeps all.
+
+    Attributes:
+        save_hooks, load_hooks: called before each save, and before each load.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class PreparedStates:
         self._prepared, self._steps, self._scaler = prepared, steps, scaler
         self._root, self._limit = folder_at(project_dir or "runs") / _FOLDER, total_limit
         self._registered: list[Any] = []
+        self.save_hooks, self.load_hooks = Hooks(), Hooks()
         self._saver = Saver(steps.world)
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -65,13 +72,23 @@ class PreparedStates:
         claims = claims_of(self._steps, self._engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._engines())
-        extra = Extra({"taken": taken, "claims": claims}, held)
-        return self._saver.save(place, self._objects(), self._step(), score, is_async, extra)
+        objects, files, saved = self._objects(), None, None
+        if self.save_hooks:
+            models, modules = self._prepared.models(), self._prepared.modules()
+            left_out, files = run_save_hooks(self.save_hooks, models, modules, self._steps.world)
+            objects = self._objects(left_out)
+        extra = Extra({"taken": taken, "claims": claims}, held, files)
+        try:
+            saved = self._saver.save(place, objects, self._step(), score, is_async, extra)
+        finally:
+            if saved is None and files is not None and self._steps.world.rank == 0:
+                remove_files(files)
+        return saved
 
     def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
         """See `Accelerator.load_state`."""
-        path = self._root if directory is None else folder_at(directory)
-        restored = self._saver.load(path, self._objects(), must_exist)
+        folder = self._root if directory is None else folder_at(directory)
+        restored = self._saver.load(folder, self._objects(), must_exist, self._choose if self.load_hooks else None)
         if restored is None:
             return None
         facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
@@ -114,7 +131,11 @@ class PreparedStates:
     def _engines(self) -> list[Engine]:
         return [each.engine for each in self._prepared.models()]
 
-    def _objects(self) -> dict[str, Any]:
+    def _choose(self, files: str) -> dict[str, Any]:
+        """What is loaded from the checkpoint with these files, by the choice of the hooks."""
+        return self._objects(run_load_hooks(self.load_hooks, self._prepared.models(), files, self._steps.world))
+
+    def _objects(self, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
         """Everything that is saved, by name."""
         kinds: dict[str, Sequence[Any]] = {
             "model": self._prepared.models(),
@@ -124,6 +145,7 @@ class PreparedStates:
             "registered": self._registered,
         }
         named = {f"{kind}_{place}": each for kind, found in kinds.items() for place, each in enumerate(found)}
+        named = {name: each for name, each in named.items() if not any(each is other for other in left_out)}
         return named if self._scaler is None else {**named, "scaler": self._scaler}
 
     def _next_place(self) -> Place:

@@ -35,6 +35,7 @@ from unisono.checkpoint.directory import Place, commit, new_mark
 from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
 from unisono.checkpoint.folders import Folder, LocalFolder, Location
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
+from unisono.checkpoint.hooks import take_files
 from unisono.checkpoint.manifest import SHARDS, STATE, Manifest
 from unisono.checkpoint.objects import (
     Copy,
@@ -115,10 +116,12 @@ class Extra:
     Attributes:
         facts: plain data of this rank.
         held: gradients of a step that has begun.
+        files: on rank zero, a directory with files of hooks, which the checkpoint takes in.
     """
 
     facts: Any = None
     held: Mapping[str, torch.Tensor] | None = None
+    files: Path | None = None
 
 
 class Saver:
@@ -204,7 +207,8 @@ class Saver:
         world.backend.synchronize(world.device)
         keep_device_generator(own["generators"], world)
         contents, parts = self._agreed_copy(outcome)
-        write = partial(self._write, chosen, contents, parts, manifest, mark)
+        files = None if extra is None else extra.files
+        write = partial(self._write, chosen, contents, parts, manifest, mark, files)
         if not is_async:
             result = Outcome.capture(write)
             raise_any(comm.all_gather_object(encode_error(result.error)), result.error)
@@ -273,6 +277,7 @@ class Saver:
         parts: dict[str, torch.Tensor] | None,
         manifest: Manifest,
         mark: str,
+        hook_files: Path | None,
     ) -> None:
         """Do this rank's part of the writing; on rank zero, make the checkpoint."""
         group = self._group if parts is not None else None
@@ -293,7 +298,8 @@ class Saver:
                 group.write(parts, directory / SHARDS)
                 files = {f"{SHARDS}/{each.name}": checksum_of(each) for each in (directory / SHARDS).iterdir()}
                 sync_directory(directory / SHARDS)
-            return {STATE: write_tensors(directory / STATE, contents), **files}
+            files[STATE] = write_tensors(directory / STATE, contents)
+            return files if hook_files is None else {**files, **take_files(hook_files, directory)}
 
         try:
             commit(place, write, manifest, mark)
@@ -305,12 +311,20 @@ class Saver:
 
     # Loading.
 
-    def load(self, folder: Folder, objects: Objects, must_exist: bool = True) -> Restored | None:
+    def load(
+        self,
+        folder: Folder,
+        objects: Objects,
+        must_exist: bool = True,
+        choose: Callable[[str], Objects] | None = None,
+    ) -> Restored | None:
         """Load the objects. A collective.
 
         Args:
             folder: a checkpoint, or a directory of numbered ones. Rank zero's counts.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
+            choose: called with the place of the files of the checkpoint that was found; returns the objects to load in
+                place of all.
 
         Raises:
             NoCheckpointError: there is no checkpoint.
@@ -335,6 +349,8 @@ class Saver:
         facts = agree_on(read, world)
         if facts is None:
             return None
+        if choose is not None:
+            objects = choose(f"{facts['path']}/{facts['manifest'].directory}")
         check_fit(objects, facts["kinds"], facts["described"], str(facts["path"]))
         if world.rank == 0 and (left := [name for name in facts["kinds"] if name not in objects]):
             logger.warning("%s also holds %s, which was not loaded", facts["path"], ", ".join(left))

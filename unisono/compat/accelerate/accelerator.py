@@ -114,6 +114,7 @@ class Accelerator(Native):
         project = project_config or ProjectConfiguration()
         if project_dir is not None:
             project.set_directories(os.fspath(project_dir))
+        config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         world = joined_world()
         if fsdp_plugin is None:
             strategy: DDP | FSDP = handlers.ddp_options()
@@ -124,6 +125,7 @@ class Accelerator(Native):
             gradient_accumulation_steps=_num_steps(gradient_accumulation_steps, gradient_accumulation_plugin),
             cpu=cpu and world.world_size == 1,  # with several ranks, each keeps the device that it was started with
             device_placement=device_placement,
+            split_batches=config.split_batches,
             compile=compile_arguments(dynamo_backend, dynamo_plugin),
             world=world,
             strategy=strategy,
@@ -135,7 +137,7 @@ class Accelerator(Native):
         )
         self._has_warned = False
         self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        self.dataloader_config = config
         self.project_configuration = project
         self.state = AcceleratorState(world=self.world, fsdp_plugin=fsdp_plugin, accelerator=self)
         self.gradient_state = GradientState()
@@ -259,7 +261,6 @@ class Accelerator(Native):
 
     # How loaders are prepared.
 
-    split_batches = _view("dataloader_config.split_batches")
     even_batches = _view("dataloader_config.even_batches")
     dispatch_batches = _view("dataloader_config.dispatch_batches")
     use_seedable_sampler = _view("dataloader_config.use_seedable_sampler")
@@ -286,6 +287,16 @@ class Accelerator(Native):
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: Any = None,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Like the native one: one file. `max_shard_size` has no effect."""
+        super().save_model(model, save_directory, safe_serialization=safe_serialization)
 
     def save_state(  # type: ignore[override]
         self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any

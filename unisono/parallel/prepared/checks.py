@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.amp import GradScaler
 
+from unisono.arguments import Rule, check_by_rules
 from unisono.backends import CPU, resolve_device
+from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.protocols import Backend, Feature
 from unisono.strategies import DDP, Choice
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_SWITCH = Rule((bool,), hint="pass True or False")
+_MICROBATCHES = Rule((int,), least=1, hint="pass an integer of at least 1")
 
 
 def check_features(world: World, strategy: type[Strategy], options: Choice, precision: str, compile: Any) -> None:
@@ -65,53 +70,44 @@ def _enter(backend: Backend, device: torch.device, strategy: type[Strategy]) -> 
     backend.activate(device)
 
 
-def check_choices(compile: Any, seed: Any) -> None:
-    if not isinstance(compile, bool | Mapping):
-        raise TypeError(
-            f"compile={compile!r} is of type {type(compile).__name__}; pass True, or torch.compile's arguments"
-        )
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None")
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Check the arguments of an Accelerator that need no device.
 
+    Args:
+        given: the arguments, by name.
 
-def check_switches(**switches: Any) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is of type {type(value).__name__}; pass True or False")
-
-
-def check_accumulation(steps: Any) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"gradient_accumulation_steps={steps!r} is of type {type(steps).__name__}; pass an integer")
-    if steps < 1:
-        raise ValueError(f"gradient_accumulation_steps={steps} is too small; pass 1 for a step on each batch, or more")
-
-
-def check_arguments(precision: Any, max_grad_norm: Any, nan_guard: bool) -> None:
-    if precision not in ("no", *AUTOCAST):
-        raise ValueError(f"mixed_precision={precision!r} does not exist; choose one of no, bf16, fp16")
-    if max_grad_norm is not None and (isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float)):
-        raise TypeError(
-            f"max_grad_norm={max_grad_norm!r} is of type {type(max_grad_norm).__name__}; pass a number, or None"
-        )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm={max_grad_norm!r} removes every gradient; pass a positive number, or None")
-    if nan_guard and precision == "fp16":
+    Raises:
+        TypeError, ValueError: one is of another type, out of range, or conflicts with another one.
+    """
+    check_by_rules(
+        given,
+        mixed_precision=Rule(choices=("no", *AUTOCAST)),
+        max_grad_norm=Rule((int, float, None), above=0, hint="pass a positive number, or None"),
+        gradient_accumulation_steps=_MICROBATCHES,
+        compile=Rule((bool, Mapping), hint="pass True, or torch.compile's arguments"),
+        seed=Rule((int, None), hint="pass an integer, or None"),
+        cpu=_SWITCH,
+        device_placement=_SWITCH,
+        split_batches=_SWITCH,
+        sync_batchnorm=_SWITCH,
+        nan_guard=_SWITCH,
+        schedule_unit=Rule(choices=(*get_args(Unit), None)),
+        loss_reduction=Rule(choices=("mean", "sum")),
+    )
+    options, precision = given["scaler_options"], given["mixed_precision"]
+    if given["nan_guard"] and precision == "fp16":
         raise ValueError(
             "nan_guard=True and mixed_precision='fp16' contradict each other: fp16 skips steps whose gradients "
             "overflow; use bf16, or drop the guard"
         )
-
-
-def check_reduction(loss_reduction: Any) -> None:
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction={loss_reduction!r} does not exist; choose one of mean, sum")
-
-
-def check_scaler(options: Any, precision: str) -> None:
     known = list(inspect.signature(GradScaler).parameters)[1:]  # without the device
     unknown = [name for name in options or () if name not in known]
     if options and precision != "fp16":
         raise ValueError(f"scaler_options={options!r} are for mixed_precision='fp16', and it is {precision!r}")
     if unknown:
         raise ValueError(f"scaler_options have no {unknown[0]!r}; torch's GradScaler takes {', '.join(known)}")
+
+
+def check_accumulation(steps: Any) -> None:
+    """Check a new number of microbatches per step, as `check_arguments`."""
+    check_by_rules({"gradient_accumulation_steps": steps}, gradient_accumulation_steps=_MICROBATCHES)

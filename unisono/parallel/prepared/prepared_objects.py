@@ -100,7 +100,7 @@ class PreparedObjects:
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
         self._builder.strategy.check_clipping()
-        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_norm_")
+        clipped, steppers = self.reduce_gradients(parameters, "clip_grad_norm_")
         if clipped is None:
             return None
         norm = clip_grad_norm(clipped, max_norm, norm_type, world=self._builder.world)
@@ -110,13 +110,22 @@ class PreparedObjects:
 
     def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`."""
-        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_value_")
+        clipped, steppers = self.reduce_gradients(parameters, "clip_grad_value_")
         if clipped is not None:
             nn.utils.clip_grad_value_(clipped, clip_value)
         for stepper in steppers:
             stepper.look_again()
 
-    def _reduce_gradients(
+    def unscale(self, optimizers: Sequence[Optimizer] | None) -> None:
+        """As `Accelerator.unscale_gradients`."""
+        found = self.steppers() if optimizers is None else [self._stepper_of(each) for each in optimizers]
+        for place, stepper in enumerate(found):
+            if stepper is None:
+                raise ValueError(f"optimizer {place} is not prepared; pass what prepare() returned")
+            if self._builder.passes.steps.is_boundary():
+                stepper.reduce()
+
+    def reduce_gradients(
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str
     ) -> tuple[list[torch.Tensor] | None, list[Stepper]]:
         """These parameters, with reduced and unscaled gradients, and the steppers of their optimizers; while

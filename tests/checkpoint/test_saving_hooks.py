@@ -1,0 +1,144 @@
+"""Hooks before a save and a load, and a model in a file of its own: the same on one rank, threads and processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
+from torch import nn
+
+from unisono import Accelerator
+from unisono.errors import DamagedCheckpointError
+
+ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
+
+
+def filled(value: float) -> nn.Linear:
+    model = nn.Linear(2, 1)
+    for each in model.parameters():
+        nn.init.constant_(each, value)
+    return model
+
+
+@ALL
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_hook_saves_a_model_its_own_way_and_another_loads_it(mode: Mode, is_async: bool, tmp_path: Path) -> None:
+    def body() -> list[Any]:
+        accelerator = Accelerator()
+        own, usual = accelerator.prepare(filled(1.0), filled(2.0))
+        met: list[Any] = []
+
+        def save(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+            met.append([len(models), [len(each) for each in weights]])
+            if accelerator.is_main_process:
+                assert models[0] is own
+                folder = Path(output_dir) / "own"
+                folder.mkdir()
+                torch.save(weights.pop(0), folder / "model.pt")
+
+        def load(models: list[nn.Module], input_dir: str) -> None:
+            model = models.pop(0)
+            model.load_state_dict(torch.load(Path(input_dir) / "own" / "model.pt"))
+            nn.init.constant_(model.bias, 5.0)
+
+        handle = accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        for _ in range(2):  # the second replaces the first
+            accelerator.save_state(tmp_path / "one", is_async=is_async)
+        handle.remove()
+        accelerator.end_training()
+        for each in (*own.parameters(), *usual.parameters()):
+            nn.init.zeros_(each)
+        accelerator.load_state(tmp_path / "one")
+        return [met, own.weight[0].tolist(), own.bias.tolist(), usual.weight[0].tolist()]
+
+    found = mode.run(body)
+    for rank, (met, *values) in enumerate(found):
+        assert met == [[2, [2, 2] if rank == 0 else [0, 0]]] * 2
+        assert values == [[1.0, 1.0], [5.0], [2.0, 2.0]]
+    assert [each.name for each in tmp_path.iterdir()] == ["one"], "nothing is left beside the checkpoint"
+    assert sorted(each.name for each in (tmp_path / "one").iterdir()) == ["manifest.json", "own", "state.pt"]
+
+
+def test_files_of_hooks_are_verified_with_the_checkpoint(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.prepare(filled(1.0))
+    accelerator.register_save_state_pre_hook(lambda models, weights, there: (Path(there) / "x").write_text("text"))
+    accelerator.save_state(tmp_path / "one")
+    (tmp_path / "one" / "x").write_text("tixt")
+    with pytest.raises(DamagedCheckpointError, match="x has other contents"):
+        accelerator.load_state(tmp_path / "one")
+
+
+def test_what_a_hook_may_not_do_is_refused_and_nothing_is_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(filled(1.0))
+
+    def changes(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        weights[0]["weight"] = torch.zeros(1, 2)
+
+    def takes_a_name(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        (Path(output_dir) / "state.pt").write_text("mine")
+
+    for hook, error, words in [
+        (changes, ValueError, "a hook has changed the state of model 0"),
+        (takes_a_name, FileExistsError, "a hook has written 'state.pt'"),
+    ]:
+        handle = accelerator.register_save_state_pre_hook(hook)
+        with pytest.raises(error, match=words):
+            accelerator.save_state(tmp_path / "one")
+        handle.remove()
+    assert not list(tmp_path.iterdir())
+    assert model.weight.sum() == 2
+
+
+def test_a_save_that_is_not_better_drops_what_its_hooks_wrote(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.prepare(filled(1.0))
+    accelerator.register_save_state_pre_hook(lambda models, weights, there: (Path(there) / "x").write_text("text"))
+    assert accelerator.save_state(tmp_path / "best", score=1.0)
+    assert accelerator.save_state(tmp_path / "best", score=0.5) is None
+    assert [each.name for each in tmp_path.iterdir()] == ["best"]
+
+
+@ALL
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_a_model_is_saved_for_use_elsewhere(mode: Mode, is_safe: bool, tmp_path: Path) -> None:
+    if is_safe:
+        pytest.importorskip("safetensors")
+    name = "model.safetensors" if is_safe else "pytorch_model.bin"
+
+    def body() -> bool:
+        accelerator = Accelerator()
+        model = accelerator.prepare(filled(3.0))
+        accelerator.save_model(model, tmp_path / "new" / "folder", safe_serialization=is_safe)
+        return (tmp_path / "new" / "folder" / name).exists()
+
+    assert mode.run(body) == [True] * mode.ranks
+    path = tmp_path / "new" / "folder" / name
+    if is_safe:
+        from safetensors.torch import load_file
+
+        state = load_file(path)
+    else:
+        state = torch.load(path)
+    plain = nn.Linear(2, 1)
+    plain.load_state_dict(state)
+    assert plain.weight[0].tolist() == [3.0, 3.0]
+    assert [each.name for each in path.parent.iterdir()] == [name]
+
+
+@ALL
+def test_a_model_that_cannot_be_saved_is_an_error_on_all_ranks(mode: Mode, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+
+    def body() -> str:
+        accelerator = Accelerator()
+        with pytest.raises(FileExistsError):
+            accelerator.save_model(accelerator.prepare(filled(3.0)), tmp_path / "file", safe_serialization=False)
+        return "raised"
+
+    assert mode.run(body) == ["raised"] * mode.ranks
