@@ -1,8 +1,8 @@
 """Functions that run before an Accelerator's state is saved or loaded: they add files to a checkpoint, and take models
 out of it.
 
-A checkpoint is whole or absent, with the files of its hooks: they are written into a temporary directory, from which the
-save moves them. Which models are taken out is rank zero's choice: scripts often act on that rank only.
+A checkpoint is whole or absent, with the files of its hooks: they are written into a temporary directory, from which
+the save moves them. Which models are taken out is rank zero's choice: scripts often act on that rank only.
 
 *Threads:* the rank's own; `take_files` runs in the thread that writes the checkpoint.
 """
