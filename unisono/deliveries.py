@@ -251,8 +251,8 @@ class Deliveries:
         Raises:
             ValueError: no tensor belongs to a batch.
         """
-        used = self._used
-        if used is not None and any(used in batches for batches in self._batches_in(values)):
+        used, known = self._used, self._batches_in(values)
+        if used is not None and known and all(used in batches for batches in known):
             return [used]
         found = self.find(values)
         if not found:
@@ -285,7 +285,8 @@ class Deliveries:
             found = {last: None} | self._taken_before(inputs, last)
             if None in (rows, last.rows) or rows == last.rows:
                 found |= self._confusable(last, rows)
-                found |= {each.batches[-1]: None for each in loops if not each.batches[-1].is_used}
+                others = [each.batches[-1] for each in loops]
+                found |= {each: None for each in others if not each.is_used or each.samples != last.samples}
                 return [each for each in found if rows is None or each.rows in (rows, None)]
             # Of another number of rows: of no loader, or computed from any batch of the loops.
             return [None, *(each for loop in loops for each in loop.kinds.values())]
@@ -326,6 +327,10 @@ class Deliveries:
         known, version = self._computed.find(first), getattr(first, VERSION)
         self._computed.note(first, (batch, version))
         return {known[0]: None} if known is not None and known[1] == version else {}
+
+    def latest(self) -> list[Batch]:
+        """The last batch of each open loop, the innermost first; of one of evaluation only if no other is open."""
+        return [each.batches[-1] for each in self._open_loops()]
 
     def innermost(self) -> Loop | None:
         """The open loop that delivered last; one of evaluation only if no other is open."""

@@ -10,8 +10,8 @@ penalty too. That needs a hook on each parameter, so they have one only while th
 - the part of a batch is not 1; or steps have several microbatches, or losses are sums;
 - gradients were differentiated (`create_graph=True`): a second pass through them may bypass the outputs.
 
-Other passes that bypass the outputs are noticed by `Arrivals` when the optimizer steps, and reduced then: with even
-parts the mean over the ranks of what is in `.grad` is right, whatever was reduced before.
+Other passes that bypass the outputs are noticed by `Arrivals`, when their first gradient arrives, and counted then if
+their batch is even; otherwise they are refused when the optimizer steps.
 
 If batches with different parts meet in one backward pass, the gradients that flow from the loss into the model differ,
 and they are scaled relative to the first of them.
@@ -37,7 +37,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
-from unisono.parallel.claims import Claim, Crossings, refuse_crossed
+from unisono.parallel.claims import Claim, Crossings, check_counts, refuse_crossed
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
@@ -118,14 +118,21 @@ class Passes:
         """Find where the inputs of a forward pass come from, for its outputs to carry."""
         task = current_graph_task_id()
         if task < 0:  # in no backward pass
-            for known in (self._running, self._passed_by, self._open):
-                known.clear()  # an interrupted pass never ends
+            if self._open:  # an interrupted pass never ends
+                for known in (self._running, self._passed_by, self._open):
+                    known.clear()
+                for each in self._engines:
+                    each.await_pass()
         elif task in self._running:  # a checkpoint recomputes what it has not kept
-            return self._running[task].origin
+            found = self._world.state.deliveries.find(values)
+            if not found:
+                return self._running[task].origin
+            return Origin(found, self._world, self.steps.is_sum, syncs=syncs, optimizers=engine.give_optimizers)
         steps = self.steps
         if steps.origin is None and steps.now == steps.requested:
             self._parts.clear()
         self.origin = steps.origin = origin = steps.find(values, syncs, engine.give_optimizers)
+        origin.is_chained = True in [each.grad_fn is not None for each in tensors(values)]
         self._parts.add(origin.part)
         if origin.part != 1 or steps.step.every > 1 or steps.every > 1 or steps.is_sum:
             engine.scale_leaves()
@@ -136,13 +143,16 @@ class Passes:
         if engine.is_released:
             return outputs
         arrive = partial(self._arrive, ref(self), ref(engine), origin)
-        found, computed = tensors(outputs), []
+        found, computed, shows_pass = tensors(outputs), [], False
         for each in found:
             if each.is_leaf and each.requires_grad:
                 continue
             computed.append(each)
             if each.requires_grad:
                 each.register_hook(arrive)
+                shows_pass = True
+        if not shows_pass:
+            engine.may_be_bypassed = True  # by what an object holds that is no container of tensors
         if len(computed) < len(found):
             # Parameters: hooks on them would outlive this pass, and their memory is no batch's.
             outputs = tree_map(lambda leaf: _viewed(leaf, arrive), outputs)
@@ -159,6 +169,7 @@ class Passes:
         """Begin to watch a model, before its first pass."""
         self._engines[engine] = None
         engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
+        engine.notice = partial(self._notice, ref(self), ref(engine))
         engine.count_leaves()
         if self.steps.step.every > 1 or self.steps.is_sum:
             engine.scale_leaves()
@@ -212,8 +223,9 @@ class Passes:
                 "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
                 "batch and zero_grad() after each step"
             )
-        self._count_late(self.origin, engine)
-        engine.adopt(self.origin.part)
+        origin = self.origin if self._parts else self.steps.find(())  # without a forward pass of the model
+        self._count_late(origin, engine)
+        engine.adopt(origin.part)
 
     def reduce(self, engine: Engine) -> None:
         """Reduce what backward passes have left on this rank alone, at a step. A collective.
@@ -282,7 +294,7 @@ class Passes:
         part, size = run.part, 1.0
         if run.counted.part is None and origin is not run.origin:
             part = origin.part
-            if origin.batch is not run.counted.origin.batch:
+            if origin.batch is not run.counted.origin.batch or len(origin.candidates) > 1:
                 visit = self._join_origin(model, origin)
                 size = self.steps.scale(visit) / self.steps.scale(run.counted.visit)
         # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
@@ -293,7 +305,15 @@ class Passes:
             run.part = part
         # Leaves multiply by the numbers of the first output, so other outputs are scaled relative to it.
         factor = part / run.part * size
-        return None if factor == 1 else gradient * factor
+        if factor == 1:
+            return None
+        if origin.is_chained:
+            raise ValueError(
+                f"one backward pass has losses of several batches, of which this rank has different parts, and the "
+                f"{model.name} has computed one of them from another model's outputs, where that gradient would be "
+                "weighed a second time; call accelerator.backward(loss) for the loss of each batch"
+            )
+        return gradient * factor
 
     def _join_origin(self, engine: Engine, origin: Origin) -> Visit:
         """Count a further batch that has a loss in this backward pass."""
@@ -337,6 +357,19 @@ class Passes:
                 run.part = visit.claim.part(self._world.comm.size)
             refuse_crossed(run.part)
         return scaled(self.steps.scale(run.counted.visit) * run.part, gradient)
+
+    @staticmethod
+    def _notice(passes: ref[Passes], engine: ref[Engine]) -> None:
+        """Handle the first gradient that arrives at the model in a pass: it is counted now, if no output has shown it.
+
+        One whose batch is uneven is left to `reduce`, which refuses it, unless the leaves have hooks, which handle it.
+        """
+        self, model = passes(), engine()
+        if self is None or model is None or model.is_released or model.gathers or model.hooks:
+            return
+        is_seen = model.passing is not None and model.passing.task == current_graph_task_id()
+        if not is_seen and self._bypassing(model).part == 1:
+            self._run(model, None)
 
     def _run(self, engine: Engine, origin: Origin | None) -> _Run:
         """Return the current backward pass through that model; begin it when it reaches the model.
@@ -390,6 +423,9 @@ class Passes:
             is_named = self._given is not None
             weight, named = self._given or (None, None)
             origin = named or run.origin or self._bypassing(engine)
+            if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
+                found = dict.fromkeys([*origin.candidates, *self._world.state.deliveries.latest()])
+                check_counts(list(found), self._world, False, self.steps.is_sum)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
             part = visit.claim.part(self._world.comm.size) if is_named else None
             counted = self._running[run.task] = _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
@@ -445,6 +481,8 @@ class Passes:
                 else:  # from checkpoints, which have no hooks, since the part is 1
                     self._count_late(run.origin or self.origin, engine)
                     engine.reduce()
+        for engine in self._engines if self._world.comm.size > 1 else ():
+            engine.await_pass()
         if (ended := self._running.pop(task, None)) is None:
             return
         for each, _, reduces in ended.engines:

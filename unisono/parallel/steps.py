@@ -41,11 +41,12 @@ class Origin:
         claim: what a pass on that batch claims.
         part: this rank's part of it.
         is_computed: whether the inputs share no memory with a batch.
+        is_chained: whether the inputs were computed with gradients, for example by another model.
         syncs: whether the backward pass may reduce.
         optimizers: returns those of the model.
     """
 
-    __slots__ = ("batch", "candidates", "claim", "is_computed", "optimizers", "part", "syncs")
+    __slots__ = ("batch", "candidates", "claim", "is_chained", "is_computed", "optimizers", "part", "syncs")
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Origin:
         optimizers: Callable[[], Collection[Optimizer]] = tuple,
     ) -> None:
         self.candidates, self.batch = candidates, candidates[0]
-        self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
+        self.is_computed, self.syncs, self.optimizers, self.is_chained = is_computed, syncs, optimizers, False
         self.claim = claim = claim_of(self.batch, None, world, is_sum)
         self.part = claim.samples * world.comm.size / claim.total if claim.total else 0.0
 
@@ -379,6 +380,7 @@ class Steps:
     def close(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
         requests = self._requests_of(optimizer)
+        self.now += 1  # later than gradients that were assigned, which count at the step
         requests.stepped, requests.stepped_at = self.step, self.now
         self.step.state = TAKEN
 
@@ -456,6 +458,12 @@ class Steps:
     def fraction(self) -> float:
         """This rank's fraction of the samples of the step: the weight of its loss in the sum over the ranks."""
         claims = [each.claim for each in self.step.visits]
+        if self.step.every == 1 and len({each.part(self._size) for each in claims}) > 1:
+            raise ValueError(
+                "the closure has losses of batches of which this rank has different parts, and returns one number for "
+                "all of them, which cannot be weighed; compute the loss of one batch in a closure, or use batches that "
+                "the ranks share evenly (drop_last=True)"
+            )
         if self.is_sum:
             return float(claims[-1].samples) if claims else 1.0  # 0 for a batch that only repeats others
         counted = claims if self.step.every > 1 else claims[-1:]

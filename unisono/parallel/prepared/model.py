@@ -126,9 +126,12 @@ class PreparedModel(nn.Module):
         except AttributeError:
             module: Any = super().__getattr__("module")
         value = getattr(module, name)
+        is_own_method = _is_own_method(value, name)
         if name in self._forward_methods:
             return update_wrapper(partial(self._run, name), value)
-        return self._explained(name, value) if self.engine.gathers and _is_own_method(value, name) else value
+        if is_own_method or isinstance(value, nn.Module):
+            self.engine.may_be_bypassed = True
+        return self._explained(name, value) if self.engine.gathers and is_own_method else value
 
     def _explained(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method, where torch's error for parameters that are not gathered says what to do."""

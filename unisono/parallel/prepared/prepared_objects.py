@@ -25,6 +25,7 @@ from unisono.parallel.prepared.scheduler import PreparedScheduler
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.sharded import clip_grad_norm
+from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
 
 
@@ -174,6 +175,7 @@ class PreparedObjects:
             return
         if isinstance(each, nn.Module):
             _check_devices(where, each)
+            self._check_shared(where, each, [*self.models(), *before])
             self._builder.strategy.check(each)
         elif isinstance(each, Optimizer):
             places.check(each, where)
@@ -193,6 +195,18 @@ class PreparedObjects:
                 "schedulers, DataLoaders, lists of them, or None"
             )
 
+    def _check_shared(self, where: str, module: nn.Module, others: Sequence[Any]) -> None:
+        """Refuse a model that trains parameters of another one: each would reduce their gradients."""
+        own = {each for each in module.parameters() if each.requires_grad}
+        for other in [each for each in others if isinstance(each, nn.Module) and not is_metric(each)]:
+            if any(each in own for each in other.parameters()):
+                other = other.module if isinstance(other, PreparedModel) else other
+                raise ValueError(
+                    f"the {type(module).__name__} at position {where} shares parameters with the "
+                    f"{type(other).__name__}, and each of two prepared models would reduce their gradients; make them "
+                    "parts of one module, and prepare that"
+                )
+
     def _add_model(self, module: nn.Module) -> PreparedModel:
         release_engines_of(module)  # of an earlier Accelerator that may not be collected yet
         before = list(module.parameters())
@@ -211,10 +225,15 @@ class PreparedObjects:
         made = self._builder.strategy.wrap_optimizer(optimizer)
         stepper = self._builder.stepper(made)
         self._steppers.append(ref(stepper))
-        for model in self.models():
-            self._join(model, stepper)
+        stepper.join = weak_method(self._join_all)
+        self._join_all(stepper)
         _all_prepared[optimizer] = _all_prepared[made] = made
         return made
+
+    def _join_all(self, stepper: Stepper) -> None:
+        for model in self.models():
+            if not stepper.trains(model.engine):
+                self._join(model, stepper)
 
     def _join(self, model: PreparedModel, stepper: Stepper) -> None:
         """Connect a model with the optimizer of some of its parameters."""

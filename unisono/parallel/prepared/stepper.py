@@ -59,6 +59,7 @@ class Stepper:
         num_asked: the number of calls of `step`.
         checks: functions of the schedulers that follow it, called before each step.
         taken: the steps taken, without the calls that did not step: between microbatches, and after an overflow.
+        join: looks for the prepared models that have some of the optimizer's parameters; set by `PreparedObjects`.
         was_skipped: whether the last due step was skipped, after an overflow or because no sample counted.
     """
 
@@ -84,6 +85,8 @@ class Stepper:
         self._guard = guard
         self._finishes = guard is not None or max_grad_norm is not None
         self._has_warned = False
+        self._num_groups = len(optimizer.param_groups)
+        self.join: Callable[[Stepper], None] = lambda stepper: None
         self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
@@ -94,6 +97,10 @@ class Stepper:
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
         by_hand.prepared.add(optimizer)
         steppers[self] = None
+
+    def trains(self, engine: Engine) -> bool:
+        """Whether the model is known to have some of the optimizer's parameters."""
+        return any(each is engine for each in self._engines)
 
     def train(self, engine: Engine) -> None:
         """Record that a model with some of the optimizer's parameters is prepared."""
@@ -116,6 +123,9 @@ class Stepper:
             self._count_step()
             return self._plain_step(**arguments)
         self.num_asked += 1
+        if len(self.optimizer.param_groups) != self._num_groups:  # perhaps parameters of another prepared model
+            self._num_groups = len(self.optimizer.param_groups)
+            self.join(self)
         if current_graph_task_id() >= 0:
             self._refuse_inside_backward()
         if not self._steps.request(self.optimizer):

@@ -56,13 +56,16 @@ class Engine:
         members: the parameters and buffers of the module.
         gradients: what `.grad` of its parameters holds.
         hooks: the hooks of each leaf that scale its gradients, while there are any.
-        scale: the hook that scales the gradients of a leaf; set by `backward.py`.
+        scale, notice: the hook that scales the gradients of a leaf, and what the first gradient of a pass calls; set by
+            `backward.py`.
         passing: the last backward pass through the model; set by `backward.py`.
         graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`); set by `backward.py`.
         is_released: whether its model is no longer prepared.
         trainers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that have
             stepped.
         replaced: the parameters that the module had before it was prepared, if it has others now.
+        may_be_bypassed: whether a loss may come from a submodule, from a method that is not marked, or from an output
+            that hides its tensors.
         is_local: whether steps use this rank's own gradients, and the caller averages the parameters over the ranks.
     """
 
@@ -72,9 +75,10 @@ class Engine:
         self.module, self.name = module, type(module).__name__
         self.members = Members(module)
         self.gradients = HeldGradients(self.members, world, steps)
-        self.is_released = self.is_local = False
+        self.is_released = self.is_local = self.may_be_bypassed = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
+        self.notice: Callable[[], None] = lambda: None
         self.passing: Any = None
         self.give_optimizers = partial(_optimizers_of, ref(self))  # weak: it is kept by the graphs of losses
         self.graphs: list[Any] = []
@@ -261,6 +265,11 @@ class Engine:
         """Count the gradients that arrive at the leaves; again, when others train."""
         if self._world.comm.size > 1:
             self._hook(self._counted, self.gradients.arrivals.hook)
+            self.await_pass()
+
+    def await_pass(self) -> None:
+        """Notice a backward pass that reaches no output of the model when its first gradient arrives."""
+        self.gradients.arrivals.call_at_next(self.notice)
 
     def scale_leaves(self) -> None:
         """Scale the gradients that arrive at the leaves."""
@@ -317,6 +326,7 @@ class Engine:
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
         self._steps.close(optimizer)
         self.gradients.known = None
+        self.may_be_bypassed = False
         self.graphs.clear()
         if self.hooks and not (self._steps.every > 1 or self._steps.is_sum):
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
@@ -366,7 +376,7 @@ def is_left_at(leaf: torch.Tensor) -> bool:
     """Whether the running backward pass accumulates a gradient in this leaf's `.grad`."""
     try:
         return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
-    except RuntimeError:
+    except (RuntimeError, AttributeError):  # AttributeError: in torch.func.grad
         return False
 
 
@@ -374,6 +384,6 @@ def is_taken_from(leaf: torch.Tensor) -> bool:
     """Whether the running backward pass is `torch.autograd.grad` with respect to leaves that include this one."""
     try:
         will_engine_execute_node(get_gradient_edge(leaf).node)
-    except RuntimeError:  # torch refuses the query for such a leaf
+    except (RuntimeError, AttributeError):  # torch refuses the query for such a leaf; in torch.func.grad
         return True
     return False

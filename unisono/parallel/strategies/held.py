@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from operator import length_hint
+from itertools import repeat
+from operator import call, length_hint
 
 import torch
 
@@ -17,7 +19,7 @@ from unisono.world import World
 
 
 class Arrivals:
-    """Counts the gradients that arrive at leaves, without a Python call for each of them.
+    """Counts the gradients that arrive at leaves, with a Python call for the first of a pass only.
 
     Attributes:
         hook: to be registered at a leaf.
@@ -25,10 +27,16 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._left = iter(range(_MANY))
-        # next(nones, gradient) is None, which leaves the gradient as it is; and nothing keeps the gradient.
-        nothing: dict[int, None] = {}
-        self.hook = partial(next, map(nothing.get, self._left))
+        self._first: dict[int, Callable[[], None]] = {}  # what the arrival of that number calls
+        nothing: Callable[[], None] = dict[int, int]().clear
+        # Its result is None, which leaves the gradient as it is; and nothing keeps the gradient.
+        self.hook = partial(next, map(call, map(self._first.pop, self._left, repeat(nothing))))
         self._left_out = 0
+
+    def call_at_next(self, function: Callable[[], None]) -> None:
+        """Call the function when the next gradient arrives, in the backward pass."""
+        self._first.clear()
+        self._first[_MANY - length_hint(self._left)] = function
 
     def count(self) -> int:
         """The number of gradients so far, without those that were left out."""
