@@ -207,7 +207,7 @@ def test_a_sparse_tensor_moves(backend, device):
         pytest.skip("mps has no sparse tensors")
     sparse = torch.eye(3).to_sparse()
     if backend.name == "xla":
-        with pytest.raises(TypeError, match=r"a tensor of layout torch\.sparse_coo .*, and XLA supports plain dense ones only"):
+        with pytest.raises(TypeError, match=r"layout torch\.sparse_coo .*, and XLA supports plain dense ones only"):
             backend.to_device([sparse], device)
         return
     moved = move(backend, [sparse], device)[0]

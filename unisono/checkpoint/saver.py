@@ -28,7 +28,6 @@ from unisono.checkpoint.agreement import (
     encode_error,
     new_manifest,
     raise_any,
-    taken_failure,
 )
 from unisono.checkpoint.contents import HELD, Contents, read_contents
 from unisono.checkpoint.directory import Place, commit, new_mark
@@ -144,7 +143,7 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save in progress, and raise its error if it failed."""
         self._writer.wait()
-        self._writer.raise_failure()
+        self._writer.poll()
 
     def close(self) -> None:
         """Wait like `wait`, and release the host memory."""
@@ -184,7 +183,7 @@ class Saver:
         comm.announce(f"save_state at step {step}")
         # Without raising: all ranks raise a failure together, after they have exchanged it below.
         self._writer.wait()
-        own, failure = self._own_part(objects, extra), taken_failure(self._writer)
+        own, failure = self._own_part(objects, extra), self._writer.take_failure()
         ranks = comm.all_gather_object({"step": step, "failure": encode_error(failure), "rank": own})
         raise_any([each["failure"] for each in ranks], failure)
         check_steps([each["step"] for each in ranks])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -239,34 +239,18 @@ class DataParallel:
         self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, worlds: list[World]
     ) -> Iterator[list[DeviceIterator]]:
         """The iterators of a new pass over the loader, for loops in those worlds."""
-        with ExitStack() as stack:
-            passes = self._passes(loader, fixed_batch_size, batchdim, worlds)
-            # One pass serves all devices and is entered once; only empty loops have one for each device.
-            for each in dict.fromkeys(passes):
-                stack.enter_context(each)
-            yield [each.per_device_loader(device) for each, device in zip(passes, self.devices, strict=True)]
-
-    def _passes(
-        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batchdim: int, worlds: list[World]
-    ) -> list[ParallelLoader]:
-        """The source of each device's batches: one pass for all, or empty iterators, for which no thread is started."""
-        if isinstance(loader, list | tuple) and not loader:
-            return [each.again([world]) for each, world in zip(self._nothing, worlds, strict=True)]
         if not isinstance(loader, ParallelLoader):
             loader = self._deal(loader, fixed_batch_size, batchdim)
         elif loader.devices != self.devices:
             raise ValueError(f"the ParallelLoader is over {loader.devices}, this DataParallel over {self.devices}")
         elif fixed_batch_size or batchdim:
             raise ValueError("fixed_batch_size and batchdim are arguments of the ParallelLoader that was given")
-        return [loader.again(worlds)] * len(self.devices)
+        with loader.again(worlds) as begun:
+            yield [begun.per_device_loader(device) for device in self.devices]
 
     def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
         """Build the loader for a plain DataLoader; the compat layer for PyTorch/XLA overrides this."""
         return ParallelLoader(loader, self.devices, batchdim, fixed_batch_size, sources=self._sources)
-
-    @cached_property
-    def _nothing(self) -> list[ParallelLoader]:
-        return [ParallelLoader((), [device], loader_prefetch_size=0) for device in self.devices]
 
     @cached_property
     def _num_threads(self) -> int:

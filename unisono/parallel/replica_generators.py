@@ -18,7 +18,7 @@ Invariants:
 1. An explicitly given generator is used. The default one counts as none, since some functions pass it by default.
    Within `randomness.seeded`, draws use the default generator.
 2. `torch.manual_seed` in a replica seeds only the replica's own generators.
-3. If torch lacks the key, all threads draw from the default generator, with a warning.
+3. If torch lacks the key, that is an error.
 
 Not covered: Python's and numpy's generators; in a `TorchDispatchMode`, operators without a generator argument, such as
 `rand_like`.
@@ -26,7 +26,6 @@ Not covered: Python's and numpy's generators; in a `TorchDispatchMode`, operator
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -42,14 +41,13 @@ from unisono.protocols import Backend
 from unisono.randomness import is_seeding
 from unisono.torch_private import (
     GENERATOR_ADDRESS,
+    TRIED,
     OpOverload,
     all_schemas,
     include_dispatch_key,
     keys_after,
     parse_dispatch_key,
 )
-
-logger = logging.getLogger(__name__)
 
 _KEY = "TESTING_ONLY_GenericMode"
 
@@ -62,10 +60,7 @@ def own_generator(generator: torch.Generator) -> Iterator[None]:
     """Make the calling thread draw from this generator, of the CPU, within the block."""
     # `cache` alone lets two threads that come first both register the kernels.
     with _installing:
-        is_installed = _is_installed()
-    if not is_installed:
-        yield
-        return
+        _register_kernels()
     outer = getattr(_of_thread, "generator", None)
     _use(generator)
     try:
@@ -142,25 +137,19 @@ class _Ambient:
 
 
 @cache
-def _is_installed() -> bool:
-    """Whether threads can have their own generators with this torch; determined once."""
+def _register_kernels() -> list[torch.library.Library]:
+    """Register the kernels, once per process; they exist as long as the returned libraries.
+
+    Raises:
+        ImportError: this torch has no such key.
+    """
     try:
-        return bool(_install())
+        below = keys_after(parse_dispatch_key(_KEY))
     except RuntimeError as error:
-        logger.warning(
-            "replicas share torch's default generator, so what they draw depends on their order: this torch, %s, "
-            "lacks what separate generators need (%s: %s)",
-            torch.__version__,
-            type(error).__name__,
-            error,
-        )
-        return False
-
-
-@cache
-def _install() -> list[torch.library.Library]:
-    """Register the kernels, once per process; they exist as long as the returned libraries."""
-    below = keys_after(parse_dispatch_key(_KEY))
+        raise ImportError(
+            f"torch {torch.__version__} has no dispatch key {_KEY}, by which each replica draws from a generator of "
+            f"its own; Unisono was tried with torch {', '.join(TRIED)}: install one of these, or use processes (spawn)"
+        ) from error
     include_dispatch_key(_KEY, False)
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, _KEY)

@@ -65,7 +65,7 @@ class _Strict(TorchFunctionMode):
             _gather(kwargs, found)
         # Most operations take tensors of one kind.
         if len(found) > 1 and any(each.dtype != found[0].dtype or each.device != found[0].device for each in found):
-            _check(func, found)
+            _check_alike(func, found)
         return func(*args, **kwargs)
 
 
@@ -80,21 +80,21 @@ def _gather(value: Any, found: list[torch.Tensor]) -> None:
             _gather(each, found)
 
 
-def _check(func: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+def _check_alike(func: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
     name = getattr(func, "__name__", str(func))
-    if name in _EXPLICIT:
+    if name in _EXPLICIT or _is_knowing_caller():
         return
     placed = [each for each in tensors if each.is_floating_point()] if name in _TAKES_LENGTHS else tensors
-    apart = [each for each in placed if each.device != placed[0].device]
-    if apart and not _is_knowing_caller():
-        _refuse(
-            func, placed[0], apart[0], "devices", "moves", "bring both to one device with unisono.placement.copy_to"
-        )
+    for each in placed:
+        if each.device != placed[0].device:
+            _refuse(
+                func, placed[0], each, "devices", "moves", "bring both to one device with unisono.placement.copy_to"
+            )
     floats = [each for each in tensors if each.dtype in PRECISIONS]
-    apart = [each for each in floats if each.dtype != floats[0].dtype]
-    if apart and not (name in _FULL_INSIDE or _is_autocast(floats[0]) or _is_knowing_caller()):
-        way_out = "convert one with unisono.precision.to_reduced_precision or to_full_precision"
-        _refuse(func, floats[0], apart[0], "precisions", "converts", way_out)
+    for each in floats:
+        if each.dtype != floats[0].dtype and not (name in _FULL_INSIDE or _is_autocast(each)):
+            way_out = "convert one with unisono.precision.to_reduced_precision or to_full_precision"
+            _refuse(func, floats[0], each, "precisions", "converts", way_out)
 
 
 def _is_autocast(tensor: torch.Tensor) -> bool:
