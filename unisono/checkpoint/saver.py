@@ -125,12 +125,10 @@ class Saver:
 
     Args:
         world: the rank's.
-        sharded: whether all ranks write concurrently if states are sharded. None: only if they are also large.
     """
 
-    def __init__(self, world: World, sharded: bool | None = None) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self._sharded = sharded
         self._memory, self._writer = HostMemory(), Writer()
         self._group: ShardGroup | None = None
 
@@ -251,8 +249,6 @@ class Saver:
         are_divided = any(map(is_sharded, modules)) or any(map(is_divided, objects.values()))
         if not are_divided or not self.world.takes_engines:
             return False
-        if self._sharded is not None:
-            return self._sharded
         return sum(each.numel() * each.element_size() for module in modules for each in module.parameters()) > SMALL
 
     def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
