@@ -14,7 +14,7 @@ from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import kind_of
-from unisono.checkpoint.saver import Extra, Loaded, Saver
+from unisono.checkpoint.saver import Loaded, Saver
 from unisono.errors import CheckpointError
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
@@ -65,8 +65,8 @@ class PreparedStates:
         claims = claims_of(self._steps, self._engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._engines())
-        extra = Extra({"taken": taken, "claims": claims}, held)
-        return self._saver.save(place, self._objects(), self._step(), score, is_async, extra)
+        facts = {"taken": taken, "claims": claims}
+        return self._saver.save(place, self._objects(), self._step(), score, is_async, facts, held)
 
     def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
         """See `Accelerator.load_state`."""

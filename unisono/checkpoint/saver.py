@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,7 +83,7 @@ class Restored(NamedTuple):
     """What was loaded, including what does not belong to objects.
 
     Attributes:
-        facts: those of each rank's `Extra`.
+        facts: those of each rank.
         held: the accumulated gradients of each rank, on rank zero; None between steps.
     """
 
@@ -105,19 +104,6 @@ class _Copied(NamedTuple):
     contents: dict[str, Any]
     parts: dict[str, torch.Tensor] | None
     values: dict[str, dict[Any, Any]] | None
-
-
-@dataclass(frozen=True)
-class Extra:
-    """What a rank adds to the states of objects.
-
-    Attributes:
-        facts: plain data of this rank.
-        held: gradients of a step that has begun.
-    """
-
-    facts: Any = None
-    held: Mapping[str, torch.Tensor] | None = None
 
 
 class Saver:
@@ -159,7 +145,8 @@ class Saver:
         step: int,
         score: float | None = None,
         is_async: bool = False,
-        extra: Extra | None = None,
+        facts: Any = None,
+        held: Mapping[str, torch.Tensor] | None = None,
     ) -> Location | None:
         """Save the objects. A collective.
 
@@ -167,6 +154,8 @@ class Saver:
             place: the destination; if it is a function, rank zero calls it.
             score: save only if it is higher than the score of the checkpoint at that place. Rank zero's counts.
             is_async: return when everything is copied.
+            facts: plain data of this rank, to be saved with the states.
+            held: its gradients of a step that has begun.
 
         Returns:
             The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
@@ -181,9 +170,10 @@ class Saver:
         comm.announce(f"save_state at step {step}")
         # Without raising: all ranks raise a failure together, after they have exchanged it below.
         self._writer.wait()
-        own, failure = self._own_part(objects, extra), self._writer.take_failure()
+        own, failure = self._own_part(objects, facts), self._writer.take_failure()
         ranks = comm.all_gather_object({"step": step, "failure": encode_error(failure), "rank": own})
         raise_any([each["failure"] for each in ranks], failure)
+        # Also compared by the announcement, except in a process group that was created elsewhere.
         check_steps([each["step"] for each in ranks])
         # All ranks derive the temporary path of their shards from the same mark.
         agreed: tuple[Place | None, str] = agree_on(lambda: (chosen_place(place, score), new_mark()), world)
@@ -196,7 +186,7 @@ class Saver:
         copy = self._memory.copy if is_async else host_view
         is_shared = isinstance(chosen.folder, LocalFolder)  # whether all ranks can write to it, unlike a store
         # Captured: a rank that raised here would leave the others waiting in `_agreed_copy`.
-        outcome = Outcome.capture(self._copy, objects, extra, [each["rank"] for each in ranks], copy, is_shared)
+        outcome = Outcome.capture(self._copy, objects, held, [each["rank"] for each in ranks], copy, is_shared)
         # The copies are only submitted so far, and the writer reads host memory without waiting for the device.
         world.backend.synchronize(world.device)
         keep_device_generator(own["generators"], world)
@@ -209,17 +199,22 @@ class Saver:
             self._writer.start(write, f"saving {chosen.folder} at step {step}")
         return chosen.folder.location
 
-    def _own_part(self, objects: Objects, extra: Extra | None) -> dict[str, Any]:
+    def _own_part(self, objects: Objects, facts: Any) -> dict[str, Any]:
         """This rank's own state, as plain data."""
-        part: dict[str, Any] = {"states": own_states(objects), "generators": generator_states(self.world)}
-        part["extra"] = None if extra is None else extra.facts
+        part = {"states": own_states(objects), "generators": generator_states(self.world), "extra": facts}
         plain: dict[str, Any] = as_plain(part, f"the state of rank {self.world.rank}", torch.Tensor.cpu)
         return plain
 
-    def _copy(self, objects: Objects, extra: Extra | None, ranks: list[Any], copy: Copy, is_shared: bool) -> _Copied:
+    def _copy(
+        self,
+        objects: Objects,
+        held: Mapping[str, torch.Tensor] | None,
+        ranks: list[Any],
+        copy: Copy,
+        is_shared: bool,
+    ) -> _Copied:
         """Copy what is to be written to main memory."""
         world = self.world
-        held = {} if extra is None or extra.held is None else extra.held
         contents: dict[str, Any] = {"kinds": kinds_of(objects), "ranks": ranks, "held": None}
         if is_shared and self._is_divided(objects):
             # Created at the first use, by all ranks together: `new_group` is a collective.
@@ -227,9 +222,9 @@ class Saver:
                 with suppress_greetings():
                     self._group = ShardGroup()
             contents["states"], parts, values = divided_states(objects, world, copy)
-            parts.update((f"{HELD}/{world.rank}/{name}", copy(each)) for name, each in held.items())
+            parts.update((f"{HELD}/{world.rank}/{name}", copy(each)) for name, each in (held or {}).items())
             return _Copied(contents, parts, values)
-        if extra is not None and extra.held is not None:
+        if held is not None:
             contents["held"] = self._gather_held(held, copy)
         contents["states"] = whole_states(objects, world, copy)
         return _Copied(contents, None, None)
