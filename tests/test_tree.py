@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from batches import CONTAINERS, Encoding, FrozenSample, Lazy, Point, Row, Sample, ones, same
+from batches import CONTAINERS, FrozenSample, Lazy, Point, Sample, ones, same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
@@ -229,14 +229,6 @@ def test_a_batch_that_does_not_tell_what_a_sample_is_cannot_be_cut(batch):
     assert not can_cut(batch)
     with pytest.raises(ValueError, match=r"cannot be split: it does not say what one sample is"):
         take(batch, 0, 1)
-
-
-def test_a_mapping_with_attributes_keeps_them_when_it_is_cut():
-    part = take(Encoding({"ids": torch.arange(4)}, "corpus"), 1, 3)
-    assert (part["ids"].tolist(), part.source) == ([1, 2], "corpus")
-    row = Row(ids=torch.arange(4))
-    assert take(row, 0, 1)["ids"].tolist() == [0]
-    assert row["ids"].tolist() == [0, 1, 2, 3]
 
 
 # Bytes.

@@ -214,26 +214,6 @@ def test_an_object_of_an_own_class_is_pinned_moved_and_told_of_the_stream():
 
 @pytest.mark.cuda
 @needs_cuda
-def test_each_device_has_one_side_stream_whoever_moves_first():
-    backend, device = cuda.CudaBackend(), get_backend("cuda").device(0)
-    together = threading.Barrier(4, timeout=20)
-    found = []
-
-    def ask() -> None:
-        together.wait()
-        found.append(backend.side_stream(device))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({stream.cuda_stream for stream in found}) == 1
-    assert found[0] != torch.cuda.default_stream(device)
-
-
-@pytest.mark.cuda
-@needs_cuda
 def test_a_mark_is_reached_when_the_work_before_it_has_ended_and_orders_other_threads_behind_it():
     backend, device = get_backend("cuda"), get_backend("cuda").device(0)
     weight, side = torch.rand(4096, 4096, device=device), torch.cuda.Stream(device)

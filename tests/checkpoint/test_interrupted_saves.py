@@ -134,35 +134,6 @@ def test_a_power_cut_after_any_file_operation_leaves_the_one_before_or_the_new_o
     assert found[-1] == 3
 
 
-@pytest.mark.slow
-def test_kills_at_random_moments_leave_a_whole_checkpoint(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    last = 0
-    for _ in range(40):
-        ready, told = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                number = last
-                while True:
-                    number += 1
-                    save_numbered(tmp_path, number)
-                    os.write(told, number.to_bytes(4))
-            finally:
-                os._exit(1)
-        os.close(told)
-        first = int.from_bytes(os.read(ready, 4))
-        signal.sigtimedwait([], draw.random() * 0.02)  # a moment that nothing marks
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        done = first
-        while word := os.read(ready, 4):
-            done = int.from_bytes(word)
-        os.close(ready)
-        last = loaded(tmp_path)
-        assert done <= last <= done + 1
-
-
 @WAYS
 def test_an_error_of_the_disk_is_raised_and_what_was_there_still_loads(tmp_path: Path, way: Way, place: str) -> None:
     way(tmp_path / "count", 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -121,20 +120,6 @@ def test_a_worker_that_is_killed_costs_no_bit_when_the_group_is_restarted(tmp_pa
     assert_each_once(own)
     assert own.losses == ledger.losses
     torch.testing.assert_close(resumed, weights, **EXACTLY)
-
-
-@pytest.mark.slow
-def test_a_run_of_four_that_is_killed_goes_on_on_one_two_or_eight(tmp_path: Path) -> None:
-    weights, ledger = first(SOLO.run(Run(tmp_path / "whole", workers=1)))
-    run = Run(tmp_path / "killed", workers=1, after=killed_at(drawn_batch(), random.randrange(4)))
-    with pytest.raises(WorkerDiedError, match="SIGKILL"):
-        spawn(lambda _: run(), nprocs=4, num_threads=1)
-    for mode in (SOLO, PROCESSES_2, Mode("threads", 8)):
-        shutil.copytree(tmp_path / "killed", tmp_path / str(mode))
-        resumed, own = first(mode.run(Run(tmp_path / str(mode), workers=1)))
-        assert_each_once(own)
-        torch.testing.assert_close(torch.tensor(own.losses), torch.tensor(ledger.losses), rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(resumed, weights, rtol=1e-9, atol=1e-12)
 
 
 LIVES = 4

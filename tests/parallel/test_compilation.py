@@ -125,22 +125,6 @@ def test_models_whose_root_is_torchs_own_class_are_compiled_too():
         assert backend.counts == (1, 1)
 
 
-def test_evaluation_and_training_are_graphs_of_their_own_each_compiled_once():
-    backend = Counting()
-    replicas = DataParallel(Net(), FOUR)
-
-    def loop(model: nn.Module, *_: Any) -> None:
-        compile_module(model, current_world(), backend=backend)
-        for _ in range(30):
-            model(torch.ones(5, 3)).sum().backward()
-            with torch.no_grad():
-                model.eval()(torch.ones(5, 3))
-            model.train()
-
-    replicas(loop, [])
-    assert backend.counts == (2, 1)
-
-
 @pytest.mark.slow
 def test_a_compiled_model_runs_while_another_one_compiles():
     """Of what a thread traces, torch lets some things be seen by all threads."""

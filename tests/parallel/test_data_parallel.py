@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tracing import interrupting
 
 import unisono
-from unisono import DataParallel, DeviceLoader, ReplicaContext, current_world
+from unisono import DataParallel, ReplicaContext, current_world
 from unisono.backends.cores import usable_cores
 from unisono.errors import BrokenWorldError, BusyError, ClosedError
 
@@ -45,11 +45,13 @@ def replica_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.any_family
-def test_a_modules_replicas_are_copies_with_its_weights_and_ties_and_itself_is_not_touched():
-    module = network()
+@pytest.mark.parametrize("is_factory", [False, True])
+def test_a_modules_replicas_are_copies_with_its_weights_and_ties_and_itself_is_not_touched(is_factory):
+    module, made = network(), []
     module.tied = module.weight
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    replicas = DataParallel(module, TWO)
+    replicas = DataParallel((lambda: (made.append(1), module)[1]) if is_factory else module, TWO)
+    assert made == [1] * is_factory, "a factory is called once"
 
     def train(model, loader, device, context):
         with torch.no_grad():
@@ -63,20 +65,6 @@ def test_a_modules_replicas_are_copies_with_its_weights_and_ties_and_itself_is_n
     replicas(train, [])
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert [model.weight[0, 0].item() for model in replicas.models] == [0.0, 1.0]
-
-
-@pytest.mark.any_family
-def test_a_factory_is_called_once():
-    made = []
-
-    def factory() -> nn.Module:
-        made.append(network())
-        return made[-1]
-
-    replicas = DataParallel(factory, devices(3))
-    assert len(made) == 1
-    assert all(torch.equal(model.weight.cpu(), made[0].weight) for model in replicas.models)
-    assert isinstance(DataParallel(nn.Identity, TWO).models[0], nn.Identity)
 
 
 def test_no_list_means_every_device(monkeypatch):
@@ -627,24 +615,6 @@ def test_dropping_it_ends_its_threads():
     for thread in threads:
         thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
-
-
-def test_a_replica_that_fails_in_a_loop_over_a_loader_of_its_own_leaves_nothing():
-    def fail():
-        def loop(model, loader, device, context):
-            for _ in DeviceLoader(list(range(1000)), "cpu"):
-                raise KeyError("mine")
-
-        DataParallel(torch.nn.Linear(1, 1), TWO)(loop, [1, 2])
-
-    with pytest.raises(KeyError, match="mine"):
-        fail()
-    gc.collect()
-    deadline = time.monotonic() + 10
-    for thread in threading.enumerate():
-        if thread.name.startswith("unisono-"):
-            thread.join(deadline - time.monotonic())
-            assert not thread.is_alive(), thread.name
 
 
 @pytest.mark.any_family

@@ -62,16 +62,16 @@ class PreparedStates:
         place = self._next_place if directory is None else Place(folder_at(directory))
         if is_async:
             self._poll_in_steps()
-        claims = claims_of(self._steps, self._engines())
+        claims = claims_of(self._steps, self._prepared_engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
-        held = None if claims is None else held_gradients(self._engines())
+        held = None if claims is None else held_gradients(self._prepared_engines())
         facts = {"taken": taken, "claims": claims}
-        return self._saver.save(place, self._objects(), self._step(), score, is_async, facts, held)
+        return self._saver.save(place, self._named_objects(), self._steps_taken(), score, is_async, facts, held)
 
     def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
         """See `Accelerator.load_state`."""
         path = self._root if directory is None else folder_at(directory)
-        restored = self._saver.load(path, self._objects(), must_exist)
+        restored = self._saver.load(path, self._named_objects(), must_exist)
         if restored is None:
             return None
         facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
@@ -80,13 +80,13 @@ class PreparedStates:
         for scheduler in self._prepared.schedulers():
             scheduler.follow()
         self._steps.restart()
-        for engine in self._engines():  # gradients of this run do not belong to a step of the loaded one
+        for engine in self._prepared_engines():  # gradients of this run do not belong to a step of the loaded one
             for each in [*engine.trained(), *engine.leaves()]:
                 each.grad = None
             engine.forget()
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
-            resume_step(claims, restored.held, self._steps, self._engines())
+            resume_step(claims, restored.held, self._steps, self._prepared_engines())
         return restored.loaded
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class PreparedStates:
         Raises:
             CheckpointError: there is such an optimizer.
         """
-        for engine in self._engines():
+        for engine in self._prepared_engines():
             for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_unprepared):
                 if each is not None and not any(each is other for other in self._registered):
                     raise CheckpointError(
@@ -108,13 +108,13 @@ class PreparedStates:
                         "register_for_checkpointing"
                     )
 
-    def _step(self) -> int:
+    def _steps_taken(self) -> int:
         return max((each.taken.steps for each in self._prepared.steppers()), default=0)
 
-    def _engines(self) -> list[Engine]:
+    def _prepared_engines(self) -> list[Engine]:
         return [each.engine for each in self._prepared.models()]
 
-    def _objects(self) -> dict[str, Any]:
+    def _named_objects(self) -> dict[str, Any]:
         """Everything that is saved, by name."""
         kinds: dict[str, Sequence[Any]] = {
             "model": self._prepared.models(),

@@ -186,12 +186,12 @@ class Saver:
         copy = self._memory.copy if is_async else host_view
         is_shared = isinstance(chosen.folder, LocalFolder)  # whether all ranks can write to it, unlike a store
         # Captured: a rank that raised here would leave the others waiting in `_agreed_copy`.
-        outcome = Outcome.capture(self._copy, objects, held, [each["rank"] for each in ranks], copy, is_shared)
+        outcome = Outcome.capture(self._copy_states, objects, held, [each["rank"] for each in ranks], copy, is_shared)
         # The copies are only submitted so far, and the writer reads host memory without waiting for the device.
         world.backend.synchronize(world.device)
         keep_device_generator(own["generators"], world)
         contents, parts = self._agreed_copy(outcome)
-        write = partial(self._write, chosen, contents, parts, manifest, mark)
+        write = partial(self._write_checkpoint, chosen, contents, parts, manifest, mark)
         if not is_async:
             result = Outcome.capture(write)
             raise_any(comm.all_gather_object(encode_error(result.error)), result.error)
@@ -205,7 +205,7 @@ class Saver:
         plain: dict[str, Any] = as_plain(part, f"the state of rank {self.world.rank}", torch.Tensor.cpu)
         return plain
 
-    def _copy(
+    def _copy_states(
         self,
         objects: Objects,
         held: Mapping[str, torch.Tensor] | None,
@@ -256,7 +256,7 @@ class Saver:
             copied.contents["values"] = [values for _, values in found]
         return (copied.contents if self.world.rank == 0 else None), copied.parts
 
-    def _write(
+    def _write_checkpoint(
         self,
         place: Place,
         contents: dict[str, Any] | None,
@@ -320,7 +320,7 @@ class Saver:
                 if must_exist:
                     raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error
                 return None
-            return _facts(contents)
+            return _facts_for_ranks(contents)
 
         facts = agree_on(read, world)
         if facts is None:
@@ -341,7 +341,7 @@ class Saver:
         return Restored(loaded, [each["extra"] for each in ranks], contents.held if contents is not None else None)
 
 
-def _facts(contents: Contents) -> dict[str, Any]:
+def _facts_for_ranks(contents: Contents) -> dict[str, Any]:
     """What all ranks need to know."""
     kinds = contents.kinds
     return {

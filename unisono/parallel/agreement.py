@@ -188,8 +188,11 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Diffe
     """Compare the tensors of all ranks; a collective."""
     if world.comm.size == 1 or _all_agree(named, world):
         return None
-    named = _read(named, world)
-    own = [(name, _form(tensor), int(fingerprint([tensor])), _sum(tensor)) for name, tensor in named.items()]
+    named = _readable_tensors(named, world)
+    own = [
+        (name, _describe_form(tensor), int(fingerprint([tensor])), _describe_sum(tensor))
+        for name, tensor in named.items()
+    ]
     everyone = world.comm.all_gather_object(own)
     total = max(map(len, everyone))
     # By position, not by name: models of different structure have other names from the first difference on.
@@ -199,38 +202,38 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Diffe
     for rank, held in enumerate(differing[0]):
         groups.setdefault(held, []).append(rank)
     name = next(held[0] for held in groups if held is not None)
-    shown = [_show(held, name) for held in groups]
+    shown = [_describe_value(held, name) for held in groups]
     return _Difference(name, list(groups.values()), shown, len(differing), total)
 
 
 def _all_agree(named: Mapping[str, torch.Tensor], world: World) -> bool:
     # Names, types and shapes, too: equal bits of another shape are a difference.
-    forms = zlib.crc32(repr([(name, _form(tensor)) for name, tensor in named.items()]).encode())
-    own = fingerprint(list(_read(named, world).values())) ^ forms
+    forms = zlib.crc32(repr([(name, _describe_form(tensor)) for name, tensor in named.items()]).encode())
+    own = fingerprint(list(_readable_tensors(named, world).values())) ^ forms
     # The least and the greatest in one reduction: all are equal if these two are. Negating 62 bits cannot overflow.
     least, negated_greatest = world.comm.all_reduce(torch.stack([own, -own]), "min").tolist()
     return bool(least == -negated_greatest)
 
 
-def _read(named: Mapping[str, torch.Tensor], world: World) -> Mapping[str, torch.Tensor]:
+def _readable_tensors(named: Mapping[str, torch.Tensor], world: World) -> Mapping[str, torch.Tensor]:
     """The tensors, in main memory if the device would compile a graph for each shape."""
     if not world.backend.is_lazy:
         return named
     return {name: tensor.detach().cpu() for name, tensor in named.items()}
 
 
-def _form(tensor: torch.Tensor) -> str:
+def _describe_form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _sum(tensor: torch.Tensor) -> str:
+def _describe_sum(tensor: torch.Tensor) -> str:
     """The sum of the tensor's values, for display and comparison. As text, in which NaN equals NaN."""
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     return repr(values.double().sum().item())
 
 
-def _show(held: tuple[str, str, int, str] | None, name: str) -> str:
+def _describe_value(held: tuple[str, str, int, str] | None, name: str) -> str:
     if held is None:
         return "missing"
     own_name, form, bits, total = held

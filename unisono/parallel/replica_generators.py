@@ -62,11 +62,11 @@ def own_generator(generator: torch.Generator) -> Iterator[None]:
     with _installing:
         _register_kernels()
     outer = getattr(_of_thread, "generator", None)
-    _use(generator)
+    _use_generator(generator)
     try:
         yield
     finally:
-        _use(outer)
+        _use_generator(outer)
 
 
 class ReplicaGenerators:
@@ -108,12 +108,12 @@ class ReplicaGenerators:
             seed_device(self._backend, self._device, seed)
 
 
-def _use(generator: torch.Generator | None) -> None:
+def _use_generator(generator: torch.Generator | None) -> None:
     _of_thread.generator = generator
     include_dispatch_key(_KEY, generator is not None)
 
 
-def _own() -> torch.Generator | None:
+def _own_generator() -> torch.Generator | None:
     """The calling thread's generator, if it has one and should draw from it."""
     own: torch.Generator | None = getattr(_of_thread, "generator", None)
     return None if own is None or is_seeding() else own
@@ -121,7 +121,7 @@ def _own() -> torch.Generator | None:
 
 def _seeds_own(family: str, seed: int) -> bool:
     """Called when a thread seeds all devices of a family: whether it has its own generators, which are then seeded."""
-    if _own() is None:
+    if _own_generator() is None:
         return False
     replica: ReplicaGenerators | None = getattr(_of_thread, "replica", None)
     if replica is not None:
@@ -133,7 +133,7 @@ class _Ambient:
     """The default generator as seen by the functions of `torch.random`."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_own() or torch.default_generator, name)
+        return getattr(_own_generator() or torch.default_generator, name)
 
 
 @cache
@@ -160,15 +160,17 @@ def _register_kernels() -> list[torch.library.Library]:
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
             overload = getattr(packet, schema.overload_name or "default", None)
             if isinstance(overload, OpOverload):
-                aten.impl(overload, _kernel(overload, names.index("generator"), below), _KEY, with_keyset=True)
-    _redirect()
+                aten.impl(
+                    overload, _kernel_with_generator(overload, names.index("generator"), below), _KEY, with_keyset=True
+                )
+    _redirect_torch_random()
     ask_before_seeding_all(_seeds_own)
     _leave_first_calls_alone()
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget_in_child)
     return [everything, aten]
 
 
-def _redirect() -> None:
+def _redirect_torch_random() -> None:
     """Make the functions of `torch.random`, under any alias, use the thread's own generator.
 
     By replacing the name in their code, not the object: operators receive that as well, and reject an `_Ambient`.
@@ -193,16 +195,16 @@ def _leave_first_calls_alone() -> None:
         entry.default = False
 
 
-def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
+def _kernel_with_generator(overload: Any, place: int, below: Any) -> Callable[..., Any]:
     """The operator, with the thread's generator if it has one for the device and none was given."""
     # By address: an operator is given another object for the same generator.
     default = getattr(torch.default_generator, GENERATOR_ADDRESS)
 
     def kernel(keys: Any, *args: Any, **named: Any) -> Any:
         given = args[place] if len(args) > place else named.get("generator")
-        own = _own() if given is None or getattr(given, GENERATOR_ADDRESS) == default else None
+        own = _own_generator() if given is None or getattr(given, GENERATOR_ADDRESS) == default else None
         # On an accelerator the device's own generator draws, to which `in_use` gives the replica's state.
-        if own is not None and _device(args, named) == own.device:
+        if own is not None and _device_of_draw(args, named) == own.device:
             if len(args) > place:
                 args = (*args[:place], own, *args[place + 1 :])
             else:
@@ -212,12 +214,12 @@ def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _device(args: Sequence[Any], named: dict[str, Any]) -> torch.device | None:
+def _device_of_draw(args: Sequence[Any], named: dict[str, Any]) -> torch.device | None:
     """The device on which the operator draws; None without a tensor: it then calls an operator that has one."""
     return next((each.device for each in (*args, *named.values()) if isinstance(each, torch.Tensor)), None)
 
 
-def _forget() -> None:
+def _forget_in_child() -> None:
     if getattr(_of_thread, "generator", None) is not None:
         _of_thread.generator = None
         include_dispatch_key(_KEY, False)
