@@ -8,7 +8,7 @@ import re
 import pytest
 
 from unisono import errors
-from unisono.errors import StoppedError, UnisonoError, WorkerDiedError, describe_exit
+from unisono.errors import StoppedError, UnisonoError, describe_exit
 
 CLASSES = {
     name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, BaseException)
@@ -46,9 +46,3 @@ def test_the_tree_in_the_docstring_draws_every_class_and_no_other():
 )
 def test_an_exit_is_told_in_words(code, words):
     assert describe_exit(code) == words
-
-
-def test_a_worker_s_death_shows_its_message_alone():
-    error = WorkerDiedError("rank 1 was killed", 1, -9)
-    assert str(error) == "rank 1 was killed"
-    assert (error.rank, error.exit_code) == (1, -9)

@@ -159,15 +159,6 @@ def test_a_module_is_copied_whole_and_its_ties_are_kept(device):
         assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
 
 
-def test_hooks_of_a_module_come_along_and_those_of_a_parameter_do_not():
-    model, seen = nn.Linear(2, 1), []
-    model.register_forward_hook(lambda *_: seen.append("forward"))
-    model.weight.register_hook(lambda gradient: seen.append("gradient"))
-    twin = copy_to(model, "cpu")
-    twin(torch.ones(1, 2)).sum().backward()
-    assert seen == ["forward"]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_lazy_module_is_copied_before_it_knows_its_shape(device):
     twin = copy_to(nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()), device)

@@ -59,7 +59,7 @@ class ReplicasDifferError(UnisonoError):
 
     Attributes:
         name: a description of the first parameter that differs.
-        ranks: those that differ from the majority; all ranks if there is no majority.
+        ranks: those that differ from rank zero.
     """
 
     def __init__(self, message: str, name: str, ranks: list[int]) -> None:

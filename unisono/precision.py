@@ -54,12 +54,12 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
     """
     if dtype not in REDUCED:
         raise ValueError(f"dtype={dtype} is not a reduced precision; choose torch.bfloat16 or torch.float16")
-    return _convert(x, FULL, dtype, "reduced")
+    return _convert_all(x, FULL, dtype, "reduced")
 
 
 def to_full_precision(x: T) -> T:
     """Convert the bfloat16 and float16 tensors of `x` to float32: the inverse of `to_reduced_precision`."""
-    return _convert(x, REDUCED, torch.float32, "full")
+    return _convert_all(x, REDUCED, torch.float32, "full")
 
 
 def is_reduced_precision(x: object) -> bool:
@@ -73,7 +73,7 @@ def is_reduced_precision(x: object) -> bool:
     """
     first: dict[bool, _Part] = {}
     states = [each for leaf in leaves(x) if isinstance(leaf, Optimizer) for each in _state_parts(leaf)]
-    for part in [*_parts(x), *(each for each in states if each.owners_dtype in REDUCED)]:
+    for part in [*_convertible_parts(x), *(each for each in states if each.owners_dtype in REDUCED)]:
         first.setdefault(part.tensor.dtype in REDUCED, part)
     if len(first) == 2:
         raise ValueError(f"x is in mixed precision: {first[True]}, but {first[False]}; convert one of them")
@@ -88,10 +88,10 @@ class _Part(NamedTuple):
     owners_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} is {_name(self.tensor.dtype)}"
+        return f"{self.name} is {_dtype_name(self.tensor.dtype)}"
 
 
-def _parts(x: object) -> Iterator[_Part]:
+def _convertible_parts(x: object) -> Iterator[_Part]:
     """The tensors of a structure, and those of its modules."""
     for leaf in leaves(x):
         if isinstance(leaf, nn.Module):
@@ -126,15 +126,15 @@ def _state_parts(optimizer: Optimizer) -> Iterator[_Part]:
                     yield _Part(f"the {key} of a parameter of shape {tuple(parameter.shape)}", leaf, dtype)
 
 
-def _convert(x: T, source: frozenset[torch.dtype], target: torch.dtype, word: str) -> T:
+def _convert_all(x: T, source: frozenset[torch.dtype], target: torch.dtype, word: str) -> T:
     modules = [leaf for leaf in leaves(x) if isinstance(leaf, nn.Module)]
     optimizers = [leaf for leaf in leaves(x) if isinstance(leaf, Optimizer)]
     if isinstance(x, torch.Tensor) and x.dtype not in FULL | REDUCED:
         raise ValueError(
-            f"x is {_name(x.dtype)}, and precision applies to float32, bfloat16 and float16; if you mean a conversion, "
-            "convert it with x.to(dtype)"
+            f"x is {_dtype_name(x.dtype)}, and precision applies to float32, bfloat16 and float16; if you mean a "
+            "conversion, convert it with x.to(dtype)"
         )
-    for part in _parts(x):
+    for part in _convertible_parts(x):
         if part.tensor.dtype not in source:
             raise ValueError(f"{part}: it is in {word} precision already, and nothing has been converted")
     converted = {parameter for module in modules for parameter in module.parameters()}
@@ -177,5 +177,5 @@ def _convert_state(optimizer: Optimizer) -> None:
             state[key] = tree_map(lambda leaf: leaf.to(dtypes[id(leaf)]) if id(leaf) in dtypes else leaf, value)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.backends import cores as cores_module
-from unisono.backends.cgroups import cgroup_directories, read_number
 from unisono.backends.cores import (
     Core,
     allowed_cores,
@@ -63,23 +62,11 @@ def test_no_core_is_cut_and_the_numbers_of_cores_differ_by_one_at_most(machine, 
     assert max(counts) - min(counts) <= 1
 
 
-@given(machines(), st.data())
-def test_with_more_workers_than_cores_the_numbers_of_cpus_differ_by_one_at_most(machine, data):
-    cpus = all_cpus(machine)
-    sizes = list(map(len, split_cores(machine, data.draw(st.integers(min(len(machine) + 1, len(cpus)), len(cpus))))))
-    assert len(machine) == len(cpus) or max(sizes) - min(sizes) <= 1
-
-
 @given(nodes=st.integers(1, 4), per_node=st.integers(1, 9), workers_per_node=st.integers(1, 9))
 def test_workers_that_fill_equal_nodes_stay_on_one_each(nodes, per_node, workers_per_node):
     machine = [Core(frozenset({core * nodes + node}), node) for node in range(nodes) for core in range(per_node)]
     shares = split_cores(machine, nodes * min(workers_per_node, per_node))
     assert all(len({cpu % nodes for cpu in share}) == 1 for share in shares)
-
-
-def test_fewer_workers_than_nodes_get_whole_nodes():
-    machine = [Core(frozenset({cpu}), cpu // 4) for cpu in range(16)]
-    assert split_cores(machine, 2) == [set(range(8)), set(range(8, 16))]
 
 
 @pytest.mark.parametrize("count", [0, 5])
@@ -105,11 +92,6 @@ def test_loader_workers_count_as_much_as_their_rank(monkeypatch, cores, count, l
 
 
 # What a machine tells.
-
-
-@given(st.sets(st.integers(0, 40)))
-def test_the_kernels_lists_are_read(cpus):
-    assert parse_cpu_list(",".join(map(str, sorted(cpus))) + "\n") == cpus
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("0-3,8-9,12\n", {0, 1, 2, 3, 8, 9, 12}), ("5", {5}), ("\n", set())])
@@ -184,19 +166,6 @@ def test_the_quota_is_the_least_on_the_way_up(name, tmp_path):
     groups, files, quota = QUOTAS[name]
     write(tmp_path, {"proc/self/cgroup": groups} | {f"sys/fs/cgroup/{path}": text for path, text in files.items()})
     assert cpu_quota(tmp_path) == quota
-
-
-def test_control_groups_are_listed_upwards(tmp_path):
-    write(tmp_path, {"proc/7/cgroup": "5:memory:/a/b\n0::/c\n"})
-    mount = tmp_path / "sys/fs/cgroup"
-    assert cgroup_directories("memory", 7, tmp_path) == [mount / "memory/a/b", mount / "memory/a", mount / "memory"]
-    assert cgroup_directories("cpu", 7, tmp_path) == [mount / "c", mount]
-    assert cgroup_directories("cpu", 8, tmp_path) == []
-
-
-def test_a_file_without_a_number_gives_none(tmp_path):
-    write(tmp_path, {"a": "max\n", "b": "12\n"})
-    assert [read_number(tmp_path / name) for name in "abc"] == [None, 12, None]
 
 
 # This machine.

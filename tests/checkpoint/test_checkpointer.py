@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import importlib
 import logging
-import os
 import pickle
 import random
 import threading
@@ -141,14 +140,6 @@ def test_what_an_asynchronous_save_fails_with_is_raised_by_the_next_call(tmp_pat
         assert names_in(tmp_path) == [f"checkpoint_{checkpointer.num_steps}", "latest"]
 
 
-def test_an_error_that_nobody_asks_for_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpointer = Checkpointer(tmp_path, model=nn.Linear(2, 2))
-    with at_each_operation(fail_at(4)):
-        checkpointer.save()
-        end_save()
-    assert "checkpoint_0 at step 0 has failed: OSError" in caplog.text
-
-
 class OwnError(Exception):
     """Of a user: it cannot be pickled as it is."""
 
@@ -172,19 +163,6 @@ def test_what_a_state_dict_raises_on_one_rank_keeps_its_type(tmp_path: Path, mod
         return str(caught.value)
 
     assert mode.run(body) == ["1 and 2"] * mode.ranks
-
-
-@pytest.mark.any_family
-@pytest.mark.parametrize("mode", fitting(THREADS_3), ids=str)
-def test_a_failed_save_is_raised_on_all_ranks(tmp_path: Path, mode: Mode) -> None:
-    (tmp_path / "file").write_text("")
-
-    def body() -> str:
-        with pytest.raises(OSError) as caught:
-            save(tmp_path / "file" / "below", model=nn.Linear(2, 2))
-        return str(caught.value)
-
-    assert len(set(mode.run(body))) == 1
 
 
 @SEVERAL
@@ -253,13 +231,6 @@ def test_what_is_no_checkpoint_stays_and_does_not_count(root: Any) -> None:
         save(root, model=nn.Linear(2, 2))
 
 
-def test_the_file_of_another_program_with_the_manifests_name_makes_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="is no checkpoint"):
-        save(tmp_path, model=nn.Linear(2, 2))
-    assert names_in(tmp_path) == ["manifest.json"]
-
-
 def test_the_last_ones_are_kept_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = Checkpointer(tmp_path, keep=2, is_async=False, model=nn.Linear(2, 2))
     for checkpointer.num_steps, now in [(1, 2e9), (2, 2e9), (3, 1e9), (4, 0.5e9)]:
@@ -268,18 +239,6 @@ def test_the_last_ones_are_kept_though_the_clock_was_set_back(tmp_path: Path, mo
     assert names_in(tmp_path) == ["checkpoint_3", "checkpoint_4", "latest"]
     (tmp_path / "latest").unlink()
     assert checkpointer.load().step == 4
-
-
-def test_a_relative_path_means_the_same_after_a_change_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    with Checkpointer("runs", is_async=False, model=nn.Linear(2, 2)) as checkpointer:
-        os.chdir(tmp_path / "elsewhere")
-        checkpointer.save()
-    assert names_in(tmp_path / "runs") == ["checkpoint_0", "latest"]
-    assert names_in(tmp_path / "elsewhere") == []
 
 
 def test_a_link_stays_a_link_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
@@ -343,13 +302,6 @@ def test_another_model_is_named_by_its_first_differences(tmp_path: Path) -> None
         load(tmp_path / "one", model=torch.optim.SGD(saved.parameters()))
     with pytest.raises(CheckpointMismatchError, match=r"groups of \[4\] parameters.*groups of \[2\]"):
         load(tmp_path / "one", model=saved, optimizer=torch.optim.SGD(saved[0].parameters()))
-
-
-def test_a_part_may_be_loaded_and_what_is_left_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(2, 2)
-    save(tmp_path / "one", model=model, more=Anything(3))
-    load(tmp_path / "one", model=model)
-    assert "also holds more, which was not loaded" in caplog.text
 
 
 def rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, version: int, files: dict[str, list[int]]) -> None:
@@ -578,15 +530,6 @@ def test_a_reduced_gradient_that_was_not_stepped_on_is_refused(tmp_path: Path) -
     assert accelerator.save_state() == tmp_path / "checkpoints" / "checkpoint_0"
 
 
-def test_numbered_states_go_on_counting_and_the_limit_holds(tmp_path: Path) -> None:
-    for _ in range(2):
-        accelerator = Accelerator(project_dir=tmp_path, total_limit=2)
-        accelerator.prepare(nn.Linear(2, 1))
-        accelerator.save_state()
-        accelerator.save_state()
-    assert names_in(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3", "latest"]
-
-
 def test_the_next_optimizer_step_raises_what_a_save_has_failed_with(tmp_path: Path) -> None:
     accelerator = Accelerator(project_dir=tmp_path)
     model = nn.Linear(2, 1)
@@ -597,38 +540,6 @@ def test_the_next_optimizer_step_raises_what_a_save_has_failed_with(tmp_path: Pa
     model(torch.ones(3, 2)).mean().backward()
     with pytest.raises(OSError, match="Input/output error"):
         optimizer.step()
-
-
-def test_an_average_of_the_weights_is_saved_with_the_rest(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    average = torch.optim.swa_utils.AveragedModel(model)
-    average.update_parameters(model)
-    accelerator = Accelerator(project_dir=tmp_path)
-    accelerator.prepare(model)
-    accelerator.register_for_checkpointing(average)
-    accelerator.save_state()
-    expected = average.module.weight.detach().clone()
-    with torch.no_grad():
-        average.module.weight.zero_()
-    accelerator.load_state()
-    assert torch.equal(average.module.weight, expected)
-
-
-def test_the_loss_scale_is_saved(tmp_path: Path) -> None:
-    def accelerator() -> tuple[Accelerator, nn.Module]:
-        made = Accelerator(mixed_precision="fp16", project_dir=tmp_path, scaler_options={"init_scale": 8.0})
-        model = nn.Linear(2, 1)
-        return made, made.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-
-    first, (model, optimizer) = accelerator()
-    first.backward(model(torch.full((3, 2), float("inf"))).mean())
-    optimizer.step()
-    assert first.optimizer_step_was_skipped
-    first.save_state()
-    second, held = accelerator()
-    second.load_state()
-    assert second.scaler.get_scale() == first.scaler.get_scale() == 4.0
-    assert held is not None
 
 
 def test_loading_amid_an_accumulation_drops_what_it_has_so_far(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from modes import PROCESSES_2
 from torch import nn
 
 from unisono import Accelerator
+from unisono.checkpoint import saver
 from unisono.checkpoint.checkpointer import save
 from unisono.cli.main import main
 
@@ -42,7 +43,7 @@ def test_what_fsdp_has_saved_is_exported_whole(tmp_path: Path, is_sharded: bool)
         torch.manual_seed(0)
         accelerator = Accelerator(strategy="fsdp", project_dir=tmp_path)
         model = accelerator.prepare(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
-        accelerator._states._saver._sharded = is_sharded
+        saver.SMALL = -1 if is_sharded else saver.SMALL
         accelerator.register_for_checkpointing(torch.Generator())
         accelerator.save_state()
         assert model is not None

@@ -65,12 +65,6 @@ def test_containers_keep_their_types_order_and_sharing() -> None:
     assert found["a"][1][0].is_leaf
 
 
-def test_a_part_of_a_tensor_is_stored_without_the_rest() -> None:
-    large = torch.arange(100_000)
-    assert len(serialize(large[:2])) < 10_000
-    assert torch.equal(deserialize(serialize(large[:2])), large[:2])
-
-
 def test_a_module_is_its_state() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     again = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -97,13 +91,6 @@ def test_tensors_are_made_on_the_device_that_is_asked_for() -> None:
 )
 def test_what_cannot_be_serialized_is_named_with_its_place(value: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        serialize(value)
-
-
-def test_what_contains_itself_is_refused() -> None:
-    value: list[Any] = []
-    value.append(value)
-    with pytest.raises(ValueError, match="contains itself"):
         serialize(value)
 
 

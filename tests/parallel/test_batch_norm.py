@@ -228,17 +228,6 @@ def test_narrower_types_come_back_as_they_were_and_statistics_stay_full(dtype):
     torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=3e-2, atol=3e-2)
 
 
-def test_channels_last_stays_channels_last():
-    def body() -> bool:
-        module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
-        own = samples((3, 4, 4), 4)[0].to(memory_format=torch.channels_last).requires_grad_()
-        output = module(own)
-        output.square().sum().backward()
-        return all(each.is_contiguous(memory_format=torch.channels_last) for each in (output, own.grad))
-
-    assert THREADS_2.run(body) == [True, True]
-
-
 # Where nothing is exchanged.
 
 
@@ -249,19 +238,6 @@ def test_evaluation_meets_nobody(peers):
         return module(samples((3, 2, 4), 3)[0]).detach() if current_world().rank == 1 else None
 
     torch.testing.assert_close(peers.run(body)[1], layer().eval()(samples((3, 2, 4), 3)[0]), **TIGHT)
-
-
-@pytest.mark.any_family
-def test_training_mode_without_gradients_updates_the_statistics_of_all():
-    def body() -> torch.Tensor:
-        module = synchronize_batch_norm(layer(), current_world(), lambda: 0.5)
-        with torch.no_grad():
-            module(samples((3, 2, 4), 6)[0].chunk(2)[current_world().rank])
-        return module.running_mean
-
-    expected = layer()
-    expected(samples((3, 2, 4), 6)[0])
-    assert all(torch.allclose(each, expected.running_mean, **TIGHT) for each in THREADS_2.run(body))
 
 
 # What the conversion keeps.

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 from functorch.compile import make_boxed_func
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode
+from modes import PROCESSES_2, THREADS_2, THREADS_4
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -68,7 +68,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
-    compilation._families.clear()
+    compilation.known_families.clear()
     yield
     torch._dynamo.reset()
 
@@ -125,63 +125,6 @@ def test_models_whose_root_is_torchs_own_class_are_compiled_too():
         assert backend.counts == (1, 1)
 
 
-def test_a_second_call_of_the_replicas_compiles_nothing():
-    backend = Counting()
-    replicas = DataParallel(Net(), FOUR)
-    for _ in range(3):
-        replicas(lambda model, *_: steps(compile_module(model, current_world(), backend=backend), [5]), [])
-    assert backend.counts == (1, 1)
-
-
-def test_numbers_that_are_equal_and_of_other_types_are_compiled_for_themselves():
-    signatures = [compilation._exact(each) for each in (1, True, 1.0, "1", None)]
-    assert len(set(signatures)) == 5
-
-
-def test_replicas_share_one_frame_and_other_models_have_their_own():
-    linear, other = nn.Linear(2, 2), nn.Linear(3, 3)
-    family = compilation._Family()
-    frames = [compilation._with_a_frame(each, family) for each in (linear, copy.deepcopy(linear))]
-    assert frames[0].__code__ is frames[1].__code__
-    assert compilation._with_a_frame(other, compilation._Family()).__code__ is not frames[0].__code__
-    torch.testing.assert_close(frames[0](torch.ones(2)), linear(torch.ones(2)))
-
-
-def test_evaluation_and_training_are_graphs_of_their_own_each_compiled_once():
-    backend = Counting()
-    replicas = DataParallel(Net(), FOUR)
-
-    def loop(model: nn.Module, *_: Any) -> None:
-        compile_module(model, current_world(), backend=backend)
-        for _ in range(30):
-            model(torch.ones(5, 3)).sum().backward()
-            with torch.no_grad():
-                model.eval()(torch.ones(5, 3))
-            model.train()
-
-    replicas(loop, [])
-    assert backend.counts == (2, 1)
-
-
-def test_models_of_one_class_and_other_sizes_do_not_count_as_replicas():
-    backend = Counting()
-    for width in (4, 5):
-        DataParallel(Net(width), FOUR)(
-            lambda model, *_: steps(compile_module(model, current_world(), backend=backend), [5]), []
-        )
-    assert backend.counts == (2, 2)
-
-
-def test_many_shapes_that_share_a_graph_do_not_pass_the_gate_one_by_one():
-    backend = Counting()
-    model = compile_module(Net(), current_world(), backend=backend)
-    for size in range(2, 60):
-        model(torch.ones(size, 3))
-    (family,) = compilation._families[Net].values()
-    assert len(family.known) <= 3
-    assert backend.forward == 2
-
-
 @pytest.mark.slow
 def test_a_compiled_model_runs_while_another_one_compiles():
     """Of what a thread traces, torch lets some things be seen by all threads."""
@@ -210,18 +153,6 @@ def test_a_compiled_model_runs_while_another_one_compiles():
     assert rounds.result() > 0
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_it_computes_what_the_plain_module_does(mode: Mode):
-    def body() -> bool:
-        torch.manual_seed(0)
-        plain = Net()
-        compiled = compile_module(copy.deepcopy(plain), current_world(), backend="aot_eager")
-        pairs = zip(steps(plain, [5, 6, 2]), steps(compiled, [5, 6, 2]), strict=True)
-        return all(torch.allclose(one, other) for one, other in pairs)
-
-    assert all(mode.run(body))
-
-
 # What the module stays.
 
 
@@ -235,20 +166,6 @@ def test_the_module_stays_what_it_was_and_its_copies_are_plain():
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert copied._compiled_call_impl is None
         assert torch.equal(copied(torch.ones(2, 3)), module(torch.ones(2, 3)))
-
-
-def test_arguments_of_any_kind_reach_the_model():
-    class Talkative(nn.Module):
-        def forward(self, batch: dict[str, Any], *more: torch.Tensor, flag: bool = False) -> torch.Tensor:
-            total = batch["a"] + batch["b"][0] + sum(more)
-            return -total if flag else total
-
-    model = compile_module(Talkative(), current_world(), backend="eager")
-    one = torch.ones(2)
-    batch = {"a": one, "b": (one, None, "text", 2.5)}
-    assert model(batch).tolist() == [2.0, 2.0]
-    assert model(batch, one, flag=True).tolist() == [-3.0, -3.0]
-    assert model(batch=batch, flag=False).tolist() == [2.0, 2.0]
 
 
 # Peers that wait.
@@ -287,12 +204,6 @@ def test_replicas_meet_in_the_middle_of_a_model_that_each_must_compile(mode):
     for place in range(2):
         torch.testing.assert_close(torch.cat([rank[place] for rank in found]), expected[place])
     assert backend.counts == (3, 3), "the model falls into three graphs around its two meetings"
-
-
-@pytest.mark.slow
-def test_processes_meet_in_the_middle_of_a_compiled_model():
-    found = PROCESSES_2.run(lambda: normalised(0.5, current_world().rank, "aot_eager"))
-    torch.testing.assert_close(torch.cat([rank[0] for rank in found]), normalised(1.0, 0, None)[0])
 
 
 def test_the_gate_is_left_for_a_meeting_and_entered_again_behind_it():
@@ -353,15 +264,6 @@ def test_what_a_model_raises_in_its_first_call_surfaces_in_its_own_type():
     with pytest.raises(LookupError, match="no such token"):
         replicas(loop, [])
     assert len(replicas(lambda model, *_: model(torch.ones(2, 3)), [])) == 4
-
-
-def test_a_failing_backward_compilation_surfaces_in_the_first_call():
-    def backward(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        raise BrokenBackendError("no backward kernel")
-
-    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no backward kernel"):
-        compile_module(Net(), current_world(), backend=backend)(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tracing import interrupting
 
 import unisono
-from unisono import DataParallel, DeviceLoader, ReplicaContext, current_world
+from unisono import DataParallel, ReplicaContext, current_world
 from unisono.backends.cores import usable_cores
 from unisono.errors import BrokenWorldError, BusyError, ClosedError
 
@@ -45,10 +45,13 @@ def replica_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.any_family
-def test_a_modules_replicas_are_copies_with_equal_weights_and_itself_is_not_touched():
-    module = network()
+@pytest.mark.parametrize("is_factory", [False, True])
+def test_a_modules_replicas_are_copies_with_its_weights_and_ties_and_itself_is_not_touched(is_factory):
+    module, made = network(), []
+    module.tied = module.weight
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    replicas = DataParallel(module, TWO)
+    replicas = DataParallel((lambda: (made.append(1), module)[1]) if is_factory else module, TWO)
+    assert made == [1] * is_factory, "a factory is called once"
 
     def train(model, loader, device, context):
         with torch.no_grad():
@@ -58,36 +61,10 @@ def test_a_modules_replicas_are_copies_with_equal_weights_and_itself_is_not_touc
     assert len({id(model) for model in [module, *replicas.models]}) == 3
     for model in replicas.models:
         assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
+        assert model.tied is model.weight
     replicas(train, [])
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert [model.weight[0, 0].item() for model in replicas.models] == [0.0, 1.0]
-
-
-@pytest.mark.any_family
-def test_tied_weights_stay_tied_in_each_replica():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    module[1].weight = module[0].weight
-    for model in DataParallel(module, TWO).models:
-        assert model[0].weight is model[1].weight
-        assert model[0].weight is not module[0].weight
-
-
-@pytest.mark.any_family
-def test_a_factory_is_called_once():
-    made = []
-
-    def factory() -> nn.Module:
-        made.append(network())
-        return made[-1]
-
-    replicas = DataParallel(factory, devices(3))
-    assert len(made) == 1
-    assert all(torch.equal(model.weight.cpu(), made[0].weight) for model in replicas.models)
-    assert isinstance(DataParallel(nn.Identity, TWO).models[0], nn.Identity)
-
-
-def test_it_names_its_devices():
-    assert DataParallel(network(), [torch.device("cpu:1"), 0, "cpu:2"]).devices == ["cpu:1", "cpu:0", "cpu:2"]
 
 
 def test_no_list_means_every_device(monkeypatch):
@@ -115,11 +92,6 @@ def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, argume
         DataParallel(*arguments)
 
 
-def test_what_is_no_function_is_refused():
-    with pytest.raises(TypeError, match="loop_fn=None is of type NoneType; pass a function"):
-        DataParallel(network(), TWO)(None, [])
-
-
 # What a call does.
 
 
@@ -128,12 +100,21 @@ def test_the_loop_gets_its_model_loader_device_and_context():
     replicas = DataParallel(network(), TWO)
 
     def loop(model, loader, device, context):
-        return model, device, context.device, list(loader)
+        world = unisono.rank(), unisono.local_rank(), unisono.world_size(), unisono.is_rank_zero()
+        return model, device, context.device, list(loader), world
 
-    for rank, (model, device, of_context, batches) in enumerate(replicas(loop, range(6))):
+    for rank, (model, device, of_context, batches, world) in enumerate(replicas(loop, range(6))):
         assert model is replicas.models[rank]
         assert device == of_context == torch.device(FAMILY, rank)
         assert batches == list(range(rank, 6, 2))
+        assert world == (rank, rank, 2, rank == 0)
+    shapes = replicas(
+        lambda model, loader, *_: [list(batch.shape) for batch in loader], [torch.zeros(2, 5)], batchdim=1
+    )
+    assert shapes == [[[2, 3]], [[2, 2]]], "samples along another dimension; the tail is split"
+    for use, name in ((lambda: replicas(3, []), "loop_fn"), (lambda: replicas.run_on_replicas(3), "fn")):
+        with pytest.raises(TypeError, match=f"^{name}=3 is of type int; pass a function"):
+            use()
 
 
 def test_results_come_in_the_order_of_the_devices_whoever_ends_first():
@@ -150,27 +131,6 @@ def test_results_come_in_the_order_of_the_devices_whoever_ends_first():
 
 
 @pytest.mark.any_family
-def test_batches_of_one_call_are_dealt_and_the_tail_is_split():
-    replicas = DataParallel(network(), TWO)
-    loader = DataLoader(TensorDataset(torch.arange(11)), batch_size=2)
-
-    def loop(model, loader, device, context):
-        return [batch[: loader.valid_samples].tolist() for (batch,) in loader]
-
-    first, second = replicas(loop, loader)
-    assert [first, second] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
-    assert [len(each) for each in replicas(loop, loader, fixed_batch_size=True)] == [2, 2]
-
-
-@pytest.mark.any_family
-def test_the_samples_may_lie_along_another_dimension():
-    def loop(model, loader, device, context):
-        return [list(batch.shape) for batch in loader]
-
-    assert DataParallel(network(), TWO)(loop, [torch.zeros(2, 5)], batch_dim=1) == [[[2, 3]], [[2, 2]]]
-
-
-@pytest.mark.any_family
 def test_every_call_continues_the_epochs_of_its_loader():
     replicas = DataParallel(network(), TWO)
     loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=5, shuffle=True)
@@ -181,16 +141,6 @@ def test_every_call_continues_the_epochs_of_its_loader():
     one, two = replicas(loop, loader), replicas(loop, loader)
     assert one != two
     assert sorted(sum(one, [])) == sorted(sum(two, [])) == list(range(40))  # noqa: RUF017
-
-
-@pytest.mark.any_family
-def test_each_replica_is_a_rank():
-    def loop(*_):
-        world = current_world()
-        return unisono.rank(), unisono.local_rank(), unisono.world_size(), unisono.is_rank_zero(), str(world.device)
-
-    assert DataParallel(network(), TWO)(loop, []) == [(0, 0, 2, True, TWO[0]), (1, 1, 2, False, TWO[1])]
-    assert current_world().world_size == 1
 
 
 @pytest.mark.any_family
@@ -220,22 +170,9 @@ def test_getattr_or_keeps_what_it_makes_and_makes_none_again():
     assert context.getattr_or("list", make) is context.getattr_or("list", make) is made
     assert made == [0]
     for value in (0, False, "", [], "text"):
-        assert context.getattr_or(f"kept {value!r}", value) == value
-        assert context.getattr_or(f"kept {value!r}", "another") == value
-    assert context.getattr_or("nothing", None) is None
+        assert context.getattr_or(f"kept {value!r}", value) == context.getattr_or(f"kept {value!r}", "another") == value
     assert context.getattr_or("nothing", lambda: None) is None
     assert context.getattr_or("nothing", 7) == 7
-    assert context.getattr_or("device", "another") == torch.device("cpu")
-    context.mine = "set"
-    assert context.getattr_or("mine", "another") == "set"
-
-
-def test_the_threads_stay_from_call_to_call_and_a_call_adds_none():
-    replicas = DataParallel(network(), TWO)
-    runs = [replicas(lambda *_: threading.get_ident(), range(5)) for _ in range(5)]
-    assert runs == [runs[0]] * 5
-    assert threading.get_ident() not in runs[0]
-    assert len(replica_threads()) == 2
 
 
 def test_the_callers_number_of_threads_is_kept_and_the_replicas_share_the_cores():
@@ -291,17 +228,13 @@ def test_the_replicas_run_under_the_callers_grad_mode_and_autocast_for_the_call(
 
     alone = network().to(replicas.models[0].weight.device)
     plain = look(alone)
+    if devices:
+        replicas.run_on_replicas(lambda *_: torch.set_grad_enabled(False))  # what a replica sets ends with its call
     with mode():
         expected = look(alone)
         assert replicas(look, []) == [expected] * max(1, len(devices))
         assert replicas.run_on_replicas(look) == [expected] * max(1, len(devices))
     assert replicas(look, []) == [plain] * max(1, len(devices))
-
-
-def test_a_mode_that_a_loop_leaves_switched_on_is_off_in_the_next_call():
-    replicas = DataParallel(network(), TWO)
-    replicas.run_on_replicas(lambda *_: torch.set_grad_enabled(False))
-    assert replicas.run_on_replicas(lambda *_: torch.is_grad_enabled()) == [True, True]
 
 
 def test_the_replicas_see_the_callers_context_variables_and_change_their_own_copies():
@@ -319,19 +252,6 @@ def test_the_replicas_see_the_callers_context_variables_and_change_their_own_cop
         assert variable.get() == "mine"
     finally:
         variable.reset(token)
-
-
-def test_an_evaluation_under_no_grad_around_the_call_is_no_part_of_a_step():
-    replicas = DataParallel(network(), TWO)
-    worlds = []
-
-    def count(model, loader, device, context):
-        worlds.append(current_world())
-        return sum(1 for _ in loader)
-
-    with torch.no_grad():
-        assert replicas(count, [torch.ones(2, 3)] * 4) == [2, 2]
-    assert [world.state.deliveries.innermost() for world in worlds] == [None, None]
 
 
 # Without a loader.
@@ -352,50 +272,6 @@ def test_any_function_runs_on_all_replicas_without_a_loader(devices):
             assert found == (replicas.models[rank], torch.device(replicas.devices[rank]), call, rank, size)
 
 
-@pytest.mark.any_family
-def test_a_failure_without_a_loader_is_the_callers_and_wakes_the_others():
-    replicas = DataParallel(network(), TWO)
-
-    def fail(model, device, context):
-        if device.index == 1:
-            raise KeyError("mine")
-        unisono.barrier()
-
-    with pytest.raises(KeyError, match="mine") as caught:
-        replicas.run_on_replicas(fail)
-    assert any(note.startswith(f"rank 1 of 2, {SECOND}, pid ") for note in caught.value.__notes__)
-    assert replicas.run_on_replicas(lambda *_: 1) == [1, 1]
-
-
-def test_what_is_no_function_is_refused_without_a_loader_too():
-    with pytest.raises(TypeError, match="fn=3 is of type int; pass a function"):
-        DataParallel(network(), TWO).run_on_replicas(3)
-
-
-def test_a_run_without_a_loader_is_one_at_a_time_like_any_other():
-    replicas = DataParallel(network(), TWO)
-
-    def loop(*_):
-        with pytest.raises(BusyError, match="runs one at a time"):
-            replicas.run_on_replicas(lambda *_: None)
-        assert not replicas.is_usable
-        return "refused"
-
-    assert replicas(loop, []) == ["refused"] * 2
-    assert replicas.is_usable
-
-
-def test_an_empty_list_starts_no_thread_after_the_first_call(monkeypatch):
-    replicas = DataParallel(network(), TWO)
-    assert replicas(lambda model, loader, *_: list(loader), []) == [[], []]
-    started, start = [], threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread)))
-    for empty in ([], ()):
-        assert replicas(lambda model, loader, *_: (list(loader), len(loader)), empty) == [([], 0), ([], 0)]
-    replicas.run_on_replicas(lambda *_: None)
-    assert started == []
-
-
 # Its state.
 
 
@@ -413,18 +289,6 @@ def test_its_state_is_the_networks_and_loading_it_reaches_every_replica(devices)
     with pytest.raises(RuntimeError, match="Missing key"):
         replicas.load_state_dict({})
     assert replicas.load_state_dict({}, strict=False).missing_keys == ["weight", "bias"]
-
-
-def test_a_loop_may_take_the_state_and_must_not_load_it():
-    replicas = DataParallel(network(), TWO)
-
-    def loop(*_):
-        state = replicas.state_dict()
-        with pytest.raises(BusyError):
-            replicas.load_state_dict(state)
-        return sorted(state)
-
-    assert replicas(loop, []) == [["bias", "weight"]] * 2
 
 
 # What a failed call leaves.
@@ -452,38 +316,11 @@ def test_a_failure_that_lets_the_replicas_drift_apart_says_so_and_how_to_mend_it
     assert replicas.are_alike()
 
 
-@pytest.mark.any_family
-def test_a_failure_that_leaves_them_alike_says_nothing():
-    replicas = DataParallel(nn.Sequential(network(), nn.BatchNorm1d(2)), TWO)
-
-    def fail(model, device, context):
-        model(torch.rand(4, 3, device=device))  # statistics of its own
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError) as caught:
-        replicas.run_on_replicas(fail)
-    assert not any("alike" in note for note in caught.value.__notes__)
-    assert replicas.are_alike()
-
-
 def test_where_it_cannot_be_told_whether_they_are_alike_the_cause_is_raised_all_the_same():
     replicas = DataParallel(nn.LazyLinear(2), TWO)
     with pytest.raises(KeyError, match="mine") as caught:
         replicas.run_on_replicas(lambda *_: {}["mine"])
     assert any("it is unknown whether the replicas are still alike" in note for note in caught.value.__notes__)
-
-
-@pytest.mark.any_family
-def test_values_that_are_no_numbers_are_compared_bit_by_bit():
-    replicas = DataParallel(network(), TWO)
-    with torch.no_grad():
-        for model in replicas.models:
-            model.weight[0, 0] = float("nan")
-    assert replicas.are_alike()
-    with torch.no_grad():
-        replicas.models[1].weight[1, 0] = float("nan")
-    assert not replicas.are_alike()
-    assert DataParallel(nn.Identity(), TWO).are_alike()
 
 
 # The native run.
@@ -503,13 +340,6 @@ def test_an_empty_list_runs_the_module_itself_in_the_calling_thread():
     assert replicas.models == [module]
     assert replicas.devices == ["cpu:0"]
     assert not replica_threads()
-
-
-def test_a_native_run_raises_as_it_is_and_works_again():
-    replicas = DataParallel(nn.Identity(), [])
-    with pytest.raises(ZeroDivisionError):
-        replicas(lambda *_: 1 / 0, [])
-    assert replicas(lambda *_: "again", []) == ["again"]
 
 
 def test_a_native_run_of_a_module_on_two_devices_is_refused():
@@ -534,6 +364,7 @@ def test_a_failing_replica_raises_in_the_caller_with_its_place_and_the_object_wo
         replicas(loop, [])
     assert any(note.startswith(f"rank 1 of 2, {SECOND}, pid ") for note in caught.value.__notes__)
     assert "loop" in [entry.name for entry in caught.traceback]
+    assert not any("alike" in note for note in caught.value.__notes__)
     assert replicas(lambda *_: unisono.all_reduce(torch.tensor(1)).item(), []) == [2, 2]
 
 
@@ -576,24 +407,6 @@ def test_the_first_failure_is_raised_and_not_what_it_made_of_the_others():
         with pytest.raises(OSError, match="the cause"):
             replicas(loop, [])
     assert has_failed.is_set()
-
-
-@pytest.mark.any_family
-def test_an_error_of_the_dataset_is_raised_in_its_own_type():
-    class Broken(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 20
-
-        def __getitem__(self, index: int) -> int:
-            if index == 13:
-                raise LookupError("sample 13")
-            return index
-
-    replicas = DataParallel(network(), TWO)
-    taken: list[Any] = []
-    with pytest.raises(LookupError, match="sample 13"):
-        replicas(lambda model, loader, *_: taken.extend(loader), DataLoader(Broken(), batch_size=2))
-    assert replicas(lambda model, loader, *_: len(list(loader)), range(4)) == [2, 2]
 
 
 def test_a_loader_that_cannot_be_iterated_raises_in_the_caller():
@@ -670,17 +483,18 @@ def test_a_call_from_within_its_own_loop_is_refused(devices):
     replicas = DataParallel(nn.Identity(), devices)
 
     def loop(*_):
-        with pytest.raises(BusyError, match="runs one at a time"):
-            replicas(loop, [])
-        return "refused"
+        state = replicas.state_dict()
+        for use in (
+            lambda: replicas(loop, []),
+            lambda: replicas.run_on_replicas(loop),
+            lambda: replicas.load_state_dict(state),
+        ):
+            with pytest.raises(BusyError, match="runs one at a time"):
+                use()
+        return replicas.is_usable
 
-    assert replicas(loop, []) == ["refused"] * max(1, len(devices))
-
-
-def test_another_one_within_a_replica_of_several_is_refused():
-    inner = DataParallel(network(), TWO)
-    with pytest.raises(RuntimeError, match=r"DataParallel in rank [01] of 2: its threads would meet only each other"):
-        DataParallel(network(), TWO)(lambda *_: inner(lambda *_: None, []), [])
+    assert replicas(loop, []) == [False] * max(1, len(devices))
+    assert replicas.is_usable
 
 
 def test_a_worker_of_several_is_refused():
@@ -716,24 +530,6 @@ def test_an_interrupt_of_the_caller_ends_loops_over_the_loader():
 
     replicas = interrupted(loop, itertools.count())
     assert replicas(lambda model, loader, *_: len(list(loader)), range(4)) == [2, 2]
-
-
-@pytest.mark.any_family
-def test_an_interrupt_of_the_caller_ends_the_waiting_in_collectives():
-    is_broken, seen = threading.Event(), []
-
-    def loop(model, loader, device, context):
-        if device.index == 0:
-            interrupt_main_thread()
-            try:
-                unisono.barrier()
-            finally:
-                is_broken.set()
-        seen.append(is_broken.wait(PATIENCE_S))
-
-    replicas = interrupted(loop, [])
-    assert seen == [True]
-    assert replicas(lambda *_: unisono.world_size(), []) == [2, 2]
 
 
 def test_an_interrupt_of_replicas_in_plain_python_ends_them_at_their_next_collective():
@@ -819,44 +615,6 @@ def test_dropping_it_ends_its_threads():
     for thread in threads:
         thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
-
-
-def test_one_that_is_never_called_starts_nothing():
-    replicas = DataParallel(network(), TWO)
-    assert not replica_threads()
-    assert replicas.devices == TWO
-
-
-def test_time_between_calls_belongs_to_no_loop():
-    replicas = DataParallel(network(), ["cpu"])
-
-    def leave(model, loader, device, context):
-        next(loader)
-        return current_world().timeline.loop()
-
-    (track,) = replicas(leave, range(5))
-    assert track._phase is None
-    with pytest.raises(ZeroDivisionError):
-        replicas(lambda model, loader, *_: next(loader) / 0, range(5))
-    assert track._phase is None
-
-
-def test_a_replica_that_fails_in_a_loop_over_a_loader_of_its_own_leaves_nothing():
-    def fail():
-        def loop(model, loader, device, context):
-            for _ in DeviceLoader(list(range(1000)), "cpu"):
-                raise KeyError("mine")
-
-        DataParallel(torch.nn.Linear(1, 1), TWO)(loop, [1, 2])
-
-    with pytest.raises(KeyError, match="mine"):
-        fail()
-    gc.collect()
-    deadline = time.monotonic() + 10
-    for thread in threading.enumerate():
-        if thread.name.startswith("unisono-"):
-            thread.join(deadline - time.monotonic())
-            assert not thread.is_alive(), thread.name
 
 
 @pytest.mark.any_family

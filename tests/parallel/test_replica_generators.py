@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +13,9 @@ from modes import devices
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import random_split
 
 from unisono import DataParallel, all_reduce
-from unisono.parallel.replica_generators import ReplicaGenerators, own_generator
+from unisono.parallel.replica_generators import own_generator
 from unisono.randomness import seeded
 
 TWO = devices(2)
@@ -30,37 +27,24 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "randn": lambda: torch.randn(3),
     "randint": lambda: torch.randint(100000, (3,)),
     "rand_like": lambda: torch.rand_like(ONES),
-    "randn_like": lambda: torch.randn_like(ONES),
-    "randint_like": lambda: torch.randint_like(ONES, 100000),
     "randperm": lambda: torch.randperm(20),
-    "rand out": lambda: torch.rand(3, out=torch.empty(3)),
     "bernoulli": lambda: torch.bernoulli(torch.full((40,), 0.5)),
-    "bernoulli p": lambda: torch.bernoulli(torch.ones(40), 0.5),
     "bernoulli_": lambda: torch.empty(40).bernoulli_(0.5),
-    "bernoulli_ tensor": lambda: torch.empty(40).bernoulli_(torch.full((40,), 0.5)),
     "multinomial": lambda: torch.multinomial(torch.ones(40), 20),
     "normal": lambda: torch.normal(0.0, 1.0, (3,)),
     "normal of tensors": lambda: torch.normal(ONES, ONES),
-    "normal of tensor and number": lambda: torch.normal(ONES, 1.0),
     "normal_": lambda: torch.empty(3).normal_(),
     "uniform_": lambda: torch.empty(3).uniform_(),
     "random_": lambda: torch.empty(3).random_(),
-    "random_ from": lambda: torch.empty(3).random_(10, 100000),
     "exponential_": lambda: torch.empty(3).exponential_(),
     "geometric_": lambda: torch.empty(40).geometric_(0.1),
-    "cauchy_": lambda: torch.empty(3).cauchy_(),
-    "log_normal_": lambda: torch.empty(3).log_normal_(),
     "poisson": lambda: torch.poisson(ONES * 1000),
     "binomial": lambda: torch.binomial(ONES * 1000, ONES / 2),
     "gamma": lambda: torch.distributions.Gamma(ONES, ONES).sample(),
     "dirichlet": lambda: torch.distributions.Dirichlet(ONES).sample(),
     "dropout": lambda: F.dropout(torch.ones(40), 0.5),
-    "dropout in place": lambda: F.dropout(torch.ones(40), 0.5, inplace=True),
-    "dropout of a leaf": lambda: F.dropout(torch.ones(40, requires_grad=True), 0.5),
     "native_dropout": lambda: torch.native_dropout(torch.ones(40), 0.5, True)[0],
-    "dropout1d": lambda: F.dropout1d(torch.ones(2, 20, 4), 0.5),
     "dropout2d": lambda: F.dropout2d(torch.ones(2, 20, 4, 4), 0.5),
-    "dropout3d": lambda: F.dropout3d(torch.ones(2, 20, 4, 4, 4), 0.5),
     "alpha_dropout": lambda: F.alpha_dropout(torch.ones(40), 0.5, True),
     "feature_alpha_dropout": lambda: F.feature_alpha_dropout(torch.ones(2, 20, 4, 4), 0.5, True),
     "rrelu": lambda: F.rrelu(-ONES, training=True),
@@ -134,16 +118,6 @@ def test_a_checkpoint_recomputes_with_the_masks_of_its_forward(use_reentrant):
     assert torch.equal(leaf.grad, output.detach())
 
 
-def test_another_thread_draws_from_the_default_generator():
-    with ThreadPoolExecutor(1) as pool:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            expected = torch.rand(3)
-            torch.manual_seed(3)
-            with own_generator(torch.Generator().manual_seed(1)):
-                assert torch.equal(pool.submit(torch.rand, 3).result(), expected)
-
-
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="what waits for the start of the GPUs is counted")
 def test_a_seed_in_a_thread_with_its_own_generator_reaches_no_gpu(monkeypatch):
     waiting = type(torch.cuda._lazy_seed_tracker)()
@@ -155,34 +129,6 @@ def test_a_seed_in_a_thread_with_its_own_generator_reaches_no_gpu(monkeypatch):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
     assert waiting.get_calls()
-
-
-class Gpus:
-    """A family that notes which generators are seeded, and with what."""
-
-    def __init__(self) -> None:
-        self.states = {torch.device("cuda", index): torch.tensor([0]) for index in range(2)}
-
-    def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor:
-        return torch.tensor([seed])
-
-    def rng_state(self, device: torch.device) -> torch.Tensor:
-        return self.states[device]
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        self.states[device] = state
-
-
-def test_a_seed_in_a_replica_is_its_own_device_s_and_lasts_until_the_next_call():
-    gpus = Gpus()
-    first, second = gpus.states
-    generators = ReplicaGenerators(3, gpus, second)
-    with generators.in_use():
-        torch.manual_seed(5)
-        assert (gpus.states[first].item(), gpus.states[second].item()) == (0, 5)
-    assert gpus.states[second].item() == 0
-    with generators.in_use():
-        assert gpus.states[second].item() == 5
 
 
 def test_who_seeds_the_process_draws_from_what_he_has_seeded():
@@ -215,26 +161,6 @@ def test_a_forked_process_draws_from_the_default_generator():
     assert float(found) == expected
 
 
-def test_gradients_pass_through():
-    leaf = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-
-    def masked(inputs: torch.Tensor) -> torch.Tensor:
-        with own_generator(torch.Generator().manual_seed(1)):
-            return F.rrelu(F.dropout(inputs, 0.5), training=True)
-
-    assert torch.autograd.gradcheck(masked, leaf)
-
-
-def test_a_compiled_function_draws_from_it_too():
-    compiled = torch.compile(lambda inputs: F.dropout(torch.relu(inputs), 0.5), backend="aot_eager")
-    inputs = torch.ones(50)
-    before = torch.get_rng_state()
-    one, again, other = (drawn(lambda: compiled(inputs), seed) for seed in (1, 1, 2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_thread_draws_from_its_own_in_the_first_call_that_it_makes_of_what_another_has_compiled():
     compiled = torch.compile(lambda inputs: F.dropout(torch.relu(inputs), 0.5), backend="aot_eager")
     before = torch.get_rng_state()
@@ -242,52 +168,6 @@ def test_a_thread_draws_from_its_own_in_the_first_call_that_it_makes_of_what_ano
         masks = [pool.submit(drawn, lambda: compiled(torch.ones(50)), 1).result() for pool in (one, other, one, other)]
     assert all(torch.equal(mask, masks[0]) for mask in masks)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_default_generator_as_some_functions_own_default_means_the_threads_own():
-    def split() -> torch.Tensor:
-        return torch.tensor(random_split(range(30), [15, 15])[0].indices)
-
-    before = torch.get_rng_state()
-    one, again, other = drawn(split, 1), drawn(split, 1), drawn(split, 2)
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_default_generator_can_be_given_by_each_of_its_names():
-    with own_generator(torch.Generator().manual_seed(1)):
-        expected = torch.rand(3, generator=torch.Generator().manual_seed(1))
-        assert torch.equal(torch.rand(3, generator=torch.random.default_generator), expected)
-    assert torch.random.default_generator is torch.default_generator
-
-
-def test_behind_an_inner_generator_the_outer_one_goes_on():
-    with own_generator(torch.Generator().manual_seed(1)):
-        first = torch.rand(2)
-        with own_generator(torch.Generator().manual_seed(2)):
-            torch.rand(5)
-        second = torch.rand(2)
-    assert torch.equal(torch.cat([first, second]), drawn(lambda: torch.cat([torch.rand(2), torch.rand(2)]), 1))
-
-
-WITHOUT = """
-import torch
-from torch import nn
-from unisono import DataParallel
-from unisono.parallel import replica_generators
-replica_generators._KEY = "NoSuchKey"
-replicas = DataParallel(nn.Identity(), ["cpu:0", "cpu:1"])
-for _ in range(3):
-    assert len(replicas.run_on_replicas(lambda *_: torch.rand(2).tolist())) == 2
-"""
-
-
-@pytest.mark.slow
-def test_a_torch_without_the_key_is_told_of_once_and_replicas_run_all_the_same():
-    ran = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("replicas share torch's default generator") == 1
 
 
 # Replicas.
@@ -325,15 +205,6 @@ def test_a_run_with_dropout_is_repeated_bit_by_bit_and_the_replicas_masks_differ
         assert all(map(torch.equal, weights, again))
         assert masks_again == masks
     assert masks[0] != masks[1]
-
-
-@pytest.mark.any_family
-def test_a_call_does_not_disturb_the_callers_generator_and_goes_on_where_the_last_one_stopped():
-    replicas = DataParallel(network(), TWO)
-    before = torch.get_rng_state()
-    first, second = (replicas.run_on_replicas(lambda *_: torch.rand(2).tolist()) for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len({tuple(each) for each in (*first, *second)}) == 4
 
 
 @pytest.mark.any_family

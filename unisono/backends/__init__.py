@@ -88,7 +88,7 @@ def pick_backend(name: str | None = None) -> Backend:
     name = name or os.environ.get(CHOICE) or None
     if name is None:
         here = (backend for backend in map(get_backend, NAMES) if backend.is_available() and backend.is_accelerated())
-        return next(here, None) or _only_the_cpu()
+        return next(here, None) or only_the_cpu()
     backend = get_backend(name)
     if not backend.is_available():
         reason = backend.unavailable_reason()
@@ -100,7 +100,7 @@ def pick_backend(name: str | None = None) -> Backend:
 
 
 @cache
-def _only_the_cpu() -> Backend:
+def only_the_cpu() -> Backend:
     """The CPU; a warning, given once, names the hardware that is not used."""
     for backend in map(get_backend, NAMES):
         if unused := backend.unused_hardware():

@@ -101,7 +101,7 @@ class CudaBackend(EagerBackend):
         return device
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
-        stream = self._side_stream(device)
+        stream = self.side_stream(device)
         with torch.cuda.stream(stream):
             moved = tree_map(lambda leaf: _move_leaf(leaf, device), batch)
             done = torch.cuda.Event()
@@ -112,7 +112,7 @@ class CudaBackend(EagerBackend):
         stream = torch.cuda.current_stream(token.device)
         stream.wait_event(token.done)
         for leaf in leaves(token.batch):
-            for part in _dense_parts(leaf):
+            for part in dense_parts(leaf):
                 if part.is_cuda:
                     part.record_stream(stream)
             if _tells_streams(leaf):
@@ -144,7 +144,7 @@ class CudaBackend(EagerBackend):
     def clock(self, device: torch.device) -> DeviceClock | None:
         return _Clock(device)
 
-    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         with self._lock:
             if device.index not in self._streams:
                 self._streams[device.index] = torch.cuda.Stream(device)
@@ -170,9 +170,9 @@ def _driver() -> Any:
 def _move_leaf(leaf: Any, device: torch.device) -> Any:
     """A leaf on the device, or on its way there on the current stream."""
     if isinstance(leaf, torch.Tensor | PackedSequence):
-        return send(_pin_leaf(leaf), device, non_blocking=True)
+        return send(pin_leaf(leaf), device, non_blocking=True)
     if _tells_streams(leaf):
-        return send(_pin_leaf(leaf), device)
+        return send(pin_leaf(leaf), device)
     with torch.cuda.stream(torch.cuda.default_stream(device)):
         return send(leaf, device)
 
@@ -182,7 +182,7 @@ def _tells_streams(leaf: Any) -> bool:
     return not isinstance(leaf, torch.Tensor | type) and callable(getattr(leaf, "record_stream", None))
 
 
-def _dense_parts(leaf: Any) -> list[torch.Tensor]:
+def dense_parts(leaf: Any) -> list[torch.Tensor]:
     """The tensors whose memory a leaf holds: a stream can be recorded on dense ones only."""
     if isinstance(leaf, PackedSequence):
         return [part for part in leaf if isinstance(part, torch.Tensor)]
@@ -195,11 +195,11 @@ def _dense_parts(leaf: Any) -> list[torch.Tensor]:
     if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
     if hasattr(leaf, "__tensor_flatten__"):  # a wrapper of other tensors, such as a jagged one
-        return [part for name in leaf.__tensor_flatten__()[0] for part in _dense_parts(getattr(leaf, name))]
+        return [part for name in leaf.__tensor_flatten__()[0] for part in dense_parts(getattr(leaf, name))]
     return [leaf]
 
 
-def _pin_leaf(leaf: Any) -> Any:
+def pin_leaf(leaf: Any) -> Any:
     """The leaf in page-locked memory; for a user-defined object, by its method `pin_memory()`, if it has one."""
     if isinstance(leaf, torch.Tensor):
         if leaf.device.type != "cpu" or leaf.layout is not torch.strided:

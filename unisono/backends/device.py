@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.arguments import check_type
-from unisono.backends import available_devices, pick_backend, resolve_device
+from unisono.backends import pick_backend, resolve_device
 
 RUNTIMES = {"cpu": ("eager", "xla"), "cuda": ("eager", "xla"), "mps": ("eager",), "xla": ("xla",)}
 """What serves the devices of each kind, the usual one first."""
@@ -22,7 +22,7 @@ _OTHER_NAMES = {"gpu": "cuda", "tpu": "xla"}
 
 @dataclass(frozen=True)
 class Device:
-    """A device of one kind, served by one runtime. The machine is not accessed until the device is used; see `exists`.
+    """A device of one kind, served by one runtime. The machine is not accessed until the device is used.
 
     Args:
         kind: "cpu", "cuda", "mps" or "xla", in upper or lower case; also "GPU" for cuda, "TPU" for xla.
@@ -96,29 +96,10 @@ class Device:
         backend.start(device)
         return cls.of(device)
 
-    @classmethod
-    def all(cls, kind: str | None = None) -> list[Device]:
-        """Every device that exists here, accelerators first.
-
-        Args:
-            kind: only devices of this kind; None lists all.
-        """
-        asked = None if kind is None else cls(kind).kind
-        return [each for each in map(cls.of, available_devices()) if asked in (None, each.kind)]
-
     @property
     def torch_device(self) -> torch.device:
         """The corresponding `torch.device`; torch has one type for all devices that the XLA runtime serves."""
         return torch.device("xla" if self.backend == "xla" else self.kind, self.ordinal)
-
-    @property
-    def exists(self) -> bool:
-        """Whether it can be used here. CPU devices are logical, so any of them exists."""
-        try:
-            resolve_device(self.torch_device)
-        except ValueError:
-            return False
-        return True
 
     def __str__(self) -> str:
         is_usual = self.backend == RUNTIMES[self.kind][0]

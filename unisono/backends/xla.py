@@ -94,7 +94,9 @@ class XlaBackend:
         return _hardware()
 
     def unavailable_reason(self) -> str:
-        return _missing() or ("" if self.is_available() else f"PJRT_DEVICE={_hardware()}, and there is no chip here")
+        return _missing_reason() or (
+            "" if self.is_available() else f"PJRT_DEVICE={_hardware()}, and there is no chip here"
+        )
 
     def unused_hardware(self) -> str:
         if os.environ.get("PJRT_DEVICE") or not (chips := _num_chips()):
@@ -108,7 +110,7 @@ class XlaBackend:
 
     def device_count(self) -> int:
         """On the CPU the number that `CPU_NUM_DEVICES` says, otherwise that of the TPU. Does not start the runtime."""
-        if _missing():
+        if _missing_reason():
             return 0
         if (started := _runtime_module()) is not None:
             return len(started._xla_get_devices())
@@ -125,7 +127,7 @@ class XlaBackend:
                 f"device xla:{index} does not exist: this process computes by strategy='spmd', whose xla:0 stands for "
                 "all of them"
             )
-        is_open = _hardware() == _CPU and not _missing() and _runtime_module() is None
+        is_open = _hardware() == _CPU and not _missing_reason() and _runtime_module() is None
         # A number that the user has set is final; one that was set here grows with the devices asked for.
         if is_open and index >= self.device_count() and _virtual_count() in (0, self._asked):
             self._asked = index + 1
@@ -133,7 +135,7 @@ class XlaBackend:
         try:
             check_index(index, self.device_count(), self.name)
         except ValueError as error:
-            if _missing() or _hardware() != _CPU or index < 0:
+            if _missing_reason() or _hardware() != _CPU or index < 0:
                 raise
             raise ValueError(
                 f"{error}; set CPU_NUM_DEVICES={index + 1} in the environment before the first use of a device"
@@ -154,7 +156,7 @@ class XlaBackend:
         self.runtime()
 
     def check_workers(self, count: int) -> None:
-        if _hardware() == _TPU and not _missing():
+        if _hardware() == _TPU and not _missing_reason():
             _check_chips(count)
 
     def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
@@ -185,7 +187,7 @@ class XlaBackend:
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         self.runtime()
-        moved = tree_map(lambda leaf: self._upload_leaf(_fit(leaf), device), batch)
+        moved = tree_map(lambda leaf: self._upload_leaf(_check_fit(leaf), device), batch)
         return moved, None if self._sharding is None else moved
 
     def _upload_leaf(self, leaf: Any, device: torch.device) -> Any:
@@ -316,7 +318,7 @@ class XlaBackend:
         """
         if self._xla is None:
             with self._loading:
-                self._xla = self._xla or _load()
+                self._xla = self._xla or _load_torch_xla()
         return self._xla
 
 
@@ -353,7 +355,7 @@ def _refuse_group(name: str, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _fit(leaf: Any) -> Any:
+def _check_fit(leaf: Any) -> Any:
     """Return the leaf if XLA supports it.
 
     Raises:
@@ -374,8 +376,8 @@ def _fit(leaf: Any) -> Any:
     return leaf
 
 
-def _load() -> Any:
-    if reason := _missing():
+def _load_torch_xla() -> Any:
+    if reason := _missing_reason():
         raise UnisonoError(f"XLA devices cannot be used: {reason}")
     # Taken before they are set below: a runtime that is running already has not read them.
     lacking = [] if _hardware() != _CPU else [name for name in _SETTINGS if name not in os.environ]
@@ -494,7 +496,7 @@ def _may_reduce(count: int) -> bool:
     return os.environ.get("PJRT_CPU_ASYNC_CLIENT") == "0" and threads.isdecimal() and int(threads) >= count
 
 
-def _missing() -> str:
+def _missing_reason() -> str:
     """Why XLA cannot be used here, and how to change that; "" if it can."""
     if (reason := _not_installed()) or _hardware() in (_CPU, _TPU):
         return reason

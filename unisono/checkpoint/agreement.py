@@ -16,7 +16,6 @@ import torch
 from unisono.checkpoint.directory import Place, check_place, find
 from unisono.checkpoint.folders import Folder
 from unisono.checkpoint.manifest import Manifest, read_manifest
-from unisono.checkpoint.writer import Writer
 from unisono.errors import CheckpointError, CollectiveMismatchError
 from unisono.outcome import Outcome
 from unisono.world import World
@@ -42,12 +41,6 @@ def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None
     for each in failed:
         if each is not None:
             Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
-
-
-def taken_failure(writer: Writer) -> BaseException | None:
-    """Take the error of an earlier save, for all ranks to raise."""
-    failure, writer.failure = writer.failure, None
-    return failure
 
 
 def check_steps(steps: Sequence[int]) -> None:

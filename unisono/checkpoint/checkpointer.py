@@ -35,8 +35,6 @@ class Checkpointer:
         every: `step()` saves on every `every`-th call; None leaves saving to `save()`.
         is_async: `save` returns once everything is copied to main memory, and a thread writes it. Only one save is in
             progress at a time; the next one waits for it.
-        sharded: all ranks write their shards of a model or optimizer state that a strategy has sharded. None does so if
-            the model is larger than 256 MB.
         world: None uses the current one.
 
     Attributes:
@@ -53,7 +51,6 @@ class Checkpointer:
         every: int | None = None,
         is_async: bool = True,
         *,
-        sharded: bool | None = None,
         world: World | None = None,
         **objects: Any,
     ) -> None:
@@ -63,7 +60,7 @@ class Checkpointer:
         self.num_steps = 0
         self._directory, self._keep, self._every, self._is_async = folder_at(directory), keep, every, is_async
         self._objects = objects
-        self._saver = Saver(world or current_world(), sharded)
+        self._saver = Saver(world or current_world())
         self._is_closed = False
 
     def step(self) -> bool:

@@ -76,7 +76,7 @@ def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequ
     for full, each in parts.items():
         # With its slash, so that model_1 does not take what belongs to model_10.
         name = next(name for name in keys if full.startswith(part_name(name, "")))
-        keys[name][_key(full[len(name) + 1 :], contents.kinds[name][0])] = each
+        keys[name][_parse_key(full[len(name) + 1 :], contents.kinds[name][0])] = each
     for own in values:
         for name, more in own.items():
             keys[name].update(more)
@@ -89,7 +89,7 @@ def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequ
     contents.held = held if any(held) else None
 
 
-def _key(text: str, kind: str) -> Any:
+def _parse_key(text: str, kind: str) -> Any:
     if kind == "model":
         return text
     number, _, name = text.partition("/")

@@ -37,7 +37,7 @@ def export(folder: Folder, out: Path, name: str | None = None, file_format: Form
         OSError: the file cannot be written.
     """
     contents = read_contents(folder)
-    name = _chosen(contents, name)
+    name = _choose_object(contents, name)
     write_state(contents.states[name], out, file_format, name)
     return contents.path, name
 
@@ -58,20 +58,20 @@ def write_state(state: Any, out: Path, file_format: Format, name: str) -> None:
     sync_directory(out.absolute().parent)
 
 
-def _chosen(contents: Contents, name: str | None) -> str:
+def _choose_object(contents: Contents, name: str | None) -> str:
     if name is None:
         models = [each for each, (kind, _) in contents.kinds.items() if kind == "model"]
         if len(models) != 1:
             raise CheckpointError(
-                f"{contents.path} holds {len(models)} models; name the object that you mean: {_names(contents)}"
+                f"{contents.path} holds {len(models)} models; name the object that you mean: {_join_names(contents)}"
             )
         return models[0]
     if name not in contents.states:
-        raise CheckpointError(f"{contents.path} has no {name!r} with one state; it holds {_names(contents)}")
+        raise CheckpointError(f"{contents.path} has no {name!r} with one state; it holds {_join_names(contents)}")
     return name
 
 
-def _names(contents: Contents) -> str:
+def _join_names(contents: Contents) -> str:
     return ", ".join(contents.states)
 
 

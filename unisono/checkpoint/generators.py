@@ -49,20 +49,44 @@ def keep_device_generator(states: Mapping[str, Any], world: World) -> None:
 def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None:
     """Continue this rank's generators from the saved state of the rank with the same number.
 
-    On another number of ranks the run cannot be the same: a log line says which generators are reseeded, or dropped.
+    On another number of ranks, or another kind of device, the run cannot be the same: a log line says which generators
+    are reseeded, or dropped.
     """
-    if len(saved) != world.world_size and world.rank == 0:
-        logger.warning("%s", _describe_change(len(saved), world.world_size))
-    if world.rank < len(saved):
-        _restore(saved[world.rank], world)
-        return
+    own = saved[world.rank] if world.rank < len(saved) else None
     # Derived from the saved state, so that each resumption continues alike.
-    seed = seed_of("resumed", zlib.crc32(bytes(saved[0]["torch"].tolist())), world.rank)
+    seed = seed_of("resumed", zlib.crc32(bytes((own or saved[0])["torch"].tolist())), world.rank)
     if _owns_process(world):
+        _restore_process(own, seed)
+    torch.set_rng_state(torch.Generator().manual_seed(seed).get_state() if own is None else own["torch"])
+    kind, state = (own or {}).get("device", (None, None))
+    is_same_kind = kind == world.device.type
+    if not is_same_kind:
+        state = world.backend.seeded_state(seed, world.device)
+    if state is not None:
+        world.backend.set_rng_state(state, world.device)
+    if world.rank == 0 and len(saved) != world.world_size:
+        logger.warning("%s", _describe_change(len(saved), world.world_size))
+    if world.rank == 0 and not is_same_kind and (kind or state is not None):
+        logger.warning(
+            "saved on %s, loaded on %s: the devices' random generators differ, and start with new seeds",
+            kind or "a device that draws from torch's",
+            world.device.type,
+        )
+
+
+def _restore_process(own: Mapping[str, Any] | None, seed: int) -> None:
+    """Continue Python's and NumPy's generators, or seed them."""
+    numpy = sys.modules.get("numpy")
+    if own is None:
         random.seed(seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
+        if numpy is not None:
             numpy.random.seed(seed & 0xFFFFFFFF)
-    _seed_torch(seed, world)
+        return
+    version, words, gauss = own["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if numpy is not None and "numpy" in own:
+        name, keys, place, has_gauss, cached = own["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), int(place), int(has_gauss), cached))
 
 
 def _describe_change(saved: int, now: int) -> str:
@@ -71,37 +95,6 @@ def _describe_change(saved: int, now: int) -> str:
     if now > saved:
         return text + f"the random generators of {name_ranks(range(saved, now))} start with new seeds"
     return text + f"those of {name_ranks(range(now, saved))} are left out"
-
-
-def _restore(states: Mapping[str, Any], world: World) -> None:
-    if _owns_process(world):
-        version, words, gauss = states["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and "numpy" in states:
-            kind, keys, place, has_gauss, cached = states["numpy"]
-            numpy.random.set_state((kind, keys.numpy().astype("uint32"), int(place), int(has_gauss), cached))
-    torch.set_rng_state(states["torch"])
-    if "device" in states and states["device"][0] == world.device.type:
-        world.backend.set_rng_state(states["device"][1], world.device)
-    elif "device" in states or world.backend.seeded_state(0, world.device) is not None:
-        if world.rank == 0:
-            saved = states["device"][0] if "device" in states else "a device that draws from torch's"
-            logger.warning(
-                "saved on %s, loaded on %s: the devices' random generators differ, and start with new seeds",
-                saved,
-                world.device.type,
-            )
-        seed = seed_of("resumed", zlib.crc32(bytes(states["torch"].tolist())), world.rank)
-        if (state := world.backend.seeded_state(seed, world.device)) is not None:
-            world.backend.set_rng_state(state, world.device)
-
-
-def _seed_torch(seed: int, world: World) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    torch.set_rng_state(generator.get_state())
-    if (state := world.backend.seeded_state(seed, world.device)) is not None:
-        world.backend.set_rng_state(state, world.device)
 
 
 def _owns_process(world: World) -> bool:

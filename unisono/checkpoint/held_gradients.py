@@ -78,7 +78,7 @@ def resume_step(
         for name, each in engine.named_leaves().items():
             gradient = own.get(f"{place}/{plain_name(engine.module, name)}")
             each.grad = None if gradient is None else gradient.to(each.device)
-    steps.resume(_step(saved, steps.world))
+    steps.resume(_rebuild_step(saved, steps.world))
     for engine in engines:
         engine.resume()
 
@@ -102,7 +102,7 @@ def _part_of_gradients(
     return {name: sum(each[name] for each in held if name in each) * factor for name in names}  # type: ignore[misc]
 
 
-def _step(saved: Sequence[Mapping[str, Any]], world: World) -> Step:
+def _rebuild_step(saved: Sequence[Mapping[str, Any]], world: World) -> Step:
     """The saved step, with claims for the current number of ranks."""
     loops: defaultdict[int, Loop] = defaultdict(Loop)
     is_same = len(saved) == world.world_size

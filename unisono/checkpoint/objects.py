@@ -69,16 +69,16 @@ def kind_of(name: str, each: Any) -> str:
 
 def kinds_of(objects: Objects) -> dict[str, list[str]]:
     """The kind of each object, and its class; TypeError as for `kind_of`."""
-    return {name: [kind_of(name, each), type(_inner(each)).__name__] for name, each in objects.items()}
+    return {name: [kind_of(name, each), type(_user_module(each)).__name__] for name, each in objects.items()}
 
 
-def _inner(each: Any) -> Any:
+def _user_module(each: Any) -> Any:
     return each.module if isinstance(each, PreparedModel) else each
 
 
 def modules_of(objects: Objects) -> list[nn.Module]:
     """The models among the objects."""
-    return [_inner(each) for name, each in objects.items() if kind_of(name, each) == "model"]
+    return [_user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
 
 
 # Saving.
@@ -104,7 +104,7 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
     for name, each in objects.items():
         kind = kind_of(name, each)
         if kind == "model":
-            states[name] = model_state(_inner(each), world, copy)
+            states[name] = model_state(_user_module(each), world, copy)
         elif kind == "optimizer":
             states[name] = optimizer_state(each, modules, world, copy)
         elif kind == "state":
@@ -140,7 +140,7 @@ def divided_states(
     for name, each in objects.items():
         kind, found = kind_of(name, each), dict[Any, Any]()
         if kind == "model":
-            found = model_parts(_inner(each), world)
+            found = model_parts(_user_module(each), world)
             states[name] = list(found)
         elif kind == "optimizer":
             found = optimizer_parts(each, world)
@@ -168,7 +168,7 @@ def describe(states: Mapping[str, Any], kinds: Mapping[str, Sequence[str]]) -> d
     found: dict[str, Any] = {}
     for name, state in states.items():
         if kinds[name][0] == "model":
-            found[name] = {key: _shape(value) for key, value in state.items()}
+            found[name] = {key: _shape_of(value) for key, value in state.items()}
         elif kinds[name][0] == "optimizer":
             found[name] = [len(group["params"]) for group in state["param_groups"]]
     return found
@@ -189,7 +189,7 @@ def check_fit(objects: Objects, saved: Mapping[str, Sequence[str]], described: M
         if saved[name][0] != kind:
             raise CheckpointMismatchError(f"{name} is a {kind}, and in {where} it is a {saved[name][0]}")
         if kind == "model":
-            _check_model(name, _inner(objects[name]), described[name], saved[name][1], where)
+            _check_model(name, _user_module(objects[name]), described[name], saved[name][1], where)
         elif kind == "optimizer":
             own = [len(group["params"]) for group in objects[name].param_groups]
             if own != described[name]:
@@ -201,7 +201,7 @@ def check_fit(objects: Objects, saved: Mapping[str, Sequence[str]], described: M
 
 
 def _check_model(name: str, model: nn.Module, saved: Mapping[str, Any], kind: str, where: str) -> None:
-    own = {plain_name(model, key): _shape(value) for key, value in model.state_dict().items()}
+    own = {plain_name(model, key): _shape_of(value) for key, value in model.state_dict().items()}
     wrong = {
         "missing in the checkpoint": [key for key in own if key not in saved],
         "unexpected in the checkpoint": [key for key in saved if key not in own],
@@ -210,18 +210,18 @@ def _check_model(name: str, model: nn.Module, saved: Mapping[str, Any], kind: st
         ],
     }
     if any(wrong.values()):
-        shown = [f"{what}: {', '.join(found[:_SHOWN])}{_more(found)}" for what, found in wrong.items() if found]
+        shown = [f"{what}: {', '.join(found[:_SHOWN])}{_count_rest(found)}" for what, found in wrong.items() if found]
         raise CheckpointMismatchError(
             f"{name} in {where} is of another model, a {kind}, than this {type(model).__name__}: {'; '.join(shown)}; "
             "build the model that was saved, or load the tensors that fit from `unisono checkpoint export`"
         )
 
 
-def _more(found: Sequence[str]) -> str:
+def _count_rest(found: Sequence[str]) -> str:
     return f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
 
 
-def _shape(value: Any) -> list[int] | None:
+def _shape_of(value: Any) -> list[int] | None:
     return list(value.shape) if isinstance(value, torch.Tensor) else None
 
 
@@ -239,7 +239,7 @@ def restore(
     for name, each in objects.items():
         kind = kind_of(name, each)
         if kind == "model":
-            load_model_state(_inner(each), states.get(name, {}), world)
+            load_model_state(_user_module(each), states.get(name, {}), world)
         elif kind == "optimizer":
             load_optimizer_state(each, modules, states.get(name, {}), world)
         elif kind == "generator":

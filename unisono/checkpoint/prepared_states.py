@@ -17,7 +17,7 @@ from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.hooks import Hooks, remove_files, run_load_hooks, run_save_hooks
 from unisono.checkpoint.objects import kind_of
-from unisono.checkpoint.saver import Extra, Loaded, Saver
+from unisono.checkpoint.saver import Loaded, Saver
 from unisono.errors import CheckpointError
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
@@ -69,17 +69,17 @@ class PreparedStates:
         place = self._next_place if directory is None else Place(folder_at(directory))
         if is_async:
             self._poll_in_steps()
-        claims = claims_of(self._steps, self._engines())
+        claims = claims_of(self._steps, self._prepared_engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
-        held = None if claims is None else held_gradients(self._engines())
-        objects, files, saved = self._objects(), None, None
+        held = None if claims is None else held_gradients(self._prepared_engines())
+        objects, files, saved = self._named_objects(), None, None
         if self.save_hooks:
             models, modules = self._prepared.models(), self._prepared.modules()
             left_out, files = run_save_hooks(self.save_hooks, models, modules, self._steps.world)
-            objects = self._objects(left_out)
-        extra = Extra({"taken": taken, "claims": claims}, held, files)
+            objects = self._named_objects(left_out)
+        facts = {"taken": taken, "claims": claims}
         try:
-            saved = self._saver.save(place, objects, self._step(), score, is_async, extra)
+            saved = self._saver.save(place, objects, self._steps_taken(), score, is_async, facts, held, files)
         finally:
             if saved is None and files is not None and self._steps.world.rank == 0:
                 remove_files(files)
@@ -88,7 +88,9 @@ class PreparedStates:
     def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
         """See `Accelerator.load_state`."""
         folder = self._root if directory is None else folder_at(directory)
-        restored = self._saver.load(folder, self._objects(), must_exist, self._choose if self.load_hooks else None)
+        restored = self._saver.load(
+            folder, self._named_objects(), must_exist, self._choose_objects if self.load_hooks else None
+        )
         if restored is None:
             return None
         facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
@@ -97,13 +99,13 @@ class PreparedStates:
         for scheduler in self._prepared.schedulers():
             scheduler.follow()
         self._steps.restart()
-        for engine in self._engines():  # gradients of this run do not belong to a step of the loaded one
+        for engine in self._prepared_engines():  # gradients of this run do not belong to a step of the loaded one
             for each in [*engine.trained(), *engine.leaves()]:
                 each.grad = None
             engine.forget()
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
-            resume_step(claims, restored.held, self._steps, self._engines())
+            resume_step(claims, restored.held, self._steps, self._prepared_engines())
         return restored.loaded
 
     def close(self) -> None:
@@ -116,7 +118,7 @@ class PreparedStates:
         Raises:
             CheckpointError: there is such an optimizer.
         """
-        for engine in self._engines():
+        for engine in self._prepared_engines():
             for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_unprepared):
                 if each is not None and not any(each is other for other in self._registered):
                     raise CheckpointError(
@@ -125,17 +127,17 @@ class PreparedStates:
                         "register_for_checkpointing"
                     )
 
-    def _step(self) -> int:
+    def _steps_taken(self) -> int:
         return max((each.taken.steps for each in self._prepared.steppers()), default=0)
 
-    def _engines(self) -> list[Engine]:
+    def _prepared_engines(self) -> list[Engine]:
         return [each.engine for each in self._prepared.models()]
 
-    def _choose(self, files: str) -> dict[str, Any]:
+    def _choose_objects(self, files: str) -> dict[str, Any]:
         """What is loaded from the checkpoint with these files, by the choice of the hooks."""
-        return self._objects(run_load_hooks(self.load_hooks, self._prepared.models(), files, self._steps.world))
+        return self._named_objects(run_load_hooks(self.load_hooks, self._prepared.models(), files, self._steps.world))
 
-    def _objects(self, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
+    def _named_objects(self, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
         """Everything that is saved, by name."""
         kinds: dict[str, Sequence[Any]] = {
             "model": self._prepared.models(),

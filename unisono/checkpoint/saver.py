@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from unisono.checkpoint.agreement import (
     encode_error,
     new_manifest,
     raise_any,
-    taken_failure,
 )
 from unisono.checkpoint.contents import HELD, Contents, read_contents
 from unisono.checkpoint.directory import Place, commit, new_mark
@@ -86,7 +84,7 @@ class Restored(NamedTuple):
     """What was loaded, including what does not belong to objects.
 
     Attributes:
-        facts: those of each rank's `Extra`.
+        facts: those of each rank.
         held: the accumulated gradients of each rank, on rank zero; None between steps.
     """
 
@@ -109,32 +107,15 @@ class _Copied(NamedTuple):
     values: dict[str, dict[Any, Any]] | None
 
 
-@dataclass(frozen=True)
-class Extra:
-    """What a rank adds to the states of objects.
-
-    Attributes:
-        facts: plain data of this rank.
-        held: gradients of a step that has begun.
-        files: on rank zero, a directory with files of hooks, which the checkpoint takes in.
-    """
-
-    facts: Any = None
-    held: Mapping[str, torch.Tensor] | None = None
-    files: Path | None = None
-
-
 class Saver:
     """Saves and loads the checkpoints of one rank.
 
     Args:
         world: the rank's.
-        sharded: whether all ranks write concurrently if states are sharded. None: only if they are also large.
     """
 
-    def __init__(self, world: World, sharded: bool | None = None) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self._sharded = sharded
         self._memory, self._writer = HostMemory(), Writer()
         self._group: ShardGroup | None = None
 
@@ -147,7 +128,7 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save in progress, and raise its error if it failed."""
         self._writer.wait()
-        self._writer.raise_failure()
+        self._writer.poll()
 
     def close(self) -> None:
         """Wait like `wait`, and release the host memory."""
@@ -165,7 +146,9 @@ class Saver:
         step: int,
         score: float | None = None,
         is_async: bool = False,
-        extra: Extra | None = None,
+        facts: Any = None,
+        held: Mapping[str, torch.Tensor] | None = None,
+        hook_files: Path | None = None,
     ) -> Location | None:
         """Save the objects. A collective.
 
@@ -173,6 +156,9 @@ class Saver:
             place: the destination; if it is a function, rank zero calls it.
             score: save only if it is higher than the score of the checkpoint at that place. Rank zero's counts.
             is_async: return when everything is copied.
+            facts: plain data of this rank, to be saved with the states.
+            held: its gradients of a step that has begun.
+            hook_files: on rank zero, a directory with files of hooks, which the checkpoint takes in.
 
         Returns:
             The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
@@ -187,9 +173,10 @@ class Saver:
         comm.announce(f"save_state at step {step}")
         # Without raising: all ranks raise a failure together, after they have exchanged it below.
         self._writer.wait()
-        own, failure = self._own_part(objects, extra), taken_failure(self._writer)
+        own, failure = self._own_part(objects, facts), self._writer.take_failure()
         ranks = comm.all_gather_object({"step": step, "failure": encode_error(failure), "rank": own})
         raise_any([each["failure"] for each in ranks], failure)
+        # Also compared by the announcement, except in a process group that was created elsewhere.
         check_steps([each["step"] for each in ranks])
         # All ranks derive the temporary path of their shards from the same mark.
         agreed: tuple[Place | None, str] = agree_on(lambda: (chosen_place(place, score), new_mark()), world)
@@ -202,13 +189,12 @@ class Saver:
         copy = self._memory.copy if is_async else host_view
         is_shared = isinstance(chosen.folder, LocalFolder)  # whether all ranks can write to it, unlike a store
         # Captured: a rank that raised here would leave the others waiting in `_agreed_copy`.
-        outcome = Outcome.capture(self._copy, objects, extra, [each["rank"] for each in ranks], copy, is_shared)
+        outcome = Outcome.capture(self._copy_states, objects, held, [each["rank"] for each in ranks], copy, is_shared)
         # The copies are only submitted so far, and the writer reads host memory without waiting for the device.
         world.backend.synchronize(world.device)
         keep_device_generator(own["generators"], world)
         contents, parts = self._agreed_copy(outcome)
-        files = None if extra is None else extra.files
-        write = partial(self._write, chosen, contents, parts, manifest, mark, files)
+        write = partial(self._write_checkpoint, chosen, contents, parts, manifest, mark, hook_files)
         if not is_async:
             result = Outcome.capture(write)
             raise_any(comm.all_gather_object(encode_error(result.error)), result.error)
@@ -216,17 +202,22 @@ class Saver:
             self._writer.start(write, f"saving {chosen.folder} at step {step}")
         return chosen.folder.location
 
-    def _own_part(self, objects: Objects, extra: Extra | None) -> dict[str, Any]:
+    def _own_part(self, objects: Objects, facts: Any) -> dict[str, Any]:
         """This rank's own state, as plain data."""
-        part: dict[str, Any] = {"states": own_states(objects), "generators": generator_states(self.world)}
-        part["extra"] = None if extra is None else extra.facts
+        part = {"states": own_states(objects), "generators": generator_states(self.world), "extra": facts}
         plain: dict[str, Any] = as_plain(part, f"the state of rank {self.world.rank}", torch.Tensor.cpu)
         return plain
 
-    def _copy(self, objects: Objects, extra: Extra | None, ranks: list[Any], copy: Copy, is_shared: bool) -> _Copied:
+    def _copy_states(
+        self,
+        objects: Objects,
+        held: Mapping[str, torch.Tensor] | None,
+        ranks: list[Any],
+        copy: Copy,
+        is_shared: bool,
+    ) -> _Copied:
         """Copy what is to be written to main memory."""
         world = self.world
-        held = {} if extra is None or extra.held is None else extra.held
         contents: dict[str, Any] = {"kinds": kinds_of(objects), "ranks": ranks, "held": None}
         if is_shared and self._is_divided(objects):
             # Created at the first use, by all ranks together: `new_group` is a collective.
@@ -234,9 +225,9 @@ class Saver:
                 with suppress_greetings():
                     self._group = ShardGroup()
             contents["states"], parts, values = divided_states(objects, world, copy)
-            parts.update((f"{HELD}/{world.rank}/{name}", copy(each)) for name, each in held.items())
+            parts.update((f"{HELD}/{world.rank}/{name}", copy(each)) for name, each in (held or {}).items())
             return _Copied(contents, parts, values)
-        if extra is not None and extra.held is not None:
+        if held is not None:
             contents["held"] = self._gather_held(held, copy)
         contents["states"] = whole_states(objects, world, copy)
         return _Copied(contents, None, None)
@@ -256,8 +247,6 @@ class Saver:
         are_divided = any(map(is_sharded, modules)) or any(map(is_divided, objects.values()))
         if not are_divided or not self.world.takes_engines:
             return False
-        if self._sharded is not None:
-            return self._sharded
         return sum(each.numel() * each.element_size() for module in modules for each in module.parameters()) > SMALL
 
     def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
@@ -270,7 +259,7 @@ class Saver:
             copied.contents["values"] = [values for _, values in found]
         return (copied.contents if self.world.rank == 0 else None), copied.parts
 
-    def _write(
+    def _write_checkpoint(
         self,
         place: Place,
         contents: dict[str, Any] | None,
@@ -344,7 +333,7 @@ class Saver:
                 if must_exist:
                     raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error
                 return None
-            return _facts(contents)
+            return _facts_for_ranks(contents)
 
         facts = agree_on(read, world)
         if facts is None:
@@ -367,7 +356,7 @@ class Saver:
         return Restored(loaded, [each["extra"] for each in ranks], contents.held if contents is not None else None)
 
 
-def _facts(contents: Contents) -> dict[str, Any]:
+def _facts_for_ranks(contents: Contents) -> dict[str, Any]:
     """What all ranks need to know."""
     kinds = contents.kinds
     return {

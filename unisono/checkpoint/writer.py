@@ -18,14 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """Runs saves in a thread.
-
-    Attributes:
-        failure: the error of the last save that was waited for, until `raise_failure`.
-    """
+    """Runs saves in a thread."""
 
     def __init__(self) -> None:
-        self.failure: BaseException | None = None
+        self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._ended: list[Outcome[Any]] = []
 
@@ -43,24 +39,19 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self._collect()
+            self._failure = self._ended.pop().error or self._failure
 
     def poll(self) -> None:
         """Raise the error of a save that has ended; do not wait for one in progress."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise the error of a failed save, once."""
-        failure, self.failure = self.failure, None
-        if failure is not None:
+        if (failure := self.take_failure()) is not None:
             raise failure
 
-    def _collect(self) -> None:
-        while self._ended:
-            error = self._ended.pop().error
-            self.failure = error or self.failure
+    def take_failure(self) -> BaseException | None:
+        """The error of a save that has ended, once."""
+        failure, self._failure = self._failure, None
+        return failure
 
 
 def run_save(save: Callable[[], Any], what: str, ended: list[Outcome[Any]]) -> None:

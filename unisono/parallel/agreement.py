@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from unisono.comm.operations import name_ranks
+from unisono.arguments import check_integer
+from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import CollectiveMismatchError, ReplicasDifferError
 from unisono.parallel.parameter_names import in_brackets
 from unisono.parallel.sparse import remember_sparse
@@ -72,10 +73,7 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
         ReplicasDifferError: they differ. The message names the first such parameter, and who holds which value.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every={every!r} is of type {type(every).__name__}; pass an integer of calls")
-    if every < 1:
-        raise ValueError(f"every={every} never compares; pass 1 to compare at each call, or a larger number")
+    check_integer(every, "every", 1, "pass 1 to compare at each call, or a larger integer")
     world = world or current_world()
     counts = world.state.part(_Calls)
     counts[module] = number = counts.get(module, 0) + 1  # counted by each rank alone: all make the same calls
@@ -146,22 +144,22 @@ def first_difference(models: Sequence[nn.Module]) -> str | None:
     Not a collective. Buffers are not compared: those of BatchNorm differ between replicas.
     """
     held = [dict(model.named_parameters()) for model in models]
-    if len({_bits(list(each.values())) for each in held}) == 1:
+    if len({int(fingerprint(list(each.values()))) for each in held}) == 1:
         return None
     names = dict.fromkeys(name for each in held for name in each)
-    return next(name for name in names if len({_bits([each[name]] if name in each else []) for each in held}) > 1)
-
-
-def _bits(parameters: Sequence[torch.Tensor]) -> int:
-    return int(fingerprint(parameters, parameters[0].device)) if parameters else 0
+    apart = (
+        name for name in names if len({int(fingerprint([each[name]] if name in each else [])) for each in held}) > 1
+    )
+    return next(apart)
 
 
 @torch.no_grad()
-def fingerprint(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A number of at most 62 bits, on the device, determined by the bits of the tensors in order, including NaNs.
+def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number of at most 62 bits, on the first tensor's device, determined by the tensors' bits in order, NaNs too.
 
     Each eight bytes of a small tensor count with their position; those of a large one in sums of about a kilobyte.
     """
+    device = tensors[0].device if tensors else HOST
     words = [part.to(device) for tensor in tensors for part in _condense(tensor)]
     # The additional word is for an empty list, which `cat` refuses.
     mixed = torch.cat([*words, torch.zeros(1, dtype=torch.int64, device=device)])
@@ -208,20 +206,15 @@ class _Difference:
         pairs = zip(self.shown, self.groups, strict=True)
         return " and ".join(f"{shown} on {name_ranks(ranks)}" for shown, ranks in pairs)
 
-    def odd_ranks(self) -> list[int]:
-        """The ranks that differ from the majority; all ranks if there is none."""
-        most = max(self.groups, key=len)
-        has_majority = 2 * len(most) > sum(map(len, self.groups))
-        return sorted(rank for ranks in self.groups if not has_majority or ranks is not most for rank in ranks)
-
 
 def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Difference | None:
     """Compare the tensors of all ranks; a collective."""
     if world.comm.size == 1 or _all_agree(named, world):
         return None
-    named = _read(named, world)
+    named = _readable_tensors(named, world)
     own = [
-        (name, _form(tensor), int(fingerprint([tensor], _place(world))), _sum(tensor)) for name, tensor in named.items()
+        (name, _describe_form(tensor), int(fingerprint([tensor])), _describe_sum(tensor))
+        for name, tensor in named.items()
     ]
     everyone = world.comm.all_gather_object(own)
     total = max(map(len, everyone))
@@ -232,43 +225,38 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Diffe
     for rank, held in enumerate(differing[0]):
         groups.setdefault(held, []).append(rank)
     name = next(held[0] for held in groups if held is not None)
-    shown = [_show(held, name) for held in groups]
+    shown = [_describe_value(held, name) for held in groups]
     return _Difference(name, list(groups.values()), shown, len(differing), total)
 
 
 def _all_agree(named: Mapping[str, torch.Tensor], world: World) -> bool:
     # Names, types and shapes, too: equal bits of another shape are a difference.
-    forms = zlib.crc32(repr([(name, _form(tensor)) for name, tensor in named.items()]).encode())
-    own = fingerprint(list(_read(named, world).values()), _place(world)) ^ forms
+    forms = zlib.crc32(repr([(name, _describe_form(tensor)) for name, tensor in named.items()]).encode())
+    own = fingerprint(list(_readable_tensors(named, world).values())) ^ forms
     # The least and the greatest in one reduction: all are equal if these two are. Negating 62 bits cannot overflow.
     least, negated_greatest = world.comm.all_reduce(torch.stack([own, -own]), "min").tolist()
     return bool(least == -negated_greatest)
 
 
-def _place(world: World) -> torch.device:
-    """The device on which fingerprints are computed: that of the tensors, unless it compiles a graph for each shape."""
-    return torch.default_generator.device if world.backend.is_lazy else world.device
-
-
-def _read(named: Mapping[str, torch.Tensor], world: World) -> Mapping[str, torch.Tensor]:
-    """The tensors, on the device on which fingerprints are computed."""
+def _readable_tensors(named: Mapping[str, torch.Tensor], world: World) -> Mapping[str, torch.Tensor]:
+    """The tensors, in main memory if the device would compile a graph for each shape."""
     if not world.backend.is_lazy:
         return named
     return {name: tensor.detach().cpu() for name, tensor in named.items()}
 
 
-def _form(tensor: torch.Tensor) -> str:
+def _describe_form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _sum(tensor: torch.Tensor) -> str:
+def _describe_sum(tensor: torch.Tensor) -> str:
     """The sum of the tensor's values, for display and comparison. As text, in which NaN equals NaN."""
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     return repr(values.double().sum().item())
 
 
-def _show(held: tuple[str, str, int, str] | None, name: str) -> str:
+def _describe_value(held: tuple[str, str, int, str] | None, name: str) -> str:
     if held is None:
         return "missing"
     own_name, form, bits, total = held
@@ -276,12 +264,10 @@ def _show(held: tuple[str, str, int, str] | None, name: str) -> str:
 
 
 def _replicas_differ_error(found: _Difference, number: int) -> ReplicasDifferError:
-    odd, size = found.odd_ranks(), sum(map(len, found.groups))
-    verdict = "" if len(odd) == size else f"; {name_ranks(odd)} differ{'s' * (len(odd) == 1)} from the others"
     return ReplicasDifferError(
-        f"the replicas differ at call {number} of check_replicas: {found.name} is {found.holders()}{verdict}; "
+        f"the replicas differ at call {number} of check_replicas: {found.name} is {found.holders()}; "
         f"{found.count} of {found.total} differ. Every rank must begin with the same parameters (broadcast_parameters) "
         "and update them by the same gradients (optimizer_step), without random operations that differ by rank",
         found.name,
-        odd,
+        sorted(rank for ranks in found.groups[1:] for rank in ranks),
     )

@@ -51,7 +51,7 @@ class _Family:
         self.code: CodeType = _frame(nn.Identity()).__code__.replace()
 
 
-_families: WeakKeyDictionary[type[nn.Module], dict[object, _Family]] = WeakKeyDictionary()
+known_families: WeakKeyDictionary[type[nn.Module], dict[object, _Family]] = WeakKeyDictionary()
 """Keyed by the root's class, and everything else that makes modules replicas of one another."""
 
 
@@ -80,7 +80,7 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
             "again; pass the module itself"
         )
     _keep_order()
-    families = _families.setdefault(type(module), {})
+    families = known_families.setdefault(type(module), {})
     # `setdefault` is atomic: replicas that are compiled at the same time get the same family.
     family = families.setdefault((_structure(module), repr(sorted(options.items()))), _Family())
     if type(module).forward.__module__.startswith("torch."):  # torch does not compile the root frame of its own classes

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -91,7 +91,7 @@ class DataParallel:
         self._resolved = resolved
         self._threads = ReplicaThreads(len(resolved))
         self._calls: dict[object, None] = {}  # the mark of the running call, then of calls that are being refused
-        self.models = self._replicate(module)  # enters like a call, with the attributes above
+        self.models = self._copy_to_devices(module)  # enters like a call, with the attributes above
         self._contexts = [ReplicaContext(device) for _, device in resolved]
         self._timelines = [Timeline() for _ in resolved]
         self._randomness = [
@@ -132,7 +132,7 @@ class DataParallel:
         def part(world: World, loaders: Sequence[DeviceIterator]) -> T:
             return loop_fn(self.models[world.rank], loaders[world.rank], world.device, self._contexts[world.rank])
 
-        return self._run(part, partial(self._passing, loader, fixed_batch_size, batch_dim))
+        return self._run_on_ranks(part, partial(self._begin_pass, loader, fixed_batch_size, batch_dim))
 
     def run_on_replicas(self, fn: Callable[[nn.Module, torch.device, ReplicaContext], T]) -> list[T]:
         """Call `fn(model, device, context)` once per device, all at the same time, in its replica's world.
@@ -145,7 +145,7 @@ class DataParallel:
         def part(world: World, _: object) -> T:
             return fn(self.models[world.rank], world.device, self._contexts[world.rank])
 
-        return self._run(part, lambda worlds: nullcontext([]))
+        return self._run_on_ranks(part, lambda worlds: nullcontext([]))
 
     @property
     def is_usable(self) -> bool:
@@ -172,25 +172,25 @@ class DataParallel:
         """
         mark = object()
         try:
-            self._enter(mark)
+            self._admit_call(mark)
             first, *_ = [model.load_state_dict(state, strict) for model in self.models]
             return first
         finally:
             self._calls.pop(mark, None)
 
-    def _replicate(self, module: nn.Module) -> list[nn.Module]:
+    def _copy_to_devices(self, module: nn.Module) -> list[nn.Module]:
         if self._is_native:
             return [module]
         mark = object()
         try:
-            self._enter(mark)
+            self._admit_call(mark)
             for backend, device in self._resolved:
                 backend.start(device)
             return [move_module(copy.deepcopy(module), device) for _, device in self._resolved]
         finally:
             self._calls.pop(mark, None)
 
-    def _enter(self, mark: object) -> None:
+    def _admit_call(self, mark: object) -> None:
         """Admit one call at a time. The caller removes its mark in one atomic operation, so no interrupt can leave it.
 
         Raises:
@@ -205,7 +205,7 @@ class DataParallel:
         # After the mark is set: a lease lasts as long as `is_usable` is False.
         leases.take([device for backend, device in self._resolved if backend.is_lazy], self)
 
-    def _run(
+    def _run_on_ranks(
         self,
         part: Callable[[World, Sequence[DeviceIterator]], T],
         passing: Callable[[list[World]], AbstractContextManager[list[DeviceIterator]]],
@@ -213,14 +213,14 @@ class DataParallel:
         """Call `part(world, loaders)` for every rank, with the iterators that `passing(worlds)` returns."""
         mark = object()
         try:
-            self._enter(mark)
-            worlds = self._worlds()
+            self._admit_call(mark)
+            worlds = self._fresh_worlds()
             with passing(worlds) as loaders:
-                return self._play(lambda rank: part(worlds[rank], loaders), worlds, loaders)
+                return self._play_parts(lambda rank: part(worlds[rank], loaders), worlds, loaders)
         finally:
             self._calls.pop(mark, None)
 
-    def _worlds(self) -> list[World]:
+    def _fresh_worlds(self) -> list[World]:
         """The replicas' worlds, the same in each call, so that objects in a context remain valid."""
         _refuse_ranks(current_world())
         meet_anew(self._own_worlds)
@@ -235,46 +235,30 @@ class DataParallel:
         return thread_worlds([device for _, device in self._resolved], self._timelines)
 
     @contextmanager
-    def _passing(
+    def _begin_pass(
         self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batch_dim: int, worlds: list[World]
     ) -> Iterator[list[DeviceIterator]]:
         """The iterators of a new pass over the loader, for loops in those worlds."""
-        with ExitStack() as stack:
-            passes = self._passes(loader, fixed_batch_size, batch_dim, worlds)
-            # One pass serves all devices and is entered once; only empty loops have one for each device.
-            for each in dict.fromkeys(passes):
-                stack.enter_context(each)
-            yield [each.per_device_loader(device) for each, device in zip(passes, self.devices, strict=True)]
-
-    def _passes(
-        self, loader: Iterable[Any] | ParallelLoader, fixed_batch_size: bool, batch_dim: int, worlds: list[World]
-    ) -> list[ParallelLoader]:
-        """The source of each device's batches: one pass for all, or empty iterators, for which no thread is started."""
-        if isinstance(loader, list | tuple) and not loader:
-            return [each.again([world]) for each, world in zip(self._nothing, worlds, strict=True)]
         if not isinstance(loader, ParallelLoader):
-            loader = self._deal(loader, fixed_batch_size, batch_dim)
+            loader = self._make_loader(loader, fixed_batch_size, batch_dim)
         elif loader.devices != self.devices:
             raise ValueError(f"the ParallelLoader is over {loader.devices}, this DataParallel over {self.devices}")
         elif fixed_batch_size or batch_dim:
             raise ValueError("fixed_batch_size and batch_dim are arguments of the ParallelLoader that was given")
-        return [loader.again(worlds)] * len(self.devices)
+        with loader.again(worlds) as begun:
+            yield [begun.per_device_loader(device) for device in self.devices]
 
-    def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batch_dim: int) -> ParallelLoader:
+    def _make_loader(self, loader: Iterable[Any], fixed_batch_size: bool, batch_dim: int) -> ParallelLoader:
         """Build the loader for a plain DataLoader; the compat layer for PyTorch/XLA overrides this."""
         return ParallelLoader(
             loader, self.devices, batch_dim=batch_dim, fixed_batch_size=fixed_batch_size, sources=self._sources
         )
 
     @cached_property
-    def _nothing(self) -> list[ParallelLoader]:
-        return [ParallelLoader((), [device], prefetch=0) for device in self.devices]
-
-    @cached_property
     def _num_threads(self) -> int:
         return fair_num_threads(len(self.devices))
 
-    def _play(self, part: Callable[[int], T], worlds: list[World], loaders: Sequence[DeviceIterator]) -> list[T]:
+    def _play_parts(self, part: Callable[[int], T], worlds: list[World], loaders: Sequence[DeviceIterator]) -> list[T]:
         """Call `part(rank)` for every rank: in this thread for a native run, otherwise in the replica threads."""
         if self._is_native:
             with use_world(worlds[0]):
@@ -283,7 +267,9 @@ class DataParallel:
         families = {world.device.type for world in worlds}
         bodies = [
             # One state for each replica: a copy of the context variables can be entered by one thread at a time.
-            _body(part, world, CallerState.of_this_thread(families), generators, self._num_threads, loaders, failed)
+            _replica_body(
+                part, world, CallerState.of_this_thread(families), generators, self._num_threads, loaders, failed
+            )
             for world, generators in zip(worlds, self._randomness, strict=True)
         ]
 
@@ -328,7 +314,7 @@ class DataParallel:
         )
 
 
-def _body(
+def _replica_body(
     part: Callable[[int], T],
     world: World,
     caller: CallerState,

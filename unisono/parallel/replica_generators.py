@@ -18,7 +18,7 @@ Invariants:
 1. An explicitly given generator is used. The default one counts as none, since some functions pass it by default.
    Within `randomness.seeded`, draws use the default generator.
 2. `torch.manual_seed` in a replica seeds only the replica's own generators.
-3. If torch lacks the key, all threads draw from the default generator, with a warning.
+3. If torch lacks the key, that is an error.
 
 Not covered: Python's and numpy's generators; in a `TorchDispatchMode`, operators without a generator argument, such as
 `rand_like`.
@@ -26,7 +26,6 @@ Not covered: Python's and numpy's generators; in a `TorchDispatchMode`, operator
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -42,14 +41,13 @@ from unisono.protocols import Backend
 from unisono.randomness import is_seeding
 from unisono.torch_private import (
     GENERATOR_ADDRESS,
+    TRIED,
     OpOverload,
     all_schemas,
     include_dispatch_key,
     keys_after,
     parse_dispatch_key,
 )
-
-logger = logging.getLogger(__name__)
 
 _KEY = "TESTING_ONLY_GenericMode"
 
@@ -62,16 +60,13 @@ def own_generator(generator: torch.Generator) -> Iterator[None]:
     """Make the calling thread draw from this generator, of the CPU, within the block."""
     # `cache` alone lets two threads that come first both register the kernels.
     with _installing:
-        is_installed = _is_installed()
-    if not is_installed:
-        yield
-        return
+        _register_kernels()
     outer = getattr(_of_thread, "generator", None)
-    _use(generator)
+    _use_generator(generator)
     try:
         yield
     finally:
-        _use(outer)
+        _use_generator(outer)
 
 
 class ReplicaGenerators:
@@ -113,12 +108,12 @@ class ReplicaGenerators:
             seed_device(self._backend, self._device, seed)
 
 
-def _use(generator: torch.Generator | None) -> None:
+def _use_generator(generator: torch.Generator | None) -> None:
     _of_thread.generator = generator
     include_dispatch_key(_KEY, generator is not None)
 
 
-def _own() -> torch.Generator | None:
+def _own_generator() -> torch.Generator | None:
     """The calling thread's generator, if it has one and should draw from it."""
     own: torch.Generator | None = getattr(_of_thread, "generator", None)
     return None if own is None or is_seeding() else own
@@ -126,7 +121,7 @@ def _own() -> torch.Generator | None:
 
 def _seeds_own(family: str, seed: int) -> bool:
     """Called when a thread seeds all devices of a family: whether it has its own generators, which are then seeded."""
-    if _own() is None:
+    if _own_generator() is None:
         return False
     replica: ReplicaGenerators | None = getattr(_of_thread, "replica", None)
     if replica is not None:
@@ -138,29 +133,23 @@ class _Ambient:
     """The default generator as seen by the functions of `torch.random`."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_own() or torch.default_generator, name)
+        return getattr(_own_generator() or torch.default_generator, name)
 
 
 @cache
-def _is_installed() -> bool:
-    """Whether threads can have their own generators with this torch; determined once."""
+def _register_kernels() -> list[torch.library.Library]:
+    """Register the kernels, once per process; they exist as long as the returned libraries.
+
+    Raises:
+        ImportError: this torch has no such key.
+    """
     try:
-        return bool(_install())
+        below = keys_after(parse_dispatch_key(_KEY))
     except RuntimeError as error:
-        logger.warning(
-            "replicas share torch's default generator, so what they draw depends on their order: this torch, %s, "
-            "lacks what separate generators need (%s: %s)",
-            torch.__version__,
-            type(error).__name__,
-            error,
-        )
-        return False
-
-
-@cache
-def _install() -> list[torch.library.Library]:
-    """Register the kernels, once per process; they exist as long as the returned libraries."""
-    below = keys_after(parse_dispatch_key(_KEY))
+        raise ImportError(
+            f"torch {torch.__version__} has no dispatch key {_KEY}, by which each replica draws from a generator of "
+            f"its own; Unisono was tried with torch {', '.join(TRIED)}: install one of these, or use processes (spawn)"
+        ) from error
     include_dispatch_key(_KEY, False)
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, _KEY)
@@ -171,15 +160,17 @@ def _install() -> list[torch.library.Library]:
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
             overload = getattr(packet, schema.overload_name or "default", None)
             if isinstance(overload, OpOverload):
-                aten.impl(overload, _kernel(overload, names.index("generator"), below), _KEY, with_keyset=True)
-    _redirect()
+                aten.impl(
+                    overload, _kernel_with_generator(overload, names.index("generator"), below), _KEY, with_keyset=True
+                )
+    _redirect_torch_random()
     ask_before_seeding_all(_seeds_own)
     _leave_first_calls_alone()
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget_in_child)
     return [everything, aten]
 
 
-def _redirect() -> None:
+def _redirect_torch_random() -> None:
     """Make the functions of `torch.random`, under any alias, use the thread's own generator.
 
     By replacing the name in their code, not the object: operators receive that as well, and reject an `_Ambient`.
@@ -204,16 +195,16 @@ def _leave_first_calls_alone() -> None:
         entry.default = False
 
 
-def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
+def _kernel_with_generator(overload: Any, place: int, below: Any) -> Callable[..., Any]:
     """The operator, with the thread's generator if it has one for the device and none was given."""
     # By address: an operator is given another object for the same generator.
     default = getattr(torch.default_generator, GENERATOR_ADDRESS)
 
     def kernel(keys: Any, *args: Any, **named: Any) -> Any:
         given = args[place] if len(args) > place else named.get("generator")
-        own = _own() if given is None or getattr(given, GENERATOR_ADDRESS) == default else None
+        own = _own_generator() if given is None or getattr(given, GENERATOR_ADDRESS) == default else None
         # On an accelerator the device's own generator draws, to which `in_use` gives the replica's state.
-        if own is not None and _device(args, named) == own.device:
+        if own is not None and _device_of_draw(args, named) == own.device:
             if len(args) > place:
                 args = (*args[:place], own, *args[place + 1 :])
             else:
@@ -223,12 +214,12 @@ def _kernel(overload: Any, place: int, below: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _device(args: Sequence[Any], named: dict[str, Any]) -> torch.device | None:
+def _device_of_draw(args: Sequence[Any], named: dict[str, Any]) -> torch.device | None:
     """The device on which the operator draws; None without a tensor: it then calls an operator that has one."""
     return next((each.device for each in (*args, *named.values()) if isinstance(each, torch.Tensor)), None)
 
 
-def _forget() -> None:
+def _forget_in_child() -> None:
     if getattr(_of_thread, "generator", None) is not None:
         _of_thread.generator = None
         include_dispatch_key(_KEY, False)

@@ -60,41 +60,41 @@ class _Strict(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         found: list[torch.Tensor] = []
-        _gather(args, found)
+        _gather_tensors(args, found)
         if kwargs:
-            _gather(kwargs, found)
+            _gather_tensors(kwargs, found)
         # Most operations take tensors of one kind.
         if len(found) > 1 and any(each.dtype != found[0].dtype or each.device != found[0].device for each in found):
-            _check(func, found)
+            _check_alike(func, found)
         return func(*args, **kwargs)
 
 
-def _gather(value: Any, found: list[torch.Tensor]) -> None:
+def _gather_tensors(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
         found.append(value)
     elif isinstance(value, list | tuple):
         for each in value:
-            _gather(each, found)
+            _gather_tensors(each, found)
     elif isinstance(value, dict):
         for each in value.values():
-            _gather(each, found)
+            _gather_tensors(each, found)
 
 
-def _check(func: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+def _check_alike(func: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
     name = getattr(func, "__name__", str(func))
-    if name in _EXPLICIT:
+    if name in _EXPLICIT or _is_knowing_caller():
         return
     placed = [each for each in tensors if each.is_floating_point()] if name in _TAKES_LENGTHS else tensors
-    apart = [each for each in placed if each.device != placed[0].device]
-    if apart and not _is_knowing_caller():
-        _refuse(
-            func, placed[0], apart[0], "devices", "moves", "bring both to one device with unisono.placement.copy_to"
-        )
+    for each in placed:
+        if each.device != placed[0].device:
+            _raise_mixed(
+                func, placed[0], each, "devices", "moves", "bring both to one device with unisono.placement.copy_to"
+            )
     floats = [each for each in tensors if each.dtype in PRECISIONS]
-    apart = [each for each in floats if each.dtype != floats[0].dtype]
-    if apart and not (name in _FULL_INSIDE or _is_autocast(floats[0]) or _is_knowing_caller()):
-        way_out = "convert one with unisono.precision.to_reduced_precision or to_full_precision"
-        _refuse(func, floats[0], apart[0], "precisions", "converts", way_out)
+    for each in floats:
+        if each.dtype != floats[0].dtype and not (name in _FULL_INSIDE or _is_autocast(each)):
+            way_out = "convert one with unisono.precision.to_reduced_precision or to_full_precision"
+            _raise_mixed(func, floats[0], each, "precisions", "converts", way_out)
 
 
 def _is_autocast(tensor: torch.Tensor) -> bool:
@@ -110,15 +110,16 @@ def _is_knowing_caller() -> bool:
     return frame is not None and str(frame.f_globals.get("__name__")).startswith(_KNOWING)
 
 
-def _refuse(
+def _raise_mixed(
     func: Callable[..., Any], one: torch.Tensor, other: torch.Tensor, what: str, verb: str, way_out: str
 ) -> None:
     name = resolve_name(func) or getattr(func, "__name__", str(func))
     raise MixedPlacementError(
-        f"{name} mixes {what}: {_describe(one)}, and {_describe(other)}; inside unisono.placement.strict() nothing "
-        f"{verb} by itself: {way_out}, or create the tensor of a number with unisono.placement.scalar_like"
+        f"{name} mixes {what}: {_describe_tensor(one)}, and {_describe_tensor(other)}; inside "
+        f"unisono.placement.strict() nothing {verb} by itself: {way_out}, or create the tensor of a number with "
+        "unisono.placement.scalar_like"
     )
 
 
-def _describe(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"

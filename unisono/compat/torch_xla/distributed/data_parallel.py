@@ -48,7 +48,7 @@ class DataParallel(native.DataParallel):
 
         return super().__call__(loop, loader, fixed_batch_size, batchdim)
 
-    def _deal(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
+    def _make_loader(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
         return ParallelLoader(
             loader,
             self.devices,
