@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import re
-from collections import Counter
 from typing import Any, get_args
 
 import numpy
@@ -21,9 +19,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from unisono import DeviceLoader, ParallelLoader
 from unisono.loaders import sharding
 from unisono.loaders.indexed import IndexedSource
-from unisono.loaders.sharding import Part, Rule, Size, Tail, cut, deal, glimpse, measure, policy_of, rounds
+from unisono.loaders.sharding import Rule, Size, Tail, cut, deal, glimpse, measure, policy_of, rounds
 
 COUNTS = st.integers(1, 9)
+
+
 EVERY = {
     "samples": st.integers(0, 70),
     "count": st.integers(1, 8),
@@ -39,9 +39,6 @@ def rule_of(count: int, **options: Any) -> Rule:
 
 def size_of(batch: Any, is_cut: bool = True) -> Size:
     return Size(len(batch))
-
-
-# A round.
 
 
 @st.composite
@@ -65,17 +62,6 @@ def test_a_round_is_dealt_contiguously_and_each_sample_once(case):
 
 
 @given(short_rounds())
-def test_every_rank_gets_a_part_and_knows_the_whole(case):
-    sizes, count = case
-    parts = deal([*map(Size, sizes)], count)
-    assert len(parts) == count
-    for part in parts:
-        assert 0 <= part.start < part.stop <= sizes[part.batch]
-        assert part.total == sum(sizes)
-        assert part.samples in (0, part.stop - part.start)
-
-
-@given(short_rounds())
 def test_the_ranks_that_share_a_batch_share_it_evenly_and_earlier_ones_have_more(case):
     sizes, count = case
     for batch, shared in itertools.groupby(deal([*map(Size, sizes)], count), key=lambda part: part.batch):
@@ -93,14 +79,6 @@ def test_a_rank_without_a_sample_repeats_one_that_counts_nothing(case):
         assert len(fillers) == max(0, count - sizes[0])  # no more than must be
 
 
-@given(short_rounds())
-def test_the_batches_of_a_round_have_as_many_ranks_each_to_within_one(case):
-    sizes, count = case
-    sharers = Counter(part.batch for part in deal([*map(Size, sizes)], count))
-    assert sorted(sharers) == list(range(len(sizes)))
-    assert max(sharers.values()) - min(sharers.values()) <= 1
-
-
 @given(short_rounds(), st.integers(1, 12))
 def test_padding_fills_every_part_by_going_round_it(case, full):
     sizes, count = case
@@ -114,69 +92,12 @@ def test_padding_fills_every_part_by_going_round_it(case, full):
         assert part.repeated == len(filled) - part.samples
 
 
-def test_a_full_round_gives_batch_i_to_rank_i():
-    assert deal([Size(4), Size(2), Size(3)], 3) == [Part(0, 0, 4, 4, 9), Part(1, 0, 2, 2, 9), Part(2, 0, 3, 3, 9)]
-
-
-# The rounds of a sequence.
-
-
-@given(st.lists(st.integers(1, 5), max_size=20), COUNTS)
-def test_rounds_take_the_batches_in_order_and_lose_none(sizes, count):
-    batches = [list(range(size)) for size in sizes]
-    found = list(rounds(batches, rule_of(count), size_of))
-    assert [batch for each in found for batch in each.batches] == batches
-    assert all(len(each.batches) == count for each in found[:-1])
-    assert all(each.parts == deal(each.sizes, count) for each in found)
-    bounds = list(itertools.accumulate((sum(map(len, each.batches)) for each in found), initial=0))
-    assert [(each.start, each.stop) for each in found] == list(itertools.pairwise(bounds))
-
-
-@given(st.lists(st.integers(1, 5), max_size=20), COUNTS)
-def test_the_rounds_of_global_batches_are_the_batches(sizes, count):
-    batches = [list(range(size)) for size in sizes]
-    found = list(rounds(batches, rule_of(count, split="global"), size_of))
-    assert [each.batches for each in found] == [[batch] for batch in batches]
-    assert all(each.parts == deal(each.sizes, count) for each in found)
-
-
 @given(st.lists(st.integers(1, 3), max_size=20), COUNTS)
 def test_fixed_rounds_end_before_the_first_that_differs(sizes, count):
     whole = [sizes[start : start + count] for start in range(0, len(sizes), count)]
     kept = list(itertools.takewhile(lambda group: group == [sizes[0]] * count, whole))
     found = rounds([[None] * size for size in sizes], rule_of(count, fixed_batch_size=True), size_of)
     assert [[len(batch) for batch in each.batches] for each in found] == kept
-
-
-@given(st.lists(st.integers(1, 3), max_size=20), COUNTS)
-def test_rounds_that_drop_their_tail_keep_every_full_round(sizes, count):
-    told: list[list[int]] = []
-    batches = [[None] * size for size in sizes]
-    found = rounds(batches, rule_of(count, tail="drop"), size_of, left_out=told.append)
-    assert [len(each.batches) for each in found] == [count] * (len(sizes) // count)
-    assert sum(itertools.chain(*told)) == sum(sizes[len(sizes) - len(sizes) % count :])
-    assert all(len(samples) == count for samples in told)
-
-
-@given(st.lists(st.integers(1, 3), max_size=20), COUNTS)
-def test_rounds_that_allow_no_tail_deliver_the_full_ones_and_then_refuse(sizes, count):
-    tail = sum(sizes[len(sizes) - len(sizes) % count :])
-    words = (
-        f"{sum(sizes)} samples do not divide into rounds of {count} batches, .*: {tail} samples are left in the last"
-    )
-    found = []
-    with pytest.raises(ValueError, match=words) if tail else contextlib.nullcontext():
-        for each in rounds([[None] * size for size in sizes], rule_of(count, tail="error"), size_of):
-            found.append(each)  # noqa: PERF402 - what came before the error is kept
-    assert len(found) == len(sizes) // count
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=20), COUNTS)
-def test_padded_rounds_give_each_rank_as_many_samples_as_the_largest_batch_so_far(sizes, count):
-    largest = 0
-    for each in rounds([list(range(size)) for size in sizes], rule_of(count, tail="pad"), size_of):
-        largest = max(largest, *(size.samples for size in each.sizes))
-        assert {len(part.order()) for part in each.parts} == {largest}
 
 
 @given(batches=st.integers(0, 40), count=COUNTS, split=EVERY["split"], tail=st.sampled_from(["split", "drop", "pad"]))
@@ -240,9 +161,6 @@ def test_an_unknown_split_or_tail_is_refused_with_the_choices(name, value):
             DeviceLoader([], **{name: value})
 
 
-# The tables of the module's text.
-
-
 def documented_tables() -> list[list[list[list[int]]]]:
     """Both tables: the rows of each, with the samples of rank 0, of rank 1 and of the global batch."""
     lines = sharding.__doc__.splitlines()
@@ -262,9 +180,6 @@ def test_the_tables_in_the_module_text_are_true(table, split, size):
     ]
     assert rows == documented_tables()[table]
     assert len(rows) == 3
-
-
-# Whole epochs.
 
 
 def order_of(samples: int, size: int, drop_last: bool) -> list[int]:
@@ -417,9 +332,6 @@ def test_the_claims_of_a_round_make_its_whole_and_bear_one_mark(samples, size, c
     assert len(set(marks)) == len(marks)
 
 
-# Through the loaders.
-
-
 def test_drop_last_drops_the_tail_instead_of_splitting_it():
     loader = DataLoader(Numbers(14), batch_size=2, drop_last=True)
     explicit = DataLoader(Numbers(14), batch_sampler=BatchSampler(SequentialSampler(range(14)), 2, drop_last=True))
@@ -477,9 +389,6 @@ def test_more_ranks_than_samples_are_all_kept_in_step(samples, split):
     found = [take(rank) for rank in ranks_of(DataLoader(Numbers(samples), batch_size=10), 8, split=split)]
     assert {len(deliveries) for deliveries in found} == {1 if samples else 0}
     assert sum(each.valid for deliveries in found for each in deliveries) == samples
-
-
-# What tells one loaded batch from another.
 
 
 @pytest.mark.parametrize(
