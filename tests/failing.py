@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from epochs import (
-    Numbers,
-)
+from epochs import Numbers
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1, 2])
 

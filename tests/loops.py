@@ -7,10 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import torch
-from epochs import (
-    PATIENCE_S,
-    CodedError,
-)
+from epochs import PATIENCE_S, CodedError
 from modes import devices
 from torch.utils.data import IterableDataset
 

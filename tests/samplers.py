@@ -10,10 +10,7 @@ from typing import Any
 import numpy
 import torch
 from epochs import Numbers
-from torch.utils.data import (
-    DataLoader,
-    Sampler,
-)
+from torch.utils.data import DataLoader, Sampler
 
 from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sharding import Rule

@@ -9,20 +9,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from epochs import (
-    Numbers,
-    dealt,
-    ranks_of,
-    take,
-)
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    Sampler,
-    StackDataset,
-    Subset,
-    get_worker_info,
-)
+from epochs import Numbers, dealt, ranks_of, take
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, StackDataset, Subset, get_worker_info
 
 from unisono import DeviceLoader
 from unisono.loaders import fetcher

@@ -11,13 +11,7 @@ import tqdm
 import tqdm.auto
 from epochs import Numbers
 from modes import PROCESSES_2, SOLO, THREADS_2, devices
-from rereading import (
-    COUNT,
-    loop_of,
-    plain,
-    shuffled,
-    taken,
-)
+from rereading import COUNT, loop_of, plain, shuffled, taken
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 

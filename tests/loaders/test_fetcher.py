@@ -11,23 +11,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from epochs import (
-    Numbers,
-    join_own_threads,
-)
-from failing import (
-    WORKERS,
-    Failing,
-    TwoFactsError,
-    caught,
-    two_facts,
-)
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    Subset,
-    TensorDataset,
-)
+from epochs import Numbers, join_own_threads
+from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from unisono import DeviceLoader, ParallelLoader
 

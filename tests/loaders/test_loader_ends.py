@@ -15,21 +15,9 @@ from typing import Any
 import pytest
 import torch
 import warm_scripts
-from epochs import (
-    PATIENCE_S,
-    CodedError,
-    Numbers,
-    is_awaiting_batch,
-    is_awaiting_room,
-    join_own_threads,
-    own_threads,
-)
+from epochs import PATIENCE_S, CodedError, Numbers, is_awaiting_batch, is_awaiting_room, join_own_threads, own_threads
 from faults import until
-from loops import (
-    Paced,
-    Stream,
-    worlds,
-)
+from loops import Paced, Stream, worlds
 from modes import FAMILY, devices
 from torch.utils.data import DataLoader
 
@@ -141,12 +129,6 @@ def test_an_error_reaches_every_device_in_its_own_type_after_the_rounds_before_i
                 assert again == told
 
 
-def test_an_error_shows_the_place_in_the_users_code():
-    with ParallelLoader(failing_generator(), ["cpu"]) as parallel, pytest.raises(CodedError) as caught:
-        list(parallel.per_device_loader("cpu"))
-    assert "failing_generator" in [entry.name for entry in caught.traceback]
-
-
 def test_a_stop_iteration_while_moving_is_an_error_and_no_end(monkeypatch):
     monkeypatch.setattr(Immovable, "error", StopIteration())
     with pytest.raises(RuntimeError, match="could not be moved to its device: it raised StopIteration"):
@@ -226,15 +208,6 @@ def test_a_loader_that_is_closed_while_its_pass_begins_ends():
         with pytest.raises(ClosedError):
             next(asked.result(PATIENCE_S))
     join_own_threads()
-
-
-def test_leaving_the_block_closes():
-    with ParallelLoader(itertools.count(), ["cpu"]) as parallel:
-        iterator = parallel.per_device_loader("cpu")
-        assert next(iterator) == 0
-    assert not own_threads()
-    with pytest.raises(ClosedError):
-        next(iterator)
 
 
 @pytest.mark.any_family

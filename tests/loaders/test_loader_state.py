@@ -10,17 +10,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from epochs import Numbers, chunks, counted, ranks_of, take
+from epochs import Numbers, counted, ranks_of, take
 from faults import until
-from resuming import (
-    SAMPLES,
-    STATE,
-    common_state,
-    order,
-    resumed,
-    shuffled,
-    take_items,
-)
+from resuming import SAMPLES, STATE, common_state, order, resumed, shuffled, take_items
 from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader
@@ -70,14 +62,6 @@ def test_before_the_first_batch_the_state_is_the_beginning_of_the_pass():
     del iterator
     assert loader.state_dict() == beginning
     assert counted([take(resumed([DeviceLoader(shuffled(), seed=5)], beginning)[0])]) == order(SAMPLES, 5, 0)
-
-
-def test_before_the_first_batch_of_a_resumed_pass_the_state_is_the_one_that_was_loaded():
-    loader = resumed([DeviceLoader(shuffled(), seed=5)], STATE)[0]
-    assert loader.state_dict() == STATE
-    iterator = iter(loader)
-    assert loader.state_dict() == STATE
-    del iterator
 
 
 def test_behind_the_last_batch_but_not_told_so_the_rest_of_the_epoch_is_empty():
@@ -227,14 +211,6 @@ def test_what_is_no_state_is_refused(state):
         StateError, match=re.escape(f"state={state!r:.200} is not what a loader's state_dict() returns")
     ):
         DeviceLoader(shuffled(), seed=5).load_state_dict(state)
-
-
-@pytest.mark.parametrize("batches", [-1, 1.0, "2", True, None])
-def test_a_number_of_batches_that_is_none_is_refused(batches):
-    loader = DeviceLoader(list(torch.arange(9).split(2)))
-    with pytest.raises(StateError, match=re.escape(f"the state's batches is {batches!r}")):
-        loader.load_state_dict({"version": 1, "epoch": 0, "seed": 0, "length": None, "offset": 2, "batches": batches})
-    assert chunks(counted([take(loader)]), 9) == [list(range(9))]
 
 
 def test_a_state_that_does_not_tell_the_batches_is_refused_where_they_must_be_read():

@@ -17,28 +17,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from epochs import (
-    PATIENCE_S,
-    Bucketed,
-    Killed,
-    Numbers,
-    is_awaiting_room,
-    join_own_threads,
-    loader_workers,
-    take,
-)
-from failing import (
-    WORKERS,
-    Failing,
-    TwoFactsError,
-    caught,
-    two_facts,
-)
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    get_worker_info,
-)
+from epochs import PATIENCE_S, Bucketed, Killed, Numbers, is_awaiting_room, join_own_threads, loader_workers, take
+from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono import DeviceLoader
 from unisono.errors import BusyError, UnpicklableError
@@ -218,25 +199,6 @@ def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
     assert load() == (list(range(500, 512)), first)
 
 
-def test_an_early_end_leaves_nothing_in_persistent_workers():
-    class Large(Numbers):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.zeros(1000)
-
-    loader = DeviceLoader(DataLoader(Large(200), batch_size=2, num_workers=1, persistent_workers=True))
-
-    def leave_early() -> int:
-        for _ in loader:
-            break
-        join_own_threads()
-        (worker,) = loader_workers()
-        return worker.num_fds()
-
-    leave_early()
-    before = leave_early()
-    assert [leave_early() for _ in range(6)][-1] <= before + 4
-
-
 def test_persistent_workers_serve_the_pass_that_was_begun_last():
     source = IndexedSource(DataLoader(Numbers(9), num_workers=1, persistent_workers=True), None)
     first = source.begin(Rule(), lambda samples: None)
@@ -367,26 +329,6 @@ def test_batches_of_many_tensors_do_not_use_up_the_descriptors():
         assert [int(each[0]) for each in (first, *iterator)] == list(range(30))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_descriptors_suffice_however_many_batches_may_wait():
-    class Pair(Numbers):
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.full((1,), index), torch.zeros(1)
-
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, 2 * psutil.Process().num_fds()), before[1]))
-    try:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        loader = DeviceLoader(DataLoader(Pair(limit), 1, num_workers=1), prefetch=limit)
-        iterator = iter(loader)
-        first = next(iterator)
-        pipeline = iterator._lane._pipeline
-        while any(thread.is_alive() for thread in pipeline.threads) and iterator._lane.sent < limit:
-            threading.Event().wait(0.01)
-        assert [int(each[0]) for each in (first, *iterator)] == list(range(limit))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def many_of(samples: list[int]) -> dict[str, Any]:

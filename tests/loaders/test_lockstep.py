@@ -231,13 +231,6 @@ def test_an_uneven_end_that_is_an_error_is_one_on_all_ranks():
         assert str(end).startswith("tail='error': the data of rank(s) 1 has ended, others have batches; pass tail=")
 
 
-def test_an_even_end_is_no_error():
-    assert [(steps, type(end)) for steps, end in Ranks(numbered([[2, 1], [2, 2]]), tail="error").ends()] == [
-        (2, EndOfChannel),
-        (2, EndOfChannel),
-    ]
-
-
 @pytest.mark.parametrize(
     ("sizes", "steps"), [(([4, 4, 4], [4, 4, 2]), 2), (([4, 4], [4, 4, 4]), 2), (([4], [3]), 0), (([4, 4], [4, 4]), 2)]
 )
@@ -259,10 +252,6 @@ def test_a_rank_that_has_no_sample_at_all_is_lent_one(tail, size):
     for each in ranks.drain()[::2]:
         assert [delivery.batch.tolist() for delivery in each] == [[0] * size] * 2
         assert [delivery.claim._replace(mark=0) for delivery in each] == [Claim(0, 3, 0, size)] * 2
-
-
-def test_where_no_rank_has_a_sample_all_end_at_once():
-    assert Ranks([[], [], []]).drain() == [[], [], []]
 
 
 def test_a_batch_that_cannot_be_cut_is_repeated_whole():

@@ -17,14 +17,7 @@ import torch
 from epochs import Numbers, chunks, ranks_of
 from hypothesis import given
 from hypothesis import strategies as st
-from samplers import (
-    COUNT,
-    Own,
-    Sized,
-    loader_of,
-    orders,
-    random_states,
-)
+from samplers import COUNT, Own, Sized, loader_of, orders, random_states
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

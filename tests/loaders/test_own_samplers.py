@@ -14,20 +14,8 @@ import torch
 from epochs import Bucketed, Numbers, chunks, counted, dealt, ranks_of, take
 from hypothesis import given
 from hypothesis import strategies as st
-from samplers import (
-    COUNT,
-    Own,
-    Sized,
-    loader_of,
-    orders,
-    random_states,
-)
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    RandomSampler,
-)
+from samplers import COUNT, Own, Sized, loader_of, orders, random_states
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from unisono import DeviceLoader
 from unisono.loaders import order as order_module

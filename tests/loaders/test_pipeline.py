@@ -14,11 +14,7 @@ from typing import Any
 import pytest
 import torch
 from epochs import PATIENCE_S, CodedError, is_awaiting_batch
-from flows import (
-    Moving,
-    failing,
-    flow,
-)
+from flows import Moving, failing, flow
 from tracing import interrupting
 
 from unisono.backends.cpu import CpuBackend

@@ -16,22 +16,12 @@ import torch
 from epochs import PATIENCE_S
 from modes import PROCESSES_2, THREADS_2, THREADS_3
 from stand_ins import stand_ins
-from streams import (
-    COUNT,
-    SIZE,
-    ByEpoch,
-    Stream,
-    all_of,
-    loader_of,
-    loop,
-    passes,
-    refused,
-)
+from streams import COUNT, SIZE, ByEpoch, Stream, all_of, loader_of, loop, passes, refused
 from torch import nn
 from torch.nn import functional as F
 
 from unisono import DeviceLoader, current_world, optimizer_step, rank
-from unisono.errors import BrokenWorldError, BusyError, UnpicklableError
+from unisono.errors import BrokenWorldError, UnpicklableError
 from unisono.loaders.streams import StreamSource
 
 
@@ -221,16 +211,6 @@ def test_a_loader_that_is_gone_keeps_nothing_alive(workers):
     del dataset, torch_loader, loader
     gc.collect()
     assert [each() for each in gone] == [None, None]
-
-
-def test_persistent_workers_serve_the_loop_that_was_begun_last():
-    loader = DeviceLoader(loader_of(Stream(200), 1, persistent_workers=True))
-    first = iter(loader)
-    next(first)
-    assert [sample for batch in loader for sample in batch.tolist()] == list(range(200))
-    with pytest.raises(BusyError, match="have begun another loop"):
-        list(first)
-    assert loop(loader).state["epoch"] == 3
 
 
 def test_threads_that_begin_passes_at_once_have_an_epoch_each():

@@ -13,17 +13,7 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2
 from stand_ins import stand_ins
-from streams import (
-    COUNT,
-    ByEpoch,
-    Sharded,
-    Stream,
-    all_of,
-    loader_of,
-    loop,
-    passes,
-    refused,
-)
+from streams import COUNT, ByEpoch, Sharded, Stream, all_of, loader_of, loop, passes, refused
 from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader, current_world, rank

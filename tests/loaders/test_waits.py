@@ -8,11 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from epochs import PATIENCE_S, CodedError, is_awaiting_batch
-from flows import (
-    Moving,
-    failing,
-    flow,
-)
+from flows import Moving, failing, flow
 from hypothesis import given
 from hypothesis import strategies as st
 

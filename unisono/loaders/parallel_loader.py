@@ -15,7 +15,6 @@ dropping the last reference stops the threads, and leaving a loop early leaks no
 
 from __future__ import annotations
 
-import copy
 import operator
 import threading
 import weakref
@@ -244,12 +243,6 @@ class ParallelLoader:
             "loader.per_device_loader(device); for one device there is DeviceLoader(loader)"
         )
 
-    def __copy__(self) -> ParallelLoader:
-        # `copy.copy` would otherwise call `__reduce_ex__`, which refuses.
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        return twin
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(_NO_COPY.format(type(self).__name__))
 
@@ -274,7 +267,8 @@ class ParallelLoader:
         Args:
             loops: as for the class.
         """
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         twin._loops = loops or self._loops
         twin._prepare()
         return twin

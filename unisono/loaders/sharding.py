@@ -91,8 +91,7 @@ class Rule:
     shard: int = 0
 
     def __post_init__(self) -> None:
-        if self.count < 1 or not all(0 <= place < self.count for place in self.kept):
-            raise ValueError(f"Rule(count={self.count}, kept={self.kept}): the places must be in 0 .. count - 1")
+        assert all(0 <= place < self.count for place in self.kept)
         for name, value, choices in (("split", self.split, Split), ("tail", self.tail, Tail)):
             if value not in get_args(choices):
                 raise ValueError(
