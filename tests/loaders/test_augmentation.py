@@ -9,11 +9,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from epochs import Numbers, dealt, ranks_of, take
+from epochs import Numbers, dealt, ranks_of, take, worlds
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, StackDataset, Subset, get_worker_info
 
 from unisono import DeviceLoader
-from unisono.loaders import fetcher
 
 
 class Augmented(Numbers):
@@ -84,9 +83,6 @@ def test_a_part_of_a_dataset_and_a_stack_of_them_are_augmented_sample_by_sample_
         return found
 
     assert load(1) == load(2)
-    at_once = DataLoader(Subset(AugmentedAtOnce(22), range(22)), batch_size=3, num_workers=1, collate_fn=list)
-    assert fetcher.Fetcher(at_once)._fetch_many
-    assert not fetcher.Fetcher(DataLoader(Subset(Augmented(22), range(22))))._fetch_many
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -109,7 +105,7 @@ def test_the_ranks_of_a_loader_that_cuts_itself_draw_the_numbers_of_one():
     plain = DataLoader(Augmented(24), batch_size=2, sampler=Own(), num_workers=1, collate_fn=list)
     whole = augmentations(ranks_of(plain, 1))
     found: dict[int, Any] = {}
-    for world in [loader._never_begun._world for loader in ranks_of([], 2)]:
+    for world in worlds(2):
         sampler = DistributedSampler(range(24), num_replicas=2, rank=world.rank, shuffle=False)
         loader = DataLoader(Augmented(24), batch_size=2, sampler=sampler, num_workers=1, collate_fn=list)
         found |= augmentations([DeviceLoader(loader, world=world)])

@@ -219,7 +219,7 @@ def test_drop_ends_before_the_first_round_that_is_incomplete(sizes, ahead):
 
 def test_drop_counts_what_has_come_here_of_the_rest():
     ranks = Ranks(numbered([[4] * 5, [4] * 2]), 8, tail="drop")
-    assert ranks.run(lambda rank, lockstep: drained(lockstep) and dropped(lockstep._world)) == [12, 0]
+    assert ranks.run(lambda rank, lockstep: drained(lockstep) and dropped(ranks.worlds[rank])) == [12, 0]
     assert ranks.shelves[0].is_cancelled
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from epochs import Bucketed, Numbers, counted, ranks_of, take
+from epochs import Bucketed, Numbers, counted, ranks_of, take, worlds
 from faults import until
 from resuming import SAMPLES, common_state, order, resumed, shuffled, take_items
 from torch.utils.data import DataLoader, DistributedSampler
@@ -22,7 +22,7 @@ from unisono.errors import StateError
 def distributed(count: int, samples: int = 24, batch_size: int = 2) -> list[DeviceLoader]:
     """Each rank's loader with torch's DistributedSampler, which cuts the data by ranks."""
     loaders = []
-    for world in [loader._never_begun._world for loader in ranks_of([], count)]:
+    for world in worlds(count):
         sampler = DistributedSampler(range(samples), num_replicas=count, rank=world.rank, seed=3)
         data_loader = DataLoader(Numbers(samples), batch_size=batch_size, sampler=sampler)
         loaders.append(DeviceLoader(data_loader, world=world))

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from unisono import DeviceLoader, current_world, optimizer_step, rank
 from unisono.errors import BrokenWorldError, UnpicklableError
+from unisono.loaders.sharding import Rule
 from unisono.loaders.streams import StreamSource
 
 
@@ -220,7 +221,7 @@ def test_threads_that_begin_passes_at_once_have_an_epoch_each():
 
     def begin(source: StreamSource) -> None:
         gate.wait(PATIENCE_S)
-        epochs.append(source.begin(DeviceLoader(loader)._never_begun._rule, lambda samples: None).epoch)
+        epochs.append(source.begin(Rule(), lambda samples: None).epoch)
 
     source = StreamSource(loader, 0, 1, 0, None)
     threads = [threading.Thread(target=begin, args=(source,)) for _ in range(4)]

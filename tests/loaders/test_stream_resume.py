@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from streams import (
     loader_of,
     loop,
     passes,
+    refused,
     through_json,
 )
 
@@ -222,3 +224,23 @@ def test_a_state_over_another_stream_is_told_of():
     second.load_state_dict(first.state_dict())
     with pytest.raises(StateError, match="saved over another stream: the first samples differ"):
         list(second)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "before", "after", "words"),
+    [
+        (CutsItself, (SOLO, 2), (SOLO, 3), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 1 with 3"),
+        (CutsItself, (SOLO, 2), (THREADS_2, 1), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 2 with 1"),
+        (CutsItself, (SOLO, 0), (SOLO, 1), "cut by the stride; .* cut by the worker"),
+        (Sharded, (THREADS_2, 0), (THREADS_3, 0), r"by 2 rank\(s\) with 1 loader worker\(s\) .* here are 3 with 1"),
+        (Sharded, (THREADS_2, 0), (SOLO, 0), "cut by the dataset; .* cut by the stride"),
+    ],
+)
+@stand_ins()
+def test_a_stream_that_was_not_cut_by_stride_needs_the_same_numbers(dataset, before, after, words):
+    state = passes(before[0], dataset, 1, workers=before[1])[0][0].state
+    errors = refused(after[0], dataset, None, workers=after[1], state=state)
+    assert len(errors) == after[0].ranks
+    for error in errors:
+        assert type(error) is StateError
+        assert re.search(words, str(error))

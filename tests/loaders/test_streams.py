@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from streams import (
 from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader, ParallelLoader, current_world, rank
-from unisono.errors import StateError
 
 
 class ShardedKeywords(Sharded):
@@ -249,26 +247,6 @@ def test_a_shard_that_is_none_is_no_shard(caplog):
     with caplog.at_level(logging.INFO):
         assert all_of(passes(THREADS_2, ShardedInPlace, None)) == list(range(COUNT))
     assert "TypeError: it gave a NoneType" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("dataset", "before", "after", "words"),
-    [
-        (CutsItself, (SOLO, 2), (SOLO, 3), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 1 with 3"),
-        (CutsItself, (SOLO, 2), (THREADS_2, 1), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 2 with 1"),
-        (CutsItself, (SOLO, 0), (SOLO, 1), "cut by the stride; .* cut by the worker"),
-        (Sharded, (THREADS_2, 0), (THREADS_3, 0), r"by 2 rank\(s\) with 1 loader worker\(s\) .* here are 3 with 1"),
-        (Sharded, (THREADS_2, 0), (SOLO, 0), "cut by the dataset; .* cut by the stride"),
-    ],
-)
-@stand_ins()
-def test_a_stream_that_was_not_cut_by_stride_needs_the_same_numbers(dataset, before, after, words):
-    state = passes(before[0], dataset, 1, workers=before[1])[0][0].state
-    errors = refused(after[0], dataset, None, workers=after[1], state=state)
-    assert len(errors) == after[0].ranks
-    for error in errors:
-        assert type(error) is StateError
-        assert re.search(words, str(error))
 
 
 class ShardsByOtherNames(Stream):

@@ -152,7 +152,7 @@ class ParallelLoader:
         self._batch_dim = batch_dim
         self._prefetch, self._prefetch_bytes = prefetch, prefetch_bytes
         self._loops = loops
-        self._rule = _rule(
+        self._rule = make_rule(
             self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), already_sharded
         )
         find_source = source_of if sources is None else sources.of
@@ -163,9 +163,9 @@ class ParallelLoader:
                 "stream, cannot do; pass a size of at least 1"
             )
         self._bookmark = Bookmark(self._source, self._rule)
-        self._prepare()
+        self._prepare_pass()
 
-    def _prepare(self) -> None:
+    def _prepare_pass(self) -> None:
         """Create the objects that serve one pass."""
         # Replicas have a thread each; other loops over several devices may be one after another.
         may_overflow = self._loops is None and len(self._devices) > 1
@@ -186,7 +186,7 @@ class ParallelLoader:
             ClosedError: the loader is closed.
         """
         iterator = self.iterator(device)
-        self._begin()
+        self._begin_pass()
         return iterator
 
     def iterator(self, device: str | int | torch.device) -> DeviceIterator:
@@ -196,18 +196,18 @@ class ParallelLoader:
             raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(names)}")
         place = names.index(name)
         lane, world = self._pipeline.lanes[place], self._loop_world(place)
-        return DeviceIterator(self, lane, world, partial(self._receive, place), partial(self._state_of, lane))
+        return DeviceIterator(self, lane, world, partial(self._receive_for, place), partial(self._state_of, lane))
 
-    def _receive(self, place: int) -> Delivery:
-        # Without the lock, which each batch would pay for; `_begin` checks again.
+    def _receive_for(self, place: int) -> Delivery:
+        # Without the lock, which each batch would pay for; `_begin_pass` checks again.
         if not self._receivers:
-            self._begin()
+            self._begin_pass()
         return self._receivers[place]()
 
     def _state_of(self, lane: Lane) -> State:
         return self.state_dict() if self._begun is None else state_behind(self._source, self._begun, [lane.progress])
 
-    def _begin(self) -> None:
+    def _begin_pass(self) -> None:
         """Start the pass, if it has not begun."""
         if self._is_closed:
             raise ClosedError("this ParallelLoader is closed, after its one pass; again() returns the next one")
@@ -217,7 +217,7 @@ class ParallelLoader:
             if self._world.rank == 0:
                 warn_of_repetition(self._loader, self._source)
             try:
-                self._start()
+                self._start_pass()
             except BaseException:
                 if self._begun is not None:
                     # No batch was delivered, so the epoch that was to begin is still the next one.
@@ -225,12 +225,12 @@ class ParallelLoader:
                     self._is_closed = True
                 raise
 
-    def _start(self) -> None:
+    def _start_pass(self) -> None:
         begun = self._source.begin(self._rule, self._pipeline.count_left_out)
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, self._progress())
-        # `_receivers` is assigned last and whole: `_receive` reads it without the lock.
+        # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
         if self._prefetch:
             self._pipeline.start(begun.pieces)
             self._receivers = [self._receiver(lane, self._begun) for lane in self._pipeline.lanes]
@@ -270,7 +270,7 @@ class ParallelLoader:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._loops = loops or self._loops
-        twin._prepare()
+        twin._prepare_pass()
         return twin
 
     def state_dict(self) -> State:
@@ -458,7 +458,7 @@ def _plain_seed(seed: Any) -> int:
     return operator.index(seed)
 
 
-def _rule(
+def make_rule(
     world: World,
     lanes: int,
     loader: Iterable[Any],
