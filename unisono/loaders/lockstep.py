@@ -187,7 +187,7 @@ class Lockstep:
         """Return the batch, padded if the rule says so, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
         size = (batch_size(batch, self._dim) or 1) if own.claim.is_sized else 1
-        is_short = self._rule.policy.fills and size < self._full
+        is_short = self._rule.tail == "pad" and size < self._full
         if not is_short or not own.claim.is_sized or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
@@ -218,14 +218,14 @@ class Lockstep:
 
     def _end_uneven(self, offers: list[_Offer]) -> None:
         """End the loop if the rule demands it when some ranks have no more batches."""
-        if self._rule.policy.refuses:
+        if self._rule.tail == "error":
             ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
             self._lane.cancel()
             raise ValueError(
                 f"tail='error': the data of rank(s) {ended} has ended, others have batches; pass tail='split' (the "
                 "default), which repeats a sample there that is not counted, or 'drop'"
             )
-        if self._rule.policy.leaves_out:
+        if self._rule.tail == "drop":
             self._leave_rest()
 
     def _leave_rest(self) -> NoReturn:

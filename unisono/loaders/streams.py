@@ -83,15 +83,15 @@ class StreamSource:
             size = loader.batch_size
             if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
                 size = _share_of_batch(size, self._rank, self._ranks)
-            drop_last = loader.drop_last or rule.policy.leaves_out
+            drop_last = loader.drop_last or rule.tail == "drop"
             made = self._make_batches(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
         reading = _Reading(made, cut.taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven)
         # The ranks' rounds are made in lockstep; only a short batch of this one is refused here.
-        own = Rule(tail="error" if rule.policy.refuses else "split") if self.is_uneven else rule
-        full = size if rule.policy.fills else None
-        nominal = size if rule.policy.refuses and not loader.drop_last else None
+        own = Rule(tail="error" if rule.tail == "error" else "split") if self.is_uneven else rule
+        full = size if rule.tail == "pad" else None
+        nominal = size if rule.tail == "error" and not loader.drop_last else None
         pieces = rounds_of_loaded(reading, own, self._dim, left_out, offset, reading.position, full, nominal)
         return Begun(epoch, cut.taken.to_state(offset), pieces, full)
 
