@@ -5,12 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from dealing import (
-    COUNTS,
-    EVERY,
-    rule_of,
-    size_of,
-)
+from dealing import COUNTS, EVERY, rule_of, size_of
 from epochs import Bucketed, Numbers, chunks, dealt, ranks_of, take
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from typing import Any
 
 import numpy
 import pytest
@@ -224,23 +223,3 @@ def test_an_offset_beyond_the_items_is_refused_at_once():
     with pytest.raises(StateError, match=f"the state's offset is 24, but an epoch has {SAMPLES} samples"):
         loader.load_state_dict({**STATE, "offset": 24, "batches": 24})
     assert take_items(loader) == order(SAMPLES, 5, 0)
-
-
-class Asserts(list):
-    """A loader that takes its state back as torchdata's does: by assertions."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"workers": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state["workers"] == 2
-
-
-def test_a_loader_that_asserts_over_its_state_is_refused_in_our_words():
-    loader = DeviceLoader(Asserts(torch.arange(6).split(2)))
-    next(iter(loader))
-    loader.load_state_dict(loader.state_dict())
-    with pytest.raises(
-        StateError, match=r"the Asserts does not take its state.*an assertion of its load_state_dict fails.*num_workers"
-    ):
-        next(iter(loader))

@@ -336,24 +336,10 @@ def test_ranks_that_stand_at_different_batches_are_told():
         assert "rank 0 asks for what comes after 4 samples of the stream, rank 1 after 0;" in str(error)
 
 
-def test_a_rank_that_leaves_earlier_wakes_the_others():
-    ranks = Ranks(numbered([[1] * 3, [1] * 3]), ahead=1)
-    left, error = ranks.run(lambda rank, lockstep: drained(lockstep)[1] if rank else lockstep.receive())
-    assert left.claim.samples == 1
-    assert type(error) is BrokenWorldError
-
-
 def other_offers(**position: Any) -> list[Exception]:
     ranks = Ranks(numbered([[1], [1]]))
     ranks.shelves[1]._deliveries = deliveries_of(1, 2, [[1]], **position)
     return [end for _, end in ranks.ends()]
-
-
-def test_ranks_that_read_different_streams_are_refused():
-    for error in other_offers(mark=8):
-        assert type(error) is RuntimeError
-        assert str(error).startswith("the ranks or loader workers read different streams (their samples differ)")
-        assert "pass already_sharded=True" in str(error)
 
 
 def test_ranks_that_cut_in_different_ways_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import pickle
 import re
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.backends import get_backend
+from unisono.loaders.parallel_loader import LoaderOptions
 from unisono.tree import take
 from unisono.world import World
 
@@ -214,12 +216,6 @@ def test_a_device_loader_is_looped_over_again_with_a_new_order_each_time():
     assert len(loader) == 8
 
 
-def test_two_loops_over_one_device_loader_are_independent():
-    loader = DeviceLoader(DataLoader(Numbers(6), batch_size=1))
-    pairs = [(one.item(), other.item()) for one in loader for other in loader]
-    assert pairs == list(itertools.product(range(6), range(6)))
-
-
 def test_a_device_loader_tells_the_valid_samples_of_the_running_loop():
     batches = [torch.zeros(size) for size in (3, 1)]
     loader = DeviceLoader(batches)
@@ -307,6 +303,12 @@ def test_a_device_of_another_loader_is_refused():
 def test_a_device_is_named_in_any_way():
     parallel = ParallelLoader(range(2), [torch.device("cpu"), "cpu:1"])
     assert [list(parallel.per_device_loader(device)) for device in (0, torch.device("cpu:1"))] == [[0], [1]]
+
+
+def test_both_loaders_take_the_same_options():
+    parameters = inspect.signature(ParallelLoader).parameters.values()
+    by_name = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert by_name - {"world", "loops"} == LoaderOptions.__annotations__.keys()
 
 
 def test_a_loader_over_several_devices_says_how_to_loop_over_it():

@@ -10,12 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from dealing import (
-    COUNTS,
-    EVERY,
-    rule_of,
-    size_of,
-)
+from dealing import COUNTS, EVERY, rule_of, size_of
 from epochs import Numbers, dealt
 from hypothesis import given
 from hypothesis import strategies as st

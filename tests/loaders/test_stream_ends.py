@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from unisono import DeviceLoader, current_world, optimizer_step, rank
-from unisono.errors import BrokenWorldError, UnpicklableError
+from unisono.errors import BrokenWorldError
 from unisono.loaders.sharding import Rule
 from unisono.loaders.streams import StreamSource
 
@@ -138,12 +138,6 @@ class Failing(Stream):
             yield number
 
 
-class Unpicklable(Stream):
-    def __iter__(self) -> Iterator[Any]:
-        yield 0
-        yield threading.Lock()
-
-
 class Killed(Stream):
     def __iter__(self) -> Iterator[int]:
         yield 0
@@ -167,11 +161,6 @@ def test_an_error_on_one_rank_ends_the_others():
     assert (type(peer), str(peer)) == (BrokenWorldError, "the loader of rank 0 failed with CodedError: code 12")
     with pytest.raises(CodedError, match="code 12"):
         passes(PROCESSES_2, Failing, None, workers=1)
-
-
-def test_a_batch_that_cannot_be_sent_is_named():
-    with pytest.raises(UnpicklableError, match="a batch of samples of a stream, read for part 0, cannot be sent"):
-        list(DeviceLoader(loader_of(Unpicklable(), 1, size=1, collate_fn=list)))
 
 
 def test_a_killed_worker_is_told_of():

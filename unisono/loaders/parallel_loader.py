@@ -88,7 +88,8 @@ class ParallelLoader:
             DataLoader.
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
             alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
-            their `prefetch_factor`.
+            their `prefetch_factor`. With several devices, more may wait for one while none waits for another, unless
+            the loops are replicas: one thread may loop over one device after another.
         split: the meaning of a batch of `loader`. "rank": one rank's batch; a global batch consists of one per rank.
             "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
