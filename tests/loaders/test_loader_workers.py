@@ -257,7 +257,7 @@ def test_the_users_time_out_names_the_worker_the_sample_and_the_line(persistent)
     with pytest.raises(RuntimeError) as told:
         found += [batch.tolist() for batch in loader]
     words = r"timed out after 3 seconds: loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
-    assert re.search(words + r"test_fetcher.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
+    assert re.search(words + r"test_loader_workers.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
 
 
 @pytest.mark.slow
