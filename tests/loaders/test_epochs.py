@@ -1,78 +1,21 @@
-"""Epochs: each loader of this package counts those of its own, and nothing is set on the user's."""
+"""Each loader counts its own epochs, whoever else reads the same DataLoader."""
 
 from __future__ import annotations
 
 import gc
 import io
-import logging
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-import torch
 import tqdm
 import tqdm.auto
-from epochs import Numbers, worlds
+from epochs import Numbers
 from modes import PROCESSES_2, SOLO, THREADS_2, devices
+from rereading import COUNT, loop_of, plain, shuffled, taken
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Subset
 
-from unisono import Accelerator, DataParallel, DeviceLoader, ParallelLoader
-from unisono.loaders import registry
-
-COUNT = 12
-
-
-def shuffled(**options: Any) -> DataLoader:
-    return DataLoader(Numbers(COUNT), batch_size=2, shuffle=True, **options)
-
-
-def taken(loader: Any) -> list[int]:
-    return [sample for batch in loader for sample in batch.tolist()]
-
-
-def plain(epoch: int) -> list[int]:
-    """What a loop over that epoch gives one device."""
-    loader = DeviceLoader(shuffled())
-    loader.set_epoch(epoch)
-    return taken(loader)
-
-
-class ByEpoch(Dataset):
-    """Sample i of epoch e is 100 e + i."""
-
-    epoch = -1
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return 100 * self.epoch + index
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-
-class StreamByEpoch(ByEpoch, IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter([100 * self.epoch + index for index in range(4)])
-
-
-class Persistent:
-    """A sampler whose order is its epoch's, and that keeps it until it is told another one."""
-
-    def __init__(self) -> None:
-        self.epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([self.epoch] * 4)
-
-    def __len__(self) -> int:
-        return 4
+from unisono import DataParallel, DeviceLoader, ParallelLoader
 
 
 def test_each_loader_over_a_dataloader_counts_epochs_of_its_own():
@@ -141,38 +84,6 @@ def test_the_ranks_of_two_loaders_over_one_dataloader_take_every_sample_of_each_
     assert found[2] == found[0] != found[1] != found[3]
 
 
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
-def test_a_sampler_that_threads_share_is_told_the_epoch_of_each_loop(mode):
-    source = DataLoader(Numbers(COUNT), batch_size=1, sampler=Persistent())
-
-    def body() -> list[list[int]]:
-        train, evaluation = DeviceLoader(source), DeviceLoader(source)
-        train.set_epoch(3)
-        return [taken(loader) for loader in (train, evaluation, train, evaluation)]
-
-    assert mode.run(body) == [[[3, 3], [0, 0], [4, 4], [1, 1]]] * 2
-
-
-def test_a_sampler_with_an_epoch_is_told_that_of_the_loop_each_time_one_begins():
-    sampler = Persistent()
-    source = DataLoader(Numbers(COUNT), batch_size=2, sampler=sampler)
-    train, evaluation = DeviceLoader(source), DeviceLoader(source)
-    found = []
-    for loader in (train, train, evaluation, train, evaluation):
-        sampler.set_epoch(99)  # whoever has told it another one
-        found.append(taken(loader))
-    assert found == [[epoch] * 4 for epoch in (0, 1, 0, 2, 1)]
-
-
-@pytest.mark.parametrize("kind", [ByEpoch, StreamByEpoch])
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "in workers"])
-def test_a_dataset_with_an_epoch_is_told_that_of_each_loop(kind, options):
-    source = DataLoader(kind(), batch_size=2, **options)
-    train, evaluation = DeviceLoader(source), DeviceLoader(source)
-    found = [taken(loader)[0] for loader in (train, train, evaluation, train, evaluation, evaluation)]
-    assert found == [0, 100, 0, 200, 100, 200]
-
-
 def test_nothing_is_set_on_the_users_loader_and_nothing_keeps_it():
     source = shuffled()
     before = dict(vars(source))
@@ -185,13 +96,6 @@ def test_nothing_is_set_on_the_users_loader_and_nothing_keeps_it():
     del source, train
     gc.collect()
     assert gone() is None, "not by the DataParallel, which lives"
-
-
-# Passes by several ParallelLoaders.
-
-
-def loop_of(model: Any, batches: Any, *_: Any) -> list[int]:
-    return taken(batches)
 
 
 def merged(each_ranks: list[list[int]]) -> list[int]:
@@ -219,197 +123,3 @@ def test_persistent_workers_serve_each_call_of_a_data_parallel():
     source = DataLoader(Pid(4), batch_size=2, num_workers=1, persistent_workers=True)
     replicas = DataParallel(nn.Identity(), devices(2))
     assert len({pid for _ in range(2) for part in replicas(loop_of, source) for pid in part}) == 1
-
-
-# A loader that is made again for each epoch.
-
-
-@pytest.fixture
-def told(caplog) -> Callable[[], list[str]]:
-    registry.say_repetition.cache_clear()
-
-    def warnings() -> list[str]:
-        return [each.message for each in caplog.records if each.levelno == logging.WARNING]
-
-    return warnings
-
-
-@pytest.mark.parametrize(
-    "make", [DeviceLoader, lambda source: ParallelLoader(source, ["cpu"]).per_device_loader("cpu")]
-)
-def test_a_loader_made_again_for_each_epoch_is_told_of_once(told, make):
-    source = shuffled()
-    assert [taken(make(source)) for _ in range(4)] == [plain(0)] * 4
-    (words,) = told()
-    assert "a DataLoader is read in the order of epoch 0 again" in words
-    assert "set_epoch" in words
-
-
-def test_what_is_no_repetition_is_not_told_of(told):
-    source = shuffled()
-    kept = DeviceLoader(source), DeviceLoader(source)
-    for loader in (*kept, *kept):
-        taken(loader)
-    del kept, loader
-    later = DeviceLoader(source)
-    later.set_epoch(2)
-    taken(later)
-    unshuffled = DataLoader(Numbers(4), batch_size=2)
-    for loader in (unshuffled, unshuffled, shuffled(), shuffled(), [torch.zeros(2)]):
-        taken(DeviceLoader(loader))
-    replicas = DataParallel(nn.Identity(), devices(2))
-    for _ in range(3):
-        replicas(loop_of, source)
-    assert told() == []
-
-
-def test_one_rank_of_several_tells_of_it(told):
-    source = shuffled()
-    for _ in range(2):
-        for world in worlds(3):
-            taken(DeviceLoader(source, world=world))
-    assert len(told()) == 1
-
-
-# A DataLoader that is made again for each epoch.
-
-
-def fold(data: Dataset, *samples: int) -> DataLoader:
-    return DataLoader(Subset(data, samples), batch_size=2, shuffle=True)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda data, epoch: DataLoader(data, batch_size=2, shuffle=True),
-        lambda data, epoch: DataLoader(data, batch_size=2 + epoch, shuffle=True, num_workers=epoch % 2),
-        lambda data, epoch: DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(epoch, COUNT))),
-        lambda data, epoch: fold(data, *range(epoch, epoch + 6)),
-    ],
-    ids=["plain", "with other batches", "with a sampler", "folds"],
-)
-def test_a_dataloader_made_again_for_each_epoch_is_told_of_once(told, make):
-    data = Numbers(COUNT)
-    for epoch in range(4):
-        loader = DeviceLoader(make(data, epoch))
-        taken(loader)
-    (words,) = told()
-    assert "a DataLoader is read in the order of epoch 0 again" in words
-    assert "over its dataset" in words
-
-
-def test_an_accelerator_s_loader_made_again_for_each_epoch_is_told_of(told):
-    data, accelerator = Numbers(COUNT), Accelerator()
-    for _ in range(2):
-        loader = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
-        taken(loader)
-    assert len(told()) == 1
-
-
-def in_training_and_validation(data: Dataset) -> None:
-    train, validation = (DeviceLoader(DataLoader(data, batch_size=2, shuffle=True)) for _ in range(2))
-    for _ in range(3):
-        taken(train)
-        taken(validation)
-
-
-def in_evaluations_of_their_own(data: Dataset) -> None:
-    train = DeviceLoader(DataLoader(data, batch_size=2, shuffle=True))
-    for _ in range(3):
-        taken(train)
-        with torch.no_grad():
-            taken(DeviceLoader(DataLoader(data, batch_size=2, shuffle=True)))
-        taken(DeviceLoader(DataLoader(data, batch_size=2)))
-
-
-def with_set_epoch(data: Dataset) -> None:
-    for _ in range(2):  # the second time, epoch 0 comes after epoch 2
-        for epoch in range(3):
-            loader = DeviceLoader(DataLoader(data, batch_size=2, shuffle=True))
-            loader.set_epoch(epoch)
-            taken(loader)
-
-
-def with_states(data: Dataset) -> None:
-    state = None
-    for _ in range(4):
-        loader = DeviceLoader(DataLoader(data, batch_size=2, shuffle=True))
-        if state is not None:
-            loader.load_state_dict(state)
-        for number, _ in enumerate(loader):
-            if number == 3:
-                break
-        state = loader.state_dict()
-
-
-def with_seeds_that_differ(data: Dataset) -> None:
-    for epoch in range(3):
-        taken(DeviceLoader(DataLoader(data, batch_size=2, shuffle=True), seed=epoch))
-        generator = torch.Generator().manual_seed(10 + epoch)
-        taken(DeviceLoader(DataLoader(data, batch_size=2, shuffle=True, generator=generator)))
-
-
-def with_folds_of_several_epochs(data: Dataset) -> None:
-    for start in (0, 3, 6):
-        loader = DeviceLoader(fold(data, *range(start, start + 6)))
-        for _ in range(2):
-            taken(loader)
-
-
-def by_a_data_parallel(data: Dataset) -> None:
-    replicas = DataParallel(nn.Identity(), devices(2))
-    train, validation = (DataLoader(data, batch_size=2, shuffle=True) for _ in range(2))
-    for _ in range(3):
-        replicas(loop_of, train)
-        replicas(loop_of, validation)
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        in_training_and_validation,
-        in_evaluations_of_their_own,
-        with_set_epoch,
-        with_states,
-        with_seeds_that_differ,
-        with_folds_of_several_epochs,
-        by_a_data_parallel,
-    ],
-)
-def test_a_dataset_that_is_read_by_several_without_repetition_is_not_told_of(told, read):
-    read(Numbers(COUNT))
-    assert told() == []
-
-
-def test_a_torchdata_loader_that_is_loaded_is_not_told_of(told):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    data, state = Numbers(COUNT), None
-    for _ in range(3):
-        loader = DeviceLoader(torchdata.StatefulDataLoader(data, batch_size=2, shuffle=True), seed=4)
-        if state is not None:
-            loader.load_state_dict(state)
-        taken(loader)
-        state = loader.state_dict()
-    assert told() == []
-
-
-class Unhashable(Numbers):
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unhashable)
-
-
-def test_datasets_are_told_apart_by_identity_and_not_kept(told):
-    gc.collect()
-    known = len(registry.first_epochs)
-    for _ in range(3):
-        data = Unhashable(COUNT)
-        taken(DeviceLoader(DataLoader(data, batch_size=2, shuffle=True)))
-        gone = weakref.ref(data)
-        del data
-        gc.collect()
-        assert gone() is None
-    for _ in range(2):
-        taken(DeviceLoader(DataLoader([1, 2, 3], batch_size=2, shuffle=True)))  # which cannot be held weakly
-    assert (told(), len(registry.first_epochs)) == ([], known)

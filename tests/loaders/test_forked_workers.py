@@ -77,31 +77,23 @@ class Sticky:
             self._lock.acquire()
 
 
-def test_a_thread_that_draws_from_torchs_generator_does_not_stop_the_workers():
-    with beside(lambda: torch.randn(3_000_000)):
-        for _ in range(3):
-            assert sorted(one_pass()) == list(range(COUNT))
+def share_at_length() -> None:
+    with torch.storage._share_memory_lock:  # as `share_memory_` does
+        threading.Event().wait(0.01)
+    threading.Event().wait(0.001)
 
 
-def test_a_thread_that_draws_from_numpys_generator_does_not_stop_the_workers():
-    with beside(lambda: (numpy.random.rand(1_000_000), threading.Event().wait(0.001))):
-        for _ in range(3):
-            assert sorted(one_pass()) == list(range(COUNT))
-
-
-def test_a_thread_that_seeds_does_not_stop_the_workers():
-    with beside(lambda: (torch.manual_seed(1), threading.Event().wait(0.001))):
-        for _ in range(3):
-            assert sorted(one_pass()) == list(range(COUNT))
-
-
-def test_a_thread_that_shares_tensors_does_not_stop_the_workers():
-    def share_at_length() -> None:
-        with torch.storage._share_memory_lock:  # as `share_memory_` does
-            threading.Event().wait(0.01)
-        threading.Event().wait(0.001)
-
-    with beside(share_at_length):
+@pytest.mark.parametrize(
+    "work",
+    [
+        pytest.param(lambda: torch.randn(3_000_000), id="draws from torch's generator"),
+        pytest.param(lambda: (numpy.random.rand(1_000_000), threading.Event().wait(0.001)), id="draws from numpy's"),
+        pytest.param(lambda: (torch.manual_seed(1), threading.Event().wait(0.001)), id="seeds"),
+        pytest.param(share_at_length, id="shares tensors"),
+    ],
+)
+def test_what_another_thread_does_all_the_time_does_not_stop_the_workers(work):
+    with beside(work):
         for _ in range(3):
             assert sorted(one_pass()) == list(range(COUNT))
 

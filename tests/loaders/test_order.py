@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import itertools
 import random
 import sys
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import resource_sharer
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from epochs import Bucketed, Numbers, chunks, counted, dealt, ranks_of, take
+from epochs import Numbers, chunks, ranks_of
 from hypothesis import given
 from hypothesis import strategies as st
+from samplers import COUNT, Own, Sized, loader_of, orders, random_states
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -34,14 +30,11 @@ from torch.utils.data import (
 )
 
 from unisono import DeviceLoader
-from unisono.loaders import order as order_module
-from unisono.loaders.indexed import IndexedSource, is_indexed
+from unisono.loaders.indexed import is_indexed
 from unisono.loaders.order import Batches
-from unisono.loaders.sharding import Rule
 from unisono.randomness import seed_of
 from unisono.world import World, thread_worlds
 
-COUNT = 30
 GENERATED: dict[str, Callable[[torch.Generator | None], Sampler]] = {
     "shuffle": lambda generator: RandomSampler(range(COUNT), generator=generator),
     "with replacement": lambda generator: RandomSampler(
@@ -55,21 +48,6 @@ GENERATED: dict[str, Callable[[torch.Generator | None], Sampler]] = {
     "subset": lambda generator: SubsetRandomSampler(range(3, COUNT, 3), generator=generator),
 }
 """Samplers that draw from a generator."""
-
-
-class Own(Sampler):
-    """A sampler of one's own: gives what `draw()` returns."""
-
-    def __init__(self, draw: Callable[[], Any]) -> None:
-        self.draw = draw
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.draw())
-
-
-class Sized(Own):
-    def __len__(self) -> int:
-        return COUNT
 
 
 def one_by_one(draw: Callable[[], int]) -> Callable[[], Iterator[int]]:
@@ -87,30 +65,8 @@ GLOBAL: dict[str, Callable[[], Any]] = {
 """Ways to draw from the process's generators."""
 
 
-def orders(loader: DataLoader, epochs: int, seed: int | None = None, most: int | None = None) -> list[list[int]]:
-    """The samples of a few epochs, each up to a number."""
-    source = IndexedSource(loader, seed)
-    found = []
-    for _ in range(epochs):
-        pieces = source.begin(Rule(), lambda samples: None).pieces
-        found.append(list(itertools.islice((each for (piece,) in pieces for each in piece.batch.tolist()), most)))
-    return found
-
-
-def loader_of(sampler: Any, batch_size: int = 4) -> DataLoader:
-    return DataLoader(Numbers(COUNT), sampler=sampler, batch_size=batch_size)
-
-
 def shuffled(generator: torch.Generator | None = None) -> DataLoader:
     return DataLoader(Numbers(50), batch_size=4, shuffle=True, generator=generator)
-
-
-def random_states() -> list[Any]:
-    _, keys, *rest = numpy.random.get_state()
-    return [torch.get_rng_state().tolist(), random.getstate(), keys.tolist(), rest]
-
-
-# A function of seed and epoch.
 
 
 @pytest.mark.parametrize("kind", GENERATED)
@@ -174,250 +130,6 @@ def test_an_order_without_shuffling_stays():
     assert orders(DataLoader(Numbers(9), batch_size=2, sampler=[3, 1, 4, 1, 5]), 2) == [[3, 1, 4, 1, 5]] * 2
 
 
-def test_a_weighted_sampler_keeps_its_weights():
-    weights = [0.0, 1.0, 3.0]
-    (drawn,) = orders(DataLoader(Numbers(3), sampler=WeightedRandomSampler(weights, 4000), batch_size=64), 1)
-    counts = Counter(drawn)
-    assert counts[0] == 0
-    assert len(drawn) == 4000
-    assert 2.5 < counts[2] / counts[1] < 3.5  # 3 to 1; five standard deviations are about 0.4
-
-
-# Samplers of one's own.
-
-
-class Epochal(Own):
-    """Gives the epoch that it was told, thrice."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: [self.epoch] * 3)
-        self.epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-
-def test_a_sampler_with_set_epoch_is_told_each_epoch():
-    assert orders(loader_of(Epochal()), 3) == [[0] * 3, [1] * 3, [2] * 3]
-    within = BatchSampler(Epochal(), 2, drop_last=False)
-    assert orders(DataLoader(Numbers(9), batch_sampler=within), 2) == [[0] * 3, [1] * 3]
-
-
-class Drawing:
-    """A batch sampler of one's own with a generator."""
-
-    def __init__(self, generator: torch.Generator | None) -> None:
-        self.generator = generator
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(COUNT, generator=self.generator).tolist()
-        return iter([order[:10], order[10:]])
-
-
-@pytest.mark.parametrize("own", [None, torch.Generator().manual_seed(3)], ids=["without a generator", "with one"])
-def test_the_generator_of_a_sampler_of_ones_own_is_that_of_the_epoch_and_its_own_stays(own):
-    state = own.get_state() if own else None
-    loader = DataLoader(Numbers(COUNT), batch_sampler=Drawing(own))
-    found = orders(loader, 2, seed=4)
-    plain = [torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed_of(4, epoch))) for epoch in range(2)]
-    assert found == [order.tolist() for order in plain]
-    assert own is None or torch.equal(own.get_state(), state)
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    generator: torch.Generator | None = None
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(COUNT, generator=self.generator).tolist())
-
-    def __len__(self) -> int:
-        return COUNT
-
-
-class Locked(Frozen):
-    @property
-    def generator(self) -> None:
-        """There is none, and it cannot be set."""
-
-
-def test_a_sampler_whose_generator_cannot_be_set_is_seeded_all_the_same():
-    plain = torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed_of(4, 0))).tolist()
-    for sampler in (Frozen(), object.__new__(Locked)):
-        assert orders(loader_of(sampler), 1, seed=4) == [plain]
-
-
-class Paired(BatchSampler):
-    """A batch sampler over another sampler: each batch twice."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in super().__iter__():
-            yield from (batch, batch)
-
-    def __len__(self) -> int:
-        return 2 * super().__len__()
-
-
-def test_the_sampler_within_a_batch_sampler_of_ones_own_is_seeded():
-    loader = DataLoader(Numbers(COUNT), batch_sampler=Paired(RandomSampler(range(COUNT)), 5, False))
-    plain = RandomSampler(range(COUNT), generator=torch.Generator().manual_seed(seed_of(2, 0)))
-    assert orders(loader, 1, seed=2) == [[each for batch in chunks(list(plain), 5) for each in batch * 2]]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [list, tuple, torch.tensor, numpy.array, iter, lambda group: dict.fromkeys(group).keys()],
-    ids=["list", "tuple", "tensor", "array", "iterator", "keys"],
-)
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_sampler_of_ones_own_is_followed_whatever_its_batches_are(kind, num_workers):
-    groups = [[5, 1, 4], [0], [2, 3], [9, 8, 7, 6], [11, 10, 12]]
-    loader = DataLoader(Numbers(13), batch_sampler=Bucketed([kind(group) for group in groups]), num_workers=num_workers)
-    assert dealt(loader, 1).global_batches == groups
-    resource_sharer.stop()  # it sent the tensors, and keeps a socket open for more
-
-
-def test_batches_of_ones_own_go_to_the_ranks_in_turn():
-    groups = [[5, 1, 4], [0], [2, 3], [9, 8, 7, 6], [11, 10, 12]]
-    found = dealt(DataLoader(Numbers(13), batch_sampler=Bucketed(groups)), 2)
-    assert [[each.counted for each in deliveries] for deliveries in found.rounds] == [
-        [[5, 1, 4], [0]],
-        [[2, 3], [9, 8, 7, 6]],
-        [[11, 10], [12]],
-    ]
-
-
-@pytest.mark.parametrize("sampler", [Own, Sized], ids=["without length", "with length"])
-@pytest.mark.parametrize("is_random", [False, True])
-def test_an_endless_sampler_makes_an_endless_epoch_and_the_same_on_every_rank(sampler, is_random):
-    def endless() -> Iterator[int]:
-        order = torch.randperm(COUNT).tolist() if is_random else list(range(COUNT))
-        return itertools.cycle(order)
-
-    loader = DataLoader(Numbers(COUNT), sampler=sampler(endless), batch_size=7)
-    each_ranks = []
-    for rank in ranks_of(loader, 2):
-        torch.manual_seed(len(each_ranks))
-        each_ranks.append(take(rank, 10))
-    found = counted(each_ranks)
-    assert found == (found[:COUNT] * 5)[:140]
-    assert sorted(found[:COUNT]) == list(range(COUNT))
-
-
-class Long(Own):
-    """Tells a length beyond all bounds, as samplers without an end do."""
-
-    def __len__(self) -> int:
-        return 1 << 60
-
-
-@pytest.mark.parametrize("sampler", [Own, Long])
-def test_no_more_is_drawn_of_a_sampler_without_an_end_than_is_needed_to_seed_it(sampler, monkeypatch):
-    monkeypatch.setattr(order_module, "_AT_ONCE", 100)
-    drawn = []
-
-    def endless() -> Iterator[Any]:
-        for number in itertools.count():
-            drawn.append(number)
-            yield number % COUNT
-
-    batches = Batches(endless_sampler := sampler(endless), BatchSampler(endless_sampler, 4, False), 0, 0, length=COUNT)
-    most = COUNT if sampler is Own else 100
-    assert len(drawn) == most + 1
-    first = list(itertools.islice(batches, 50))
-    assert list(itertools.chain(*first)) == [number % COUNT for number in range(200)]
-
-
-def test_no_more_samples_than_the_dataset_has_are_drawn_at_once_of_a_batch_sampler_without_length():
-    drawn = []
-
-    def endless() -> Iterator[list[int]]:
-        for number in itertools.count():
-            drawn.append(number)
-            yield [number] * 10
-
-    batches = Batches(None, Own(endless), 0, 0, length=COUNT)
-    assert len(drawn) == COUNT // 10 + 1
-    assert list(itertools.islice(batches, 5)) == [[number] * 10 for number in range(5)]
-
-
-def test_a_sampler_that_gives_more_than_its_length_or_less_is_followed():
-    assert orders(loader_of(Sized(lambda: range(5))), 1) == [[*range(5)]]
-    longer = [*range(COUNT), *range(COUNT)]
-    assert orders(loader_of(Sized(lambda: longer)), 1) == [longer]
-
-
-def test_what_drop_last_leaves_out_is_known_at_the_end_where_no_length_is():
-    batches = Batches(sampler := Own(lambda: range(11)), BatchSampler(sampler, 4, True), 0, 0)
-    assert list(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert batches.left_out == 3
-    found = dealt(DataLoader(Numbers(11), sampler=Own(lambda: range(11)), batch_size=4, drop_last=True), 2, tail="drop")
-    assert (found.global_batches, found.left_out) == ([list(range(8))], [2, 1])
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sampler_that_raises_leaves_the_generators_and_the_epoch_as_they_were(num_workers):
-    def broken() -> Iterator[int]:
-        torch.rand(3)
-        yield 0
-        raise OSError("no order today")
-
-    dataset = Numbers(COUNT)
-    loader = DataLoader(dataset, sampler=Own(broken), num_workers=num_workers, persistent_workers=num_workers > 0)
-    device_loader = DeviceLoader(loader)
-    before = random_states()
-    for _ in range(2):
-        with pytest.raises(OSError, match="no order today"):
-            next(iter(device_loader))
-    assert random_states() == before
-    assert device_loader.epoch == 0
-    assert not dataset.asked
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_a_sampler_that_raises_late_does_so_behind_what_came_before(num_workers):
-    def late() -> Iterator[int]:
-        yield from itertools.chain(range(COUNT), range(COUNT))
-        raise OSError("no more today")
-
-    loader = DeviceLoader(DataLoader(Numbers(COUNT), sampler=Own(late), batch_size=5, num_workers=num_workers))
-    found = []
-    with pytest.raises(OSError, match="no more today"):
-        for batch in loader:
-            found.extend(batch.tolist())
-    assert found == [*range(COUNT)] * 2
-
-
-class Unsized(Dataset):
-    """A dataset that does not know its length; with a sampler of one's own it need not."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_a_dataset_without_length_is_read_by_a_sampler_of_ones_own():
-    loader = DeviceLoader(DataLoader(Unsized(), sampler=Own(lambda: range(7)), batch_size=3))
-    assert [each.batch for each in take(loader)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert loader.state_dict()["length"] is None
-    with pytest.raises(TypeError, match="has no len"):
-        len(loader)
-    sized = DataLoader(Unsized(), batch_sampler=Bucketed([[3, 4], [5]]))
-    assert [each.batch for each in take(DeviceLoader(sized))] == [[3, 4], [5]]
-    assert len(DeviceLoader(sized)) == 2
-
-
-def test_each_index_of_a_loader_without_batches_may_be_a_batch():
-    sampler = BatchSampler(RandomSampler(range(10)), 3, drop_last=False)
-
-    class Bulk(Numbers):
-        def __getitem__(self, index: Any) -> Any:
-            return torch.tensor(index)
-
-    each_ranks = [take(rank) for rank in ranks_of(DataLoader(Bulk(10), sampler=sampler, batch_size=None), 2, seed=1)]
-    plain = RandomSampler(range(10), generator=torch.Generator().manual_seed(seed_of(1, 0)))
-    assert counted(each_ranks) == list(plain)
-
-
 def test_a_loader_without_batches_keeps_seed_and_epoch_on_every_rank():
     def load(loader: DeviceLoader, rank: int) -> list[list[int]]:
         torch.manual_seed(rank)
@@ -433,9 +145,6 @@ def test_a_loader_without_batches_keeps_seed_and_epoch_on_every_rank():
     for epoch in (first, second):
         assert sorted(itertools.chain(*epoch)) == list(range(11))
     assert first != second
-
-
-# From any sample on.
 
 
 @given(
@@ -457,29 +166,6 @@ def test_a_late_beginning_is_the_rest_of_the_order_in_whole_batches(samples, siz
     assert batches.samples == (sum(map(len, expected)) if is_sized or not samples else None)
 
 
-@given(sizes=st.lists(st.integers(0, 5), max_size=12), offset=st.integers(0, 40))
-def test_a_late_beginning_cuts_a_batch_of_ones_own(sizes, offset):
-    bounds = list(itertools.accumulate(sizes, initial=0))
-    own = [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
-    batches = Batches(None, Bucketed(own), 0, 0, offset)
-    expected = [[each for each in batch if each >= offset] for batch in own]
-    assert list(batches) == [batch for batch in expected if batch]
-    assert (batches.nominal, batches.samples) == (None, None)
-
-
-def test_a_late_beginning_draws_the_order_and_loads_nothing_twice():
-    dataset = Numbers(1000)
-    source = IndexedSource(DataLoader(dataset, shuffle=True, batch_size=4), seed=1)
-    source.seek(0, {"offset": 996}, Rule())
-    ((last,),) = source.begin(Rule(), lambda samples: None).pieces
-    assert dataset.asked == 4
-    plain = RandomSampler(range(1000), generator=torch.Generator().manual_seed(seed_of(1, 0)))
-    assert last.batch.tolist() == list(plain)[996:]
-
-
-# Who is cut at its indices.
-
-
 class Subclass(DataLoader):
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()
@@ -496,16 +182,6 @@ def test_only_what_names_its_samples_by_index_is_cut_there():
     assert not is_indexed(Subclass(Numbers(3)))
     assert not is_indexed(DataLoader(Stream()))
     assert not is_indexed([1, 2, 3])
-
-
-def test_what_is_kept_of_a_loader_goes_with_it():
-    loader = DataLoader(Numbers(4))
-    list(DeviceLoader(loader))
-    gone = threading.Event()
-    weakref.finalize(loader, gone.set)
-    del loader
-    gc.collect()
-    assert gone.is_set()
 
 
 @pytest.mark.parametrize("batch_size", [3, None])

@@ -7,130 +7,21 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from epochs import PATIENCE_S, CodedError, is_awaiting_batch, is_awaiting_room
-from hypothesis import given
-from hypothesis import strategies as st
+from epochs import PATIENCE_S, CodedError, is_awaiting_batch
+from flows import Moving, failing, flow
 from tracing import interrupting
 
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.pipeline import Pipeline, Stamps
-from unisono.loaders.sharding import Claim, Piece
-from unisono.timeline import FETCH, Timeline, Waits
-from unisono.world import World, solo_world
-
-
-class Moving(CpuBackend):
-    """A family whose batches are moved by threads: to move batch k takes until `let(k)`, where it is held."""
-
-    moves_in_background = True
-
-    def __init__(self, held: Iterable[Any] = (), broken: Iterable[Any] = ()) -> None:
-        self.begun: list[Any] = []
-        self.done: list[Any] = []
-        self.threads: set[str] = set()
-        self._gates = {batch: threading.Event() for batch in held}
-        self._broken = set(broken)
-        self._changed = threading.Condition()
-
-    def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
-        self._note(self.begun, batch)
-        self.threads.add(threading.current_thread().name)
-        if batch in self._gates:
-            assert self._gates[batch].wait(PATIENCE_S)
-        if batch in self._broken:
-            raise CodedError(batch)
-        self._note(self.done, batch)
-        return batch, None
-
-    def let(self, *batches: Any) -> None:
-        for batch in batches:
-            self._gates[batch].set()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(condition, PATIENCE_S)
-
-    def _note(self, found: list[Any], batch: Any) -> None:
-        with self._changed:
-            found.append(batch)
-            self._changed.notify_all()
-
-
-class Flow:
-    """A pipeline over lanes of one backend, and the loops' ends."""
-
-    def __init__(
-        self,
-        backend: CpuBackend,
-        lanes: int = 1,
-        prefetch: int = 8,
-        limit: int | None = None,
-        may_overflow: bool = True,
-    ) -> None:
-        self.pipeline = Pipeline(prefetch, limit, may_overflow)
-        self.worlds: list[World] = [solo_world() for _ in range(lanes)]
-        for place, world in enumerate(self.worlds):
-            self.pipeline.add_lane(torch.device("cpu", place), backend, world.timeline)
-        self.given = 0  # rounds that the source has given
-        self._given = threading.Condition()
-
-    @property
-    def lane(self) -> Any:
-        return self.pipeline.lanes[0]
-
-    def start(self, batches: Iterable[Any]) -> list[DeviceIterator]:
-        self.pipeline.start(self._rounds(iter(batches), len(self.worlds)))
-        return [self.iterator(lane) for lane in self.pipeline.lanes]
-
-    def iterator(self, lane: Any) -> DeviceIterator:
-        return DeviceIterator([], lane, self.worlds[self.pipeline.lanes.index(lane)], lane.receive, None)
-
-    def wait_given(self, count: int) -> None:
-        with self._given:
-            assert self._given.wait_for(lambda: self.given >= count, PATIENCE_S)
-
-    def wait_full(self) -> None:
-        """Until the reader waits for room in the first lane."""
-        while not is_awaiting_room(self.lane.entry):
-            threading.Event().wait(0.001)
-
-    def _rounds(self, batches: Iterator[Any], count: int) -> Iterator[list[Piece]]:
-        for number in itertools.count():
-            pieces = [Piece(batch, Claim(1, count), number) for batch in itertools.islice(batches, count)]
-            if not pieces:
-                return
-            with self._given:
-                self.given += 1
-                self._given.notify_all()
-            yield pieces
-
-
-@contextmanager
-def flow(backend: CpuBackend, **options: Any) -> Iterator[Flow]:
-    made = Flow(backend, **options)
-    try:
-        yield made
-    finally:
-        made.pipeline.stop()
-        assert made.pipeline.join(PATIENCE_S)
-
-
-def failing(count: int) -> Iterator[int]:
-    yield from range(count)
-    raise CodedError(count)
-
-
-# Order.
+from unisono.loaders.pipeline import Pipeline
+from unisono.timeline import Timeline
 
 
 @pytest.mark.parametrize("prefetch", [1, 5, 14])
@@ -162,9 +53,6 @@ def test_the_position_behind_the_last_delivered_batch_is_known_whatever_was_pref
             assert (progress.rounds, progress.position, progress.has_ended) == (number + 1, number, False)
         assert list(iterator) == []
         assert progress.has_ended
-
-
-# Bounds.
 
 
 @pytest.mark.parametrize(("loaded", "moved"), [(1, 1), (4, 2), (9, 4)])
@@ -231,9 +119,6 @@ def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend
         iterators = made.start(bytes([number]) * 10 for number in range(60))
         for place, iterator in enumerate(iterators):
             assert [batch[0] for batch in iterator] == list(range(place, 60, lanes))
-
-
-# Ends and errors.
 
 
 @pytest.mark.parametrize("count", range(6))
@@ -354,9 +239,6 @@ def test_a_batch_that_was_delivered_is_the_loops_alone():
                 gc.enable()
 
 
-# Where nothing is moved.
-
-
 def test_where_nothing_has_to_be_moved_there_is_no_transfer_and_the_reader_hands_over():
     threads = set()
 
@@ -370,92 +252,6 @@ def test_where_nothing_has_to_be_moved_there_is_no_transfer_and_the_reader_hands
         assert [thread.name for thread in made.pipeline.threads] == ["unisono-reader"]
         assert [list(each) for each in iterators] == [list(range(0, 20, 2)), list(range(1, 20, 2))]
     assert threads == {"unisono-reader"}
-
-
-# What is counted.
-
-
-def slow_twin(stamps: Stamps, began: int, ended: int) -> Waits:
-    """What each nanosecond was waited for."""
-    causes = []
-    for now in range(began, ended):
-        if now < stamps.asked_at or stamps.loaded_at <= now < stamps.sent_at:
-            causes.append("peers")
-        else:
-            causes.append("source" if now < stamps.loaded_at else "transfer")
-    return Waits(*(causes.count(cause) for cause in Waits._fields))
-
-
-@given(st.lists(st.integers(0, 30), min_size=3, max_size=3), st.integers(0, 30), st.integers(0, 30))
-def test_a_wait_is_divided_by_cause_without_a_rest(stamps, began, length):
-    found = Stamps(*sorted(stamps)).divide(began, began + length)
-    assert found == slow_twin(Stamps(*sorted(stamps)), began, began + length)
-    assert sum(found) == length
-
-
-@pytest.mark.parametrize("backend", [Moving, CpuBackend])
-@pytest.mark.parametrize("source", [lambda: iter(range(50)), lambda: failing(50)], ids=["an end", "an error"])
-def test_what_was_waited_for_adds_up_to_the_time_of_fetching(backend, source):
-    with flow(backend(), lanes=2) as made:
-        for iterator in made.start(source()):
-            with pytest.raises((CodedError, StopIteration)):
-                while True:
-                    next(iterator)
-        track = made.worlds[0].timeline.loop()
-        waits = [track.counts[f"wait_{cause}_ns"] for cause in Waits._fields]
-        assert sum(waits) == track.totals[FETCH]
-
-
-def test_time_until_a_batch_could_be_used_is_the_transfers():
-    backend = Moving(held=[0])
-    with flow(backend) as made:
-        (iterator,) = made.start([0])
-        backend.wait_until(lambda: backend.begun == [0])
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(lambda: (next(iterator), made.worlds[0].timeline.loop().counts)[1])
-            while not is_awaiting_batch(made.lane):
-                threading.Event().wait(0.001)
-            threading.Event().wait(0.02)
-            backend.let(0)
-            counts = waiting.result(PATIENCE_S)
-    assert counts["wait_transfer_ns"] >= 20e6
-    assert counts["wait_source_ns"] == counts["wait_peers_ns"] == 0
-
-
-@pytest.mark.parametrize("backend", [Moving, CpuBackend])
-def test_bytes_repeated_samples_and_the_depth_of_the_queue_are_counted(backend):
-    with flow(backend(), prefetch=4) as made:
-        made.pipeline.start(iter([[Piece(b"12345", Claim(2, 4, 0, 1), None)]] * 4))
-        while made.lane.sent < 4:
-            threading.Event().wait(0.001)
-        assert len(list(made.iterator(made.lane))) == 4
-        counts = made.worlds[0].timeline.loop().counts
-    assert {name: counts[name] for name in ("samples", "batches", "repeated", "bytes", "queued")} == {
-        "samples": 8,
-        "batches": 4,
-        "repeated": 4,
-        "bytes": 20,
-        "queued": 4 + 3 + 2 + 1,
-    }
-
-
-def test_samples_that_are_left_out_are_counted_for_each_lanes_rank():
-    with flow(CpuBackend(), lanes=2) as made:
-
-        def source() -> Iterator[list[Piece]]:
-            yield [Piece(number, Claim(1, 2)) for number in range(2)]
-            made.pipeline.count_left_out([3, 0])
-            made.pipeline.count_left_out([1, 2])
-
-        made.pipeline.start(source())
-        for lane in made.pipeline.lanes:
-            list(made.iterator(lane))
-        dropped = [_dropped(world) for world in made.worlds]
-    assert dropped == [[("reader", 4)], [("reader", 2)]]
-
-
-def _dropped(world: World) -> Sequence[tuple[str, int]]:
-    return [(track.name, track.counts["dropped"]) for track in world.timeline.tracks() if track.counts["dropped"]]
 
 
 def test_an_interrupt_while_the_threads_start_leaves_none_and_nothing_to_complain_of():

@@ -143,8 +143,8 @@ class IndexedSource:
         samples -= samples % size if drop_last else 0
         full, more = divmod(samples, size * rule.batches)
         if rule.fixed_batch_size:  # an epoch of a single short batch has a single size, too
-            return full or int(more > 0 and rule.batches == 1 and not rule.policy.leaves_out)
-        return full + (more > 0 and not rule.policy.leaves_out)
+            return full or int(more > 0 and rule.batches == 1 and rule.tail != "drop")
+        return full + (more > 0 and rule.tail != "drop")
 
     def _order_length(self) -> int | None:
         """The number of samples of an epoch's order; None if it must be drawn to know that."""
@@ -158,7 +158,7 @@ class IndexedSource:
 
 def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
     """Raise ValueError for a tail that the rule forbids before anything is loaded, if the sample count is known."""
-    if rule.policy.refuses and samples is not None and nominal is not None:
+    if rule.tail == "error" and samples is not None and nominal is not None:
         tail = samples % (nominal * rule.batches)
         if tail:
             raise ValueError(tail_message(samples, tail, rule, nominal))

@@ -98,16 +98,16 @@ class Lockstep:
                 size, and one is of unknown size.
         """
         if self._end is not None:
-            raise _bare(self._end)
+            raise without_frames(self._end)
         try:
             # Batches of rounds that were agreed on before are here already: there is no wait to divide.
-            stamps = Stamps() if self._rounds else self._meet()
-            return self._take(self._rounds.popleft(), stamps)
+            stamps = Stamps() if self._rounds else self._agree_on_rounds()
+            return self._take_round(self._rounds.popleft(), stamps)
         except Exception as error:
-            self._end = _bare(error)
+            self._end = without_frames(error)
             raise
 
-    def _take(self, offered: list[_Ready | None], stamps: Stamps) -> Delivery:
+    def _take_round(self, offered: list[_Ready | None], stamps: Stamps) -> Delivery:
         """Return this rank's batch of a round, or its substitute."""
         there = [size for size, _ in filter(None, offered)]
         sizes = [size.samples for size in there]
@@ -124,9 +124,9 @@ class Lockstep:
             self._taken = self._taken.with_state(own.position)
         else:
             assert self._spare is not None
-            own = self._sample_of(self._spare)
+            own = self._one_sample_of(self._spare)
         self._offset += sum(sizes)
-        batch, repeated = self._pad(own)
+        batch, repeated = self._pad_to_full(own)
         mark, dealt = mark_of(self._offset), sum(map(bool, sizes))
         if any(size.unsized for size in there):
             claim = Claim(min(own.claim.samples, 1), len(there), mark, repeated, dealt, is_sized=False)
@@ -135,13 +135,13 @@ class Lockstep:
         position = self._taken.to_state(self._offset)
         return own._replace(batch=batch, claim=claim, position=position, stamps=stamps)
 
-    def _meet(self) -> Stamps:
+    def _agree_on_rounds(self) -> Stamps:
         """Announce what is ready here, and determine the rounds that all ranks can take."""
-        error = self._fill()
+        error = self._receive_ready()
         try:
             ready_at = perf_counter_ns()
             stamps = self._own[0].stamps if self._own else Stamps()
-            offers: list[_Offer] = self._world.comm.all_gather_object(self._offer(error))
+            offers: list[_Offer] = self._world.comm.all_gather_object(self._offer_ready(error))
             # Only after the exchange, in which the peers learn of it: without this rank's offer they would wait.
             if error is not None:
                 raise error
@@ -162,14 +162,14 @@ class Lockstep:
             self._share_sample(next(rank for rank, offer in enumerate(offers) if offer.batches))
         return stamps._replace(ready_at=ready_at)
 
-    def _fill(self) -> Exception | None:
+    def _receive_ready(self) -> Exception | None:
         """Receive the batches that are ready, at least one. Return the source's error if it has no batch before it."""
         try:
             # Beyond the first, only batches that are in the lane already: the peers must not wait for more.
             while not self._own or (len(self._own) < self._ahead and self._lane.sent > self._lane.received):
                 self._own.append(self._lane.receive())
                 if self._spare is None:
-                    self._spare = self._sample_of(self._own[0])
+                    self._spare = self._one_sample_of(self._own[0])
         except EndOfChannel:
             return None
         except Exception as error:
@@ -177,23 +177,23 @@ class Lockstep:
             return None if self._own else error
         return None
 
-    def _offer(self, error: Exception | None) -> _Offer:
+    def _offer_ready(self, error: Exception | None) -> _Offer:
         # Without the datasets' states, which concern this rank alone.
         batches = [(_size_of(each), each.position._replace(state=None)) for each in self._own]
         failure = f"{type(error).__name__}: {error}" if error is not None else None
         return _Offer(self._offset, batches, self._spare is not None, failure, self._taken.here.workers)
 
-    def _pad(self, own: Delivery) -> tuple[Any, int]:
+    def _pad_to_full(self, own: Delivery) -> tuple[Any, int]:
         """Return the batch, padded if the rule says so, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
         size = (batch_size(batch, self._dim) or 1) if own.claim.is_sized else 1
-        is_short = self._rule.policy.fills and size < self._full
+        is_short = self._rule.tail == "pad" and size < self._full
         if not is_short or not own.claim.is_sized or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
         return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
 
-    def _sample_of(self, own: Delivery) -> Delivery:
+    def _one_sample_of(self, own: Delivery) -> Delivery:
         """Return one sample of a batch, to be repeated, or the whole batch if it cannot be cut."""
         batch, is_sized = own.batch, own.claim.is_sized
         if is_sized and can_cut(batch, self._dim):
@@ -218,14 +218,14 @@ class Lockstep:
 
     def _end_uneven(self, offers: list[_Offer]) -> None:
         """End the loop if the rule demands it when some ranks have no more batches."""
-        if self._rule.policy.refuses:
+        if self._rule.tail == "error":
             ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
             self._lane.cancel()
             raise ValueError(
                 f"tail='error': the data of rank(s) {ended} has ended, others have batches; pass tail='split' (the "
                 "default), which repeats a sample there that is not counted, or 'drop'"
             )
-        if self._rule.policy.leaves_out:
+        if self._rule.tail == "drop":
             self._leave_rest()
 
     def _leave_rest(self) -> NoReturn:
@@ -236,7 +236,7 @@ class Lockstep:
         raise EndOfChannel
 
 
-def _bare(error: Exception) -> Exception:
+def without_frames(error: Exception) -> Exception:
     """Return the same error without its frames: these keep their callers and the loader workers alive."""
     twin: Any = copy_error(error)
     if twin is error:  # its class cannot be copied

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.errors import UnpicklableError
+from unisono.loaders.shm import share
 from unisono.outcome import Outcome
 from unisono.tree import leaves
 
@@ -101,6 +102,16 @@ def has_many(batch: Any) -> bool:
     are: of their strides, devices and quantisation nothing is sent."""
     found = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     return len(found) > _MANY and all(each.is_cpu and each.is_contiguous() and not each.is_quantized for each in found)
+
+
+def pack(batch: Any, whose: str) -> Any:
+    """What a loader worker returns for a batch of `whose`: in a form that surely arrives, if it can be sent at all."""
+    if not can_surely_be_sent(batch):
+        return Packed(batch, whose)
+    if has_many(batch):
+        return Merged(batch)
+    share(batch)
+    return batch
 
 
 class Packed:

@@ -15,7 +15,6 @@ dropping the last reference stops the threads, and leaving a loop early leaks no
 
 from __future__ import annotations
 
-import copy
 import operator
 import threading
 import weakref
@@ -89,7 +88,8 @@ class ParallelLoader:
             DataLoader.
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
             alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
-            their `prefetch_factor`.
+            their `prefetch_factor`. With several devices, more may wait for one while none waits for another, unless
+            the loops are replicas: one thread may loop over one device after another.
         split: the meaning of a batch of `loader`. "rank": one rank's batch; a global batch consists of one per rank.
             "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
@@ -153,7 +153,7 @@ class ParallelLoader:
         self._batch_dim = batch_dim
         self._prefetch, self._prefetch_bytes = prefetch, prefetch_bytes
         self._loops = loops
-        self._rule = _rule(
+        self._rule = make_rule(
             self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), already_sharded
         )
         find_source = source_of if sources is None else sources.of
@@ -164,9 +164,9 @@ class ParallelLoader:
                 "stream, cannot do; pass a size of at least 1"
             )
         self._bookmark = Bookmark(self._source, self._rule)
-        self._prepare()
+        self._prepare_pass()
 
-    def _prepare(self) -> None:
+    def _prepare_pass(self) -> None:
         """Create the objects that serve one pass."""
         # Replicas have a thread each; other loops over several devices may be one after another.
         may_overflow = self._loops is None and len(self._devices) > 1
@@ -187,7 +187,7 @@ class ParallelLoader:
             ClosedError: the loader is closed.
         """
         iterator = self.iterator(device)
-        self._begin()
+        self._begin_pass()
         return iterator
 
     def iterator(self, device: str | int | torch.device) -> DeviceIterator:
@@ -197,18 +197,18 @@ class ParallelLoader:
             raise ValueError(f"device {name} is not one of this loader's devices: {', '.join(names)}")
         place = names.index(name)
         lane, world = self._pipeline.lanes[place], self._loop_world(place)
-        return DeviceIterator(self, lane, world, partial(self._receive, place), partial(self._state_of, lane))
+        return DeviceIterator(self, lane, world, partial(self._receive_for, place), partial(self._state_of, lane))
 
-    def _receive(self, place: int) -> Delivery:
-        # Without the lock, which each batch would pay for; `_begin` checks again.
+    def _receive_for(self, place: int) -> Delivery:
+        # Without the lock, which each batch would pay for; `_begin_pass` checks again.
         if not self._receivers:
-            self._begin()
+            self._begin_pass()
         return self._receivers[place]()
 
     def _state_of(self, lane: Lane) -> State:
         return self.state_dict() if self._begun is None else state_behind(self._source, self._begun, [lane.progress])
 
-    def _begin(self) -> None:
+    def _begin_pass(self) -> None:
         """Start the pass, if it has not begun."""
         if self._is_closed:
             raise ClosedError("this ParallelLoader is closed, after its one pass; again() returns the next one")
@@ -218,7 +218,7 @@ class ParallelLoader:
             if self._world.rank == 0:
                 warn_of_repetition(self._loader, self._source)
             try:
-                self._start()
+                self._start_pass()
             except BaseException:
                 if self._begun is not None:
                     # No batch was delivered, so the epoch that was to begin is still the next one.
@@ -226,12 +226,12 @@ class ParallelLoader:
                     self._is_closed = True
                 raise
 
-    def _start(self) -> None:
+    def _start_pass(self) -> None:
         begun = self._source.begin(self._rule, self._pipeline.count_left_out)
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, self._progress())
-        # `_receivers` is assigned last and whole: `_receive` reads it without the lock.
+        # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
         if self._prefetch:
             self._pipeline.start(begun.pieces)
             self._receivers = [self._receiver(lane, self._begun) for lane in self._pipeline.lanes]
@@ -243,12 +243,6 @@ class ParallelLoader:
             "a ParallelLoader is looped over device by device, each in its thread: pass it to a DataParallel, or use "
             "loader.per_device_loader(device); for one device there is DeviceLoader(loader)"
         )
-
-    def __copy__(self) -> ParallelLoader:
-        # `copy.copy` would otherwise call `__reduce_ex__`, which refuses.
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(_NO_COPY.format(type(self).__name__))
@@ -274,9 +268,10 @@ class ParallelLoader:
         Args:
             loops: as for the class.
         """
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         twin._loops = loops or self._loops
-        twin._prepare()
+        twin._prepare_pass()
         return twin
 
     def state_dict(self) -> State:
@@ -464,7 +459,7 @@ def _plain_seed(seed: Any) -> int:
     return operator.index(seed)
 
 
-def _rule(
+def make_rule(
     world: World,
     lanes: int,
     loader: Iterable[Any],

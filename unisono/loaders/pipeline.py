@@ -77,16 +77,8 @@ class Stamps(NamedTuple):
         return Waits(source=loaded - asked, transfer=ended - sent, peers=asked - began + sent - loaded)
 
 
-class Loaded(NamedTuple):
-    """A piece in a lane."""
-
-    piece: Piece
-    nbytes: int
-    stamps: Stamps
-
-
 class Delivery(NamedTuple):
-    """A batch on its device: its backend waits for `token`; the rest as in `Piece` and `Loaded`."""
+    """A piece in a lane. Once its batch is on the device, the backend waits for `token`; the rest as in `Piece`."""
 
     batch: Any
     token: Any
@@ -124,10 +116,12 @@ class Lane:
             self._most_waiting += self._most_moved + 1
         # The number of waiting batches does not show how full a lane is that is bounded by bytes.
         is_counted = pipeline.prefetch_bytes is None
-        self.inbox: Channel[Loaded] = Channel(pipeline.lock, refill_at=self._most_waiting // 2 if is_counted else None)
+        self.inbox: Channel[Delivery] = Channel(
+            pipeline.lock, refill_at=self._most_waiting // 2 if is_counted else None
+        )
         moved = self._most_waiting if self.is_direct else self._most_moved
         self.outbox: Channel[Delivery] = Channel(pipeline.lock, self._on_receipt, moved // 2 if is_counted else None)
-        self.entry: Channel[Any] = self.outbox if self.is_direct else self.inbox
+        self.entry: Channel[Delivery] = self.outbox if self.is_direct else self.inbox
 
     # The reader's end.
 
@@ -141,7 +135,7 @@ class Lane:
             return False
         # `asked_at` is 0 if no other lane can have held up the reader: `divide` then finds no time for peers.
         sent_at = perf_counter_ns() if asked_at else loaded_at
-        item: Any = Loaded(piece, size, Stamps(asked_at, loaded_at, sent_at))
+        item = Delivery(piece.batch, None, piece.claim, piece.position, size, Stamps(asked_at, loaded_at, sent_at))
         if self.is_direct:
             try:
                 item = self.move(item)
@@ -168,15 +162,14 @@ class Lane:
 
     # The transfer's end.
 
-    def move(self, loaded: Loaded) -> Delivery:
+    def move(self, loaded: Delivery) -> Delivery:
         """Move a batch to the device, or start its move."""
-        piece = loaded.piece
         try:
-            batch, token = self.backend.to_device(piece.batch, self.device)
+            batch, token = self.backend.to_device(loaded.batch, self.device)
         except BaseException as error:
             error.add_note(f"while a batch was moved to {self.device}")
             raise
-        return Delivery(batch, token, piece.claim, piece.position, loaded.nbytes, loaded.stamps)
+        return loaded._replace(batch=batch, token=token)
 
     def may_move(self) -> bool:
         """Whether there is room for another batch on the device. Called under the lock."""

@@ -41,7 +41,7 @@ class Sources:
 
     def of(self, loader: Iterable[Any], world: World, dim: int, seed: int | None) -> Source:
         """Return the source that has read this loader before; a new one, if it is not a DataLoader."""
-        if not is_indexed(loader) and not is_stream(loader):
+        if not makes_batches_alike(loader):
             return source_of(loader, world, dim, seed)
         with self._lock:
             kept = self._kept.setdefault(loader, {})

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, assert_never, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -40,29 +40,6 @@ Split = Literal["rank", "global"]
 Tail = Literal["split", "drop", "pad", "error"]
 
 _SEEN = 64  # values of an array
-
-
-class Policy(NamedTuple):
-    """The treatment of an incomplete round: one of these, or none for a split."""
-
-    leaves_out: bool = False
-    fills: bool = False
-    refuses: bool = False
-
-
-def policy_of(tail: Tail) -> Policy:
-    """The policy of a value for `tail`."""
-    match tail:
-        case "split":
-            return Policy()
-        case "drop":
-            return Policy(leaves_out=True)
-        case "pad":
-            return Policy(fills=True)
-        case "error":
-            return Policy(refuses=True)
-        case _:
-            assert_never(tail)
 
 
 @dataclass(frozen=True)
@@ -91,8 +68,7 @@ class Rule:
     shard: int = 0
 
     def __post_init__(self) -> None:
-        if self.count < 1 or not all(0 <= place < self.count for place in self.kept):
-            raise ValueError(f"Rule(count={self.count}, kept={self.kept}): the places must be in 0 .. count - 1")
+        assert all(0 <= place < self.count for place in self.kept)
         for name, value, choices in (("split", self.split, Split), ("tail", self.tail, Tail)):
             if value not in get_args(choices):
                 raise ValueError(
@@ -107,23 +83,12 @@ class Rule:
     @property
     def shares_batches(self) -> bool:
         """Whether each batch is a global one, of which each rank takes a part."""
-        match self.split:
-            case "rank":
-                return False
-            case "global":
-                return True
-            case _:
-                assert_never(self.split)
-
-    @property
-    def policy(self) -> Policy:
-        """The treatment of the incomplete last round."""
-        return policy_of(self.tail)
+        return self.split == "global"
 
     def rounds_of(self, batches: int) -> int:
         """Return the number of rounds in this many batches."""
         full, more = divmod(batches, self.batches)
-        return full + (more > 0 and not self.policy.leaves_out and not self.fixed_batch_size)
+        return full + (more > 0 and self.tail != "drop" and not self.fixed_batch_size)
 
 
 class Part(NamedTuple):
@@ -290,7 +255,7 @@ def rounds(
     reference = first or (nominal if start else None)
     largest = nominal or first or 0
     while group := list(islice(source, rule.batches)):
-        is_whole = len(group) == rule.count and not rule.policy.fills
+        is_whole = len(group) == rule.count and rule.tail != "pad"
         sizes = [size_of(batch, not is_whole) for batch in group]
         largest = largest if nominal else max(largest, *(size.samples for size in sizes))
         is_tail = len(group) < rule.batches or (nominal is not None and min(sizes).samples < nominal)
@@ -307,14 +272,14 @@ def rounds(
             )  # fmt: skip
             left_out([part.samples for part in deal(sizes, rule.count)])
             return
-        if is_tail and rule.policy.refuses:
+        if is_tail and rule.tail == "error":
             total = sum(size.samples for size in sizes)
             raise ValueError(tail_message(start + total, total, rule, nominal))
-        if is_tail and rule.policy.leaves_out:
+        if is_tail and rule.tail == "drop":
             left_out([part.samples for part in deal(sizes, rule.count)])
             return
         full = -(-largest // rule.count) if rule.shares_batches else largest
-        dealt = Round(group, sizes, deal(sizes, rule.count, full if rule.policy.fills else 0), start)
+        dealt = Round(group, sizes, deal(sizes, rule.count, full if rule.tail == "pad" else 0), start)
         yield dealt
         start = dealt.stop
 

@@ -8,6 +8,7 @@ If it is full, a batch cannot be sent, and a process that writes beyond its capa
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,15 @@ logger = logging.getLogger(__name__)
 
 
 class Room:
-    """The shared memory for the loader workers of one pool, and whether it is sufficient.
+    """The shared memory for the loader workers of one pool, and whether it is sufficient; the first batch decides.
 
     Args:
         num_workers, prefetch_factor: the number of workers, and of batches that each prefetches.
         waiting: the largest number of received batches that wait for the loop.
 
     Attributes:
-        is_tight: whether waiting batches should be copied out of shared memory.
+        is_tight: whether waiting batches should be copied out of shared memory: it, or this process's file descriptors,
+            of which each shared tensor holds one, would not suffice for them.
     """
 
     def __init__(self, num_workers: int, prefetch_factor: int | None, waiting: int) -> None:
@@ -52,7 +54,6 @@ class Room:
         self._waiting = waiting
         self._free: int | None = None
         self._has_checked = False
-        self._needed = 0  # by the batches in transit
         self.is_tight = False
 
     def look(self) -> None:
@@ -68,11 +69,13 @@ class Room:
         self._has_checked = True
         tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and has_storage(leaf)]
         nbytes = sum(leaf.nbytes for leaf in tensors if leaf.is_shared())
-        self._needed = needed = self._in_flight * nbytes
+        needed = self._in_flight * nbytes
+        limit = math.inf if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.is_tight = self._waiting * len(tensors) > limit / 2
         if self._free is None:
             return
         # The batches that wait are copied out if it is tight, so only those in flight can still fill it.
-        self.is_tight = needed + self._waiting * nbytes > self._free
+        self.is_tight = self.is_tight or needed + self._waiting * nbytes > self._free
         if needed > self._free:
             logger.warning(
                 "%s had %s free when the loader workers started, and %d batches of %s, which num_workers=%d may have "
@@ -80,19 +83,6 @@ class Room:
                 *(SHM, _megabytes(self._free), self._in_flight, _megabytes(nbytes), self._num_workers),
                 *(_megabytes(needed), _WAY_OUT),
             )
-
-    def is_running_out(self) -> bool:
-        """Whether less is free now than the batches in transit may need."""
-        found = _free_and_size()
-        return found is not None and found[0] < self._needed
-
-
-def num_open_files() -> int:
-    """The number of descriptors that this process has open; 0 where that is unknown."""
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
 
 
 def share(batch: Any) -> None:

@@ -202,15 +202,8 @@ class PlainSource:
             self._loader.set_epoch(epoch)
         done = position["offset"] // rule.shards
         if self._is_stateful and "loader" in position:
-            try:
-                # A copy: the loader may keep and modify it, and the pass's own position still refers to it.
-                self._loader.load_state_dict(copy.deepcopy(position["loader"]))
-            except AssertionError as error:
-                raise StateError(
-                    f"the {type(self._loader).__name__} does not take its state, which is in this one: an assertion of "
-                    f"its load_state_dict fails ({error or 'without a reason'}); resume with the same arguments, such "
-                    "as num_workers and batch_size"
-                ) from error
+            # A copy: the loader may keep and modify it, and the pass's own position still refers to it.
+            self._loader.load_state_dict(copy.deepcopy(position["loader"]))
             done = 0
         elif done:
             logger.warning(

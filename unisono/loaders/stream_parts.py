@@ -103,7 +103,7 @@ class PartReader(IterableDataset[Packed]):
 
     def made(self, cut: Cut, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
         """The batches of the part that `worker` reads. `asked` records whether the dataset uses `get_worker_info()`."""
-        samples = _Part(self.dataset, cut, cut.part(worker), asked)
+        samples = PartSamples(self.dataset, cut, cut.part(worker), asked)
         while chunk := list(islice(samples, self.size or 1)):
             if self.size is not None and self._drop_last and len(chunk) < self.size:
                 yield Made(None, len(chunk), None)
@@ -156,13 +156,13 @@ class StreamStart:
         use_worker_info(AskedInfo(worker, number, row, info.seed, self._reader.dataset))
         if cut.by == "stride":
             answer_as_one_rank()
-        # Different in each worker, for the user's function; `_Part` seeds all alike before the stream is opened.
+        # Different in each worker, for the user's function; `PartSamples` seeds all alike before the stream is opened.
         seed_all(mixed(seed_of(cut.seed, "workers"), part))
         if self._init is not None:
             self._init(number)
 
 
-class _Part:
+class PartSamples:
     """The samples of one part of a stream that were not taken before.
 
     Attributes:
@@ -193,7 +193,7 @@ class _Part:
     def index(self) -> int:
         return self._counts[0]
 
-    def __iter__(self) -> _Part:
+    def __iter__(self) -> PartSamples:
         return self
 
     def __next__(self) -> Any:
@@ -219,9 +219,9 @@ class _Part:
 
     def read(self, samples: int) -> Read:
         """What a batch of the last samples took."""
-        return Read(self._part, samples, self._by or self._cut.by, self._seen, self._state())
+        return Read(self._part, samples, self._by or self._cut.by, self._seen, self._dataset_state())
 
-    def _state(self) -> Any:
+    def _dataset_state(self) -> Any:
         """The dataset's own state after the last sample; None if it has none."""
         if not is_stateful(self._dataset) or has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None)):
             return None
@@ -231,7 +231,7 @@ class _Part:
         return {"dataset": own, "counts": list(self._counts)}
 
     def _open_iterator(self, state: Any) -> Iterator[Any]:
-        """The dataset's iterator, after the samples that precede a state that `_state` returned."""
+        """The dataset's iterator, after the samples that precede a state that `_dataset_state` returned."""
         if state is None:
             return iter(self._dataset)
         self._counts = list(state["counts"])

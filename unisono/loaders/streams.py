@@ -79,19 +79,19 @@ class StreamSource:
             epoch, offset, loader = self.epoch, self._position["offset"], self._require_loader()
             before = Taken.of_state(self._position) if offset else None
             dataset, by = self._cut_by_rank(loader.dataset, rule, before)
-            cut = self._cut(by, epoch, before)
+            cut = self._cut_at_position(by, epoch, before)
             size = loader.batch_size
             if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
                 size = _share_of_batch(size, self._rank, self._ranks)
-            drop_last = loader.drop_last or rule.policy.leaves_out
+            drop_last = loader.drop_last or rule.tail == "drop"
             made = self._make_batches(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
-        reading = _Reading(made, cut.taken, lambda samples: left_out(_share(samples, places)), self.is_uneven)
+        reading = _Reading(made, cut.taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven)
         # The ranks' rounds are made in lockstep; only a short batch of this one is refused here.
-        own = Rule(tail="error" if rule.policy.refuses else "split") if self.is_uneven else rule
-        full = size if rule.policy.fills else None
-        nominal = size if rule.policy.refuses and not loader.drop_last else None
+        own = Rule(tail="error" if rule.tail == "error" else "split") if self.is_uneven else rule
+        full = size if rule.tail == "pad" else None
+        nominal = size if rule.tail == "error" and not loader.drop_last else None
         pieces = rounds_of_loaded(reading, own, self._dim, left_out, offset, reading.position, full, nominal)
         return Begun(epoch, cut.taken.to_state(offset), pieces, full)
 
@@ -146,7 +146,7 @@ class StreamSource:
                 )  # fmt: skip
         return dataset, "stride"
 
-    def _cut(self, by: Cutter, epoch: int, before: Taken | None) -> Cut:
+    def _cut_at_position(self, by: Cutter, epoch: int, before: Taken | None) -> Cut:
         workers = self._workers
         if before is None:
             return Cut(self._rank, by, self.seed, epoch, Taken.nothing(by, self._ranks, workers))
@@ -233,9 +233,9 @@ def _share_of_batch(size: int, rank: int, ranks: int) -> int:
             f"batch_size={size} with split='global' is too small for world_size={ranks}: every rank takes a part of "
             "each batch; pass a batch_size of at least that number"
         )
-    return _share(size, ranks)[rank]
+    return share_evenly(size, ranks)[rank]
 
 
-def _share(samples: int, places: int) -> list[int]:
+def share_evenly(samples: int, places: int) -> list[int]:
     share, more = divmod(samples, places)
     return [share + (place < more) for place in range(places)]

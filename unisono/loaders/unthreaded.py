@@ -13,7 +13,7 @@ from time import perf_counter_ns
 
 from unisono.errors import ClosedError
 from unisono.loaders.channel import EndOfChannel
-from unisono.loaders.pipeline import Delivery, Lane, Loaded, Stamps
+from unisono.loaders.pipeline import Delivery, Lane, Stamps
 from unisono.loaders.sharding import Piece
 from unisono.outcome import copy_error
 from unisono.tree import nbytes
@@ -53,7 +53,8 @@ class Unthreaded:
             raise EndOfChannel
         (piece,) = pieces
         now = perf_counter_ns()
-        loaded = Loaded(piece, nbytes(piece.batch), Stamps(loaded_at=now, sent_at=now))
+        stamps = Stamps(loaded_at=now, sent_at=now)
+        loaded = Delivery(piece.batch, None, piece.claim, piece.position, nbytes(piece.batch), stamps)
         lane.sent += 1
         lane.received += 1
         return lane.move(loaded)

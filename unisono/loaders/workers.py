@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
 import time
@@ -20,16 +19,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-try:
-    import resource
-except ImportError:  # Windows has no such limits
-    resource = None  # type: ignore[assignment]
-
 from unisono.errors import BusyError, describe_exit
 from unisono.loaders.fetcher import Fetcher, Request, few
 from unisono.loaders.forked_workers import context_of, one_at_a_time, stack_of
-from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
-from unisono.loaders.shm import Room, explain, num_open_files, share, why_full
+from unisono.loaders.packing import Packed, pack
+from unisono.loaders.shm import Room, explain, why_full
 from unisono.outcome import Outcome, chain_of
 from unisono.randomness import notice_who_asks
 from unisono.torch_private import (
@@ -43,7 +37,7 @@ from unisono.torch_private import (
     loader_worker,
     remove_worker_pids,
 )
-from unisono.tree import leaves, tree_map
+from unisono.tree import tree_map
 
 _BUSY_S = 10.0  # the longest wait for another thread to finish with the persistent workers
 _LOOK_S = 0.25  # between two checks on the workers, while no batch arrives
@@ -63,14 +57,9 @@ class RemoteFetcher:
     def __getitem__(self, request: Request) -> Any:
         try:
             batch = self._fetcher.batch(request, is_seeded=True)
-            if can_surely_be_sent(batch):
-                if has_many(batch):
-                    return Merged(batch)
-                share(batch)
-                return batch
+            return pack(batch, f"the samples with indices {few(request.indices)}")
         except Exception as error:
             return Packed(error=error)
-        return Packed(batch, f"the samples with indices {few(request.indices)}")
 
     def __len__(self) -> int:  # asked by samplers that are never used
         return 0
@@ -269,7 +258,6 @@ class Served:
         self._values = values
         self._wait = wait
         self._room = room
-        self._num_served, self._is_freed = 0, False
 
     def __iter__(self) -> Served:
         return self
@@ -279,7 +267,7 @@ class Served:
             value = self._receive()
             batch = value.unwrap() if isinstance(value, Outcome) else value
             self._room.check(batch)
-            return self._free_shared_memory(batch)
+            return tree_map(_in_plain_memory, batch) if self._room.is_tight else batch
         except StopIteration:
             self._values = iter(())  # those of persistent workers continue in the next pass
             raise
@@ -288,24 +276,6 @@ class Served:
             self._values = iter(())  # a kept error keeps this object, but must not keep the workers
             _free(error)
             raise
-
-    def _free_shared_memory(self, value: Any) -> Any:
-        """The batch, copied out of shared memory if the batches that wait for the loop would exhaust that.
-
-        They may also exhaust the file descriptors, since each shared tensor holds one. It is unknown how many may wait,
-        so the first batch decides for `_WAITING` of them, and each `_WAITING`-th one for as many more.
-        """
-        if not self._is_freed and self._num_served % _WAITING == 0:
-            limit = math.inf if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            needed = _WAITING * sum(isinstance(leaf, torch.Tensor) for leaf in leaves(value))
-            if self._num_served == 0:
-                self._is_freed = self._room.is_tight or needed > limit / 2
-            else:
-                self._is_freed = self._room.is_running_out() or num_open_files() + needed > limit * 3 / 4
-        self._num_served += 1
-        if not self._is_freed:
-            return value
-        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
     def _receive(self) -> Any:
         try:
@@ -322,6 +292,10 @@ class Served:
             is_full = dead is not None and dead.exitcode == -signal.SIGBUS
             why = why_full() if is_full else "unless it was killed on purpose, the usual reason is a lack of memory"
             raise RuntimeError(f"a DataLoader worker {how} before its batch was received; {why}") from error
+
+
+def _in_plain_memory(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _look_often(values: Any, wait: _Wait) -> None:

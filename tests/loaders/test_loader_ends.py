@@ -1,0 +1,295 @@
+"""Errors and early ends of a loader reach every loop, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import warm_scripts
+from epochs import PATIENCE_S, CodedError, Numbers, is_awaiting_batch, is_awaiting_room, join_own_threads, own_threads
+from faults import until
+from loops import Paced, Stream, worlds
+from modes import FAMILY, devices
+from torch.utils.data import DataLoader
+
+from unisono import DeviceLoader, ParallelLoader
+from unisono.errors import ClosedError
+from unisono.world import solo_world
+
+
+@pytest.mark.any_family
+def test_a_replica_that_closes_its_iterator_does_not_starve_the_others():
+    with ParallelLoader(range(400), devices(2), prefetch=1, world=solo_world(), loops=worlds(2)) as parallel:
+        leaving, staying = [parallel.per_device_loader(device) for device in devices(2)]
+        assert next(leaving) == 0
+        with ThreadPoolExecutor(1) as stayer:
+            stayed = stayer.submit(list, staying)
+            # The reader waits for room in the lane of the one, and the other for the reader.
+            full, empty = parallel._pipeline.lanes
+            until(lambda: is_awaiting_room(full.entry) and is_awaiting_batch(empty))
+            leaving.close()
+            assert stayed.result(PATIENCE_S) == list(range(1, 400, 2))
+
+
+@pytest.mark.any_family
+def test_what_waits_for_a_dropped_iterator_is_there_for_the_next():
+    with ParallelLoader(range(10), devices(2)) as parallel:
+        first, second = devices(2)
+        assert next(parallel.per_device_loader(first)) == 0
+        assert list(parallel.per_device_loader(second)) == [1, 3, 5, 7, 9]
+        assert list(parallel.per_device_loader(first)) == [2, 4, 6, 8]
+
+
+class Failing(Numbers):
+    """Sample 21 cannot be loaded."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 21:
+            raise CodedError(index)
+        return index
+
+
+def failing_collate(samples: list[int]) -> torch.Tensor:
+    if 21 in samples:
+        raise CodedError(21)
+    return torch.tensor(samples)
+
+
+def failing_generator() -> Iterator[int]:
+    yield from range(10)
+    raise CodedError(21)
+
+
+class Immovable(torch.Tensor):
+    """A tensor elsewhere, which cannot be fetched."""
+
+    error: BaseException = CodedError(21)
+
+    @staticmethod
+    def make() -> Immovable:
+        return torch.empty(2, device="meta").as_subclass(Immovable)
+
+    def cpu(self) -> torch.Tensor:
+        raise self.error
+
+
+BROKEN = {
+    "dataset": lambda: DataLoader(Failing(40), batch_size=2),
+    "dataset in a loader worker": lambda: DataLoader(Failing(40), batch_size=2, num_workers=2),
+    "stream in a loader worker": lambda: DataLoader(Stream(40, broken=21), batch_size=2, num_workers=1),
+    "collate_fn": lambda: DataLoader(Numbers(40), batch_size=2, collate_fn=failing_collate),
+    "collate_fn in a loader worker": lambda: DataLoader(
+        Numbers(40), batch_size=2, collate_fn=failing_collate, num_workers=1
+    ),
+    "generator": failing_generator,
+    "transfer": lambda: [*range(10), *[Immovable.make()] * 2],
+}
+
+
+@contextlib.contextmanager
+def raises_coded() -> Iterator[list[Any]]:
+    """Catches the error without holding on to its traceback, and gives what it says."""
+    told: list[Any] = []
+    try:
+        yield told
+    except CodedError as error:
+        told.extend([type(error), "code 21" in str(error), "\n".join(error.__notes__)])
+    else:
+        pytest.fail("no CodedError was raised")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "where", ["transfer", *(pytest.param(each, marks=pytest.mark.any_family) for each in BROKEN if each != "transfer")]
+)
+def test_an_error_reaches_every_device_in_its_own_type_after_the_rounds_before_it(where, count):
+    reading = f"in the loader's reader, round {10 // count}"
+    place = f"while a batch was moved to {FAMILY}:" if where == "transfer" else reading
+    with ParallelLoader(BROKEN[where](), devices(count)) as parallel:
+        for iterator in [parallel.per_device_loader(device) for device in devices(count)]:
+            delivered = 0
+            with raises_coded() as told:
+                for _ in iterator:
+                    delivered += 1
+            assert delivered == 10 // count
+            assert told[:2] == [CodedError, True]
+            assert place in told[2]
+            for _ in range(2):
+                with raises_coded() as again:
+                    next(iterator)
+                assert again == told
+
+
+def test_a_stop_iteration_while_moving_is_an_error_and_no_end(monkeypatch):
+    monkeypatch.setattr(Immovable, "error", StopIteration())
+    with pytest.raises(RuntimeError, match="could not be moved to its device: it raised StopIteration"):
+        list(DeviceLoader([1, Immovable.make()]))
+
+
+def test_a_source_that_was_closed_is_an_error_and_no_end():
+    inner = ParallelLoader(itertools.count(), ["cpu"])
+
+    def source() -> Iterator[int]:
+        for number in inner.per_device_loader("cpu"):
+            yield number
+            if number == 3:
+                inner.close()
+
+    found = []
+    with pytest.raises(ClosedError):
+        for batch in DeviceLoader(source()):
+            found.append(batch)  # noqa: PERF402 - what came before the error is kept
+    assert found == [0, 1, 2, 3]
+
+
+def test_a_loader_that_cannot_be_iterated_says_so_each_time():
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            raise OSError("the disk is gone")
+
+    parallel = ParallelLoader(Broken(), devices(2))
+    for device in devices(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            parallel.per_device_loader(device)
+
+
+def test_a_batch_that_contains_itself_is_refused():
+    batch: list[Any] = []
+    batch.append(batch)
+    with pytest.raises(ValueError, match="contains itself"):
+        list(DeviceLoader([batch]))
+
+
+@pytest.mark.any_family
+def test_a_closed_loader_wakes_who_waits_and_refuses_who_comes():
+    source = Paced()
+    parallel = ParallelLoader(source, devices(2))
+    iterators = [parallel.per_device_loader(device) for device in devices(2)]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(next, iterator) for iterator in iterators]
+        until(lambda: all(map(is_awaiting_batch, parallel._pipeline.lanes)))
+        source.let(2)  # the reader comes back from the source, and can end
+        parallel.close()
+        for each in waiting:
+            with pytest.raises(ClosedError, match="the loader was closed"):
+                each.result(PATIENCE_S)
+    assert not own_threads()
+    parallel.close()
+    with pytest.raises(ClosedError):
+        next(iterators[0])
+    with pytest.raises(ClosedError, match="after its one pass"):
+        parallel.per_device_loader(devices(1)[0])
+
+
+def test_a_loader_that_is_closed_while_its_pass_begins_ends():
+    beginning, may_begin = threading.Event(), threading.Event()
+
+    class Slow:
+        def __iter__(self) -> Iterator[int]:
+            beginning.set()
+            assert may_begin.wait(PATIENCE_S)
+            return itertools.count()
+
+    parallel = ParallelLoader(Slow(), ["cpu"])
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(parallel.per_device_loader, "cpu")
+        assert beginning.wait(PATIENCE_S)
+        parallel.close()
+        may_begin.set()
+        with pytest.raises(ClosedError):
+            next(asked.result(PATIENCE_S))
+    join_own_threads()
+
+
+@pytest.mark.any_family
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_closed_iterator_takes_no_more_and_the_other_goes_on(left):
+    with ParallelLoader(range(100), devices(2)) as parallel:
+        iterators = [parallel.per_device_loader(device) for device in devices(2)]
+        closed, other = iterators[left], iterators[1 - left]
+        next(closed)
+        closed.close()
+        closed.close()
+        with pytest.raises(ClosedError):
+            next(closed)
+        assert list(other) == list(range(1 - left, 100, 2))
+
+
+@pytest.mark.any_family
+def test_leaving_the_loop_three_hundred_times_leaves_nothing():
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def source() -> Iterator[torch.Tensor]:
+        while True:
+            tensor = torch.zeros(4)
+            alive.append(weakref.ref(tensor))
+            yield tensor
+
+    gc.collect()
+    gc.disable()
+    try:
+        files = os.listdir("/proc/self/fd")
+        for _ in range(300):
+            for _batch in ParallelLoader(source(), ["cpu"]).per_device_loader("cpu"):
+                break
+        del _batch
+        join_own_threads()
+        assert len(alive) >= 300
+        assert sum(each() is not None for each in alive) == 0
+        assert len(os.listdir("/proc/self/fd")) == len(files)
+    finally:
+        gc.enable()
+
+
+def test_a_loader_in_a_circle_of_garbage_ends_its_threads():
+    parallel = ParallelLoader(itertools.count(), devices(2))
+    circle: list[Any] = [parallel.per_device_loader("cpu:0"), parallel.per_device_loader("cpu:1")]
+    next(circle[0])
+    circle.append(circle)
+    assert [thread.name for thread in own_threads()] == ["unisono-reader"]
+    del parallel, circle
+    gc.collect()
+    join_own_threads()
+
+
+def test_a_loader_that_is_never_asked_starts_nothing():
+    parallel = ParallelLoader(itertools.count(), ["cpu"])
+    assert not own_threads()
+    parallel.close()
+
+
+ENDS_IN_MID_EPOCH = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from unisono import ParallelLoader
+
+def busy():
+    while True:
+        yield torch.ones(1000) @ torch.ones(1000)
+
+sources = {
+    "generator": busy,
+    "workers": lambda: DataLoader(TensorDataset(torch.ones(1000, 10)), num_workers=1),
+}
+iterator = ParallelLoader(sources[sys.argv[1]](), ["cpu"]).per_device_loader("cpu")
+for number, batch in enumerate(iterator):
+    if number == 20:
+        break
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "times"), [("generator", 3), ("workers", 1)])
+def test_a_script_that_ends_in_mid_epoch_ends_cleanly(tmp_path, source, times):
+    (tmp_path / "ends.py").write_text(ENDS_IN_MID_EPOCH)
+    for _ in range(times):
+        assert warm_scripts.complete(tmp_path / "ends.py", source, takes_apart=True) == (0, "", "")

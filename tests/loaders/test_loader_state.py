@@ -1,0 +1,224 @@
+"""What a loader's state is, and which states are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import numpy
+import pytest
+import torch
+from epochs import Numbers, counted, ranks_of, take
+from faults import until
+from resuming import SAMPLES, STATE, common_state, order, resumed, shuffled, take_items
+from torch.utils.data import DataLoader
+
+from unisono import DeviceLoader
+from unisono.errors import StateError
+
+
+def test_the_state_is_what_was_delivered_whatever_was_prefetched():
+    loader = shuffled()
+    device_loader = DeviceLoader(loader)
+    iterator = iter(device_loader)
+    for rounds in range(1, 4):
+        next(iterator)
+        until(lambda: loader.dataset.asked == SAMPLES)
+        assert device_loader.state_dict()["offset"] == 2 * rounds
+
+
+def test_nothing_is_loaded_again():
+    loader = shuffled(1000)
+    device_loader = resumed([DeviceLoader(loader, seed=5)], {**STATE, "length": 1000, "offset": 990})[0]
+    assert counted([take(device_loader)]) == order(1000, 5, 0)[990:]
+    assert loader.dataset.asked == 10
+
+
+def test_a_state_is_plain_data():
+    for loader in (shuffled(), shuffled(batch_size=None), list(torch.arange(9).split(2))):
+        device_loader = DeviceLoader(loader)
+        iterator = iter(device_loader)
+        next(iterator)
+        state = device_loader.state_dict()
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True) == json.loads(json.dumps(state)) == state
+
+
+@pytest.mark.parametrize("seed", [numpy.int64(5), torch.tensor(5)], ids=["numpy", "torch"])
+def test_a_seed_of_another_kind_of_number_is_written_as_plain_one(seed):
+    assert json.loads(json.dumps(DeviceLoader(shuffled(), seed=seed).state_dict())) == {**STATE, "offset": 0}
+
+
+def test_before_the_first_batch_the_state_is_the_beginning_of_the_pass():
+    loader = DeviceLoader(shuffled(), seed=5)
+    beginning = {**STATE, "offset": 0}
+    assert loader.state_dict() == beginning
+    iterator = iter(loader)
+    assert loader.state_dict() == beginning
+    del iterator
+    assert loader.state_dict() == beginning
+    assert counted([take(resumed([DeviceLoader(shuffled(), seed=5)], beginning)[0])]) == order(SAMPLES, 5, 0)
+
+
+def test_behind_the_last_batch_but_not_told_so_the_rest_of_the_epoch_is_empty():
+    loader = DeviceLoader(shuffled(), seed=5)
+    take(loader, len(loader))
+    state = common_state([loader])
+    assert (state["epoch"], state["offset"]) == (0, SAMPLES)
+    (again,) = resumed(ranks_of(shuffled(), 1, seed=5), state)
+    assert take(again) == []
+    assert counted([take(again)]) == order(SAMPLES, 5, 1)
+
+
+def test_a_state_loaded_in_mid_pass_is_for_the_next_loop():
+    loader = DeviceLoader(shuffled(), seed=5)
+    iterator = iter(loader)
+    first = next(iterator).tolist()
+    loader.load_state_dict({**STATE, "epoch": 7})
+    assert loader.epoch == 7
+    assert loader.state_dict() == {**STATE, "epoch": 7}
+    assert first + [each for batch in iterator for each in batch.tolist()] == order(SAMPLES, 5, 0)
+    assert counted([take(loader)]) == order(SAMPLES, 5, 7)[6:]
+    assert counted([take(loader)]) == order(SAMPLES, 5, 8)
+
+
+def test_a_later_change_of_the_state_changes_no_loader():
+    loader = DeviceLoader(shuffled(), seed=5)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    state["offset"] = 17
+    loader.state_dict()["epoch"] = 17
+    assert counted([take(loader)]) == order(SAMPLES, 5, 0)
+
+
+def test_after_an_error_the_state_is_behind_what_was_delivered():
+    class Failing(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index == 9:
+                raise OSError("unreadable")
+            return index
+
+    loader = DeviceLoader(DataLoader(Failing(20), batch_size=2))
+    with pytest.raises(OSError, match="unreadable"):
+        take(loader)
+    assert loader.state_dict()["offset"] == 8
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(OSError, match="unreadable"):
+        take(loader)
+    state = {"version": 1, "epoch": 0, "seed": 0, "length": 20, "order": "SequentialSampler", "offset": 8}
+    assert loader.state_dict() == state
+
+
+def test_epochs_advance_by_themselves_and_jump_when_told():
+    loader = DeviceLoader(shuffled(), seed=5)
+    assert loader.epoch == 0
+    for epoch in (0, 1):
+        assert counted([take(loader, 3)]) == order(SAMPLES, 5, epoch)[:6]
+        assert loader.epoch == epoch
+    loader.set_epoch(40)
+    assert loader.epoch == 40
+    assert counted([take(loader)]) == order(SAMPLES, 5, 40)
+    assert loader.epoch == 41, "it has ended"
+    assert counted([take(loader, 1)]) == order(SAMPLES, 5, 41)[:2]
+    for wrong, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError), ("1", TypeError)):
+        with pytest.raises(error, match="epoch="):
+            loader.set_epoch(wrong)
+    assert loader.epoch == 41
+
+
+def test_the_state_of_an_outer_loop_is_its_own():
+    loader = DeviceLoader(DataLoader(Numbers(12), batch_size=2))
+    outer = iter(loader)
+    next(outer)
+    for inner_batches, _ in enumerate(loader, start=1):
+        state = outer.state_dict()
+        assert (state["epoch"], state["offset"]) == (0, 2)
+        assert loader.state_dict()["epoch"] == 1
+        if inner_batches == 3:
+            break
+    assert loader.valid_samples == 2
+
+
+def test_what_counts_is_that_of_the_loop_that_goes_on():
+    loader = DeviceLoader(DataLoader(Numbers(5), batch_size=3))
+    seen = []
+    for _ in loader:
+        seen.append(loader.valid_samples)
+        for _ in loader:
+            pass
+        assert (loader.valid_samples, loader.weight) == (seen[-1], 1.0)
+    assert seen == [3, 2]
+    assert loader.valid_samples == 2, "after the loop it is still that of the last batch"
+
+
+def test_a_state_in_another_samplers_order_is_refused():
+    shuffled, plain = (DataLoader(Numbers(9), batch_size=2, shuffle=shuffle) for shuffle in (True, False))
+    with pytest.raises(StateError, match="the order of a RandomSampler, this loader's is that of a SequentialSampler"):
+        DeviceLoader(plain).load_state_dict(DeviceLoader(shuffled).state_dict())
+
+
+def test_a_state_behind_the_end_of_a_plain_iterable_is_told_of():
+    first = DeviceLoader(list(torch.arange(20).split(3)))
+    take(first, 5)
+    second = DeviceLoader(list(torch.arange(10).split(3)))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(StateError, match="the state's position is 5 samples beyond the end of this loader"):
+        list(second)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words", "change"),
+    [
+        ("version", "the state has version 2, this loader reads version 1", {"version": 2}),
+        ("version", "the state has version None", {"version": None}),
+        ("version", "the state has version 2", {"version": 2, "length": 4, "seed": 6}),
+        ("length", f"saved over 24 samples, this loader's dataset has {SAMPLES}", {"length": 24}),
+        ("length", f"saved over None samples, this loader's dataset has {SAMPLES}", {"length": None}),
+        ("length", "saved over 24 samples", {"length": 24, "seed": 6}),
+        ("seed", "saved with seed 6, this loader has seed 5: .* pass seed=6", {"seed": 6}),
+        ("state", "the state's epoch is -1; it must be an integer of at least 0", {"epoch": -1}),
+        ("state", "the state's epoch is True", {"epoch": True}),
+        ("state", "the state's epoch is '1'", {"epoch": "1"}),
+        ("state", "the state's offset is -2", {"offset": -2}),
+        ("state", "the state's offset is 2.0", {"offset": 2.0}),
+        ("state", "the state's offset is None", {"offset": None}),
+        ("state", f"the state's offset is 24, but an epoch has {SAMPLES} samples", {"offset": 24}),
+    ],
+)
+def test_a_state_of_another_loader_is_refused_with_both_values(reason, words, change):
+    loader = DeviceLoader(shuffled(), seed=5)
+    with pytest.raises(StateError, match=words) as caught:
+        loader.load_state_dict({**STATE, **change})
+    assert (caught.value.reason, isinstance(caught.value, ValueError)) == (reason, True)
+    assert counted([take(loader)]) == order(SAMPLES, 5, 0), "it is as before"
+
+
+@pytest.mark.parametrize("name", ["epoch", "seed", "length", "offset"])
+def test_a_state_that_lacks_something_is_refused_by_its_name(name):
+    state = {key: value for key, value in STATE.items() if key != name}
+    with pytest.raises(StateError, match=f"the state has no {name}"):
+        DeviceLoader(shuffled(), seed=5).load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [{}, None, 5, [STATE], {"epoch": 1}], ids=repr)
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(
+        StateError, match=re.escape(f"state={state!r:.200} is not what a loader's state_dict() returns")
+    ):
+        DeviceLoader(shuffled(), seed=5).load_state_dict(state)
+
+
+def test_a_state_that_does_not_tell_the_batches_is_refused_where_they_must_be_read():
+    loader = DeviceLoader(list(torch.arange(9).split(2)))
+    with pytest.raises(StateError, match="lacks the number of batches: it was saved by another kind of loader"):
+        loader.load_state_dict({"version": 1, "epoch": 0, "seed": 0, "length": None, "offset": 2})
+
+
+def test_an_offset_beyond_the_items_is_refused_at_once():
+    loader = DeviceLoader(shuffled(batch_size=None), seed=5)
+    with pytest.raises(StateError, match=f"the state's offset is 24, but an epoch has {SAMPLES} samples"):
+        loader.load_state_dict({**STATE, "offset": 24, "batches": 24})
+    assert take_items(loader) == order(SAMPLES, 5, 0)

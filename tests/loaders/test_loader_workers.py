@@ -1,0 +1,363 @@
+"""Loader workers: the user's dataset in them, epoch after epoch, and what is said when they block or die."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import resource
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from epochs import PATIENCE_S, Bucketed, Killed, Numbers, is_awaiting_room, join_own_threads, loader_workers, take
+from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from unisono import DeviceLoader
+from unisono.errors import BusyError, UnpicklableError
+from unisono.loaders.indexed import IndexedSource
+from unisono.loaders.sharding import Rule
+from unisono.loaders.shm import explain
+
+
+@pytest.mark.parametrize(
+    ("thing", "name"),
+    [(lambda: 1, "lambda"), (threading.Lock(), "lock"), ((n for n in ()), "generator")],
+    ids=["lambda", "lock", "generator"],
+)
+def test_a_batch_that_cannot_leave_its_worker_is_named(thing, name):
+    class Holding(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return thing if index == 5 else index
+
+    num_workers = 2 if name == "lock" else 1
+    loader = DataLoader(Holding(8), batch_size=2, num_workers=num_workers, collate_fn=list)
+    found, error = caught(iter(DeviceLoader(loader)))
+    assert (found, type(error)) == (2, UnpicklableError)
+    assert "a batch of the samples with indices 4, 5 cannot be sent from a loader worker" in str(error)
+    assert name in str(error)
+    assert "or pass num_workers=0" in str(error)
+
+
+class Exiting(Numbers):
+    """Who loads sample 21 ends."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 21:
+            raise SystemExit(3)
+        return index
+
+
+@pytest.mark.parametrize("dataset", [Killed(40), Exiting(40)], ids=["killed", "ended"])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(1, False), (1, True), (2, True)])
+def test_a_loader_worker_that_is_gone_is_told_of(dataset, num_workers, persistent):
+    loader = DataLoader(dataset, batch_size=2, num_workers=num_workers, persistent_workers=persistent)
+    found, error = caught(iter(DeviceLoader(loader)))
+    assert found <= 10
+    assert isinstance(error, RuntimeError)
+    assert "DataLoader worker" in str(error)
+
+
+class Mortal(Numbers):
+    """Who loads sample 5 is killed while it is dangerous."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.is_dangerous = torch.zeros(1).share_memory_()
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5 and self.is_dangerous[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_persistent_workers_that_died_are_replaced_in_the_next_pass():
+    dataset = Mortal(8)
+    loader = DeviceLoader(DataLoader(dataset, num_workers=2, persistent_workers=True))
+    dataset.is_dangerous[0] = 1
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(loader)
+    join_own_threads()
+    dataset.is_dangerous[0] = 0
+    for _ in range(2):
+        assert [each.batch for each in take(loader)] == [[index] for index in range(8)]
+
+
+@pytest.mark.parametrize("make", [two_facts, lambda: OSError("code 21")], ids=["two facts", "an error of files"])
+def test_a_worker_init_fn_that_fails_is_told_of(make):
+    def init(worker: int) -> None:
+        raise make()
+
+    found, error = caught(iter(DeviceLoader(DataLoader(Numbers(4), num_workers=1, worker_init_fn=init))))
+    assert (found, type(error)) == (0, RuntimeError if make is two_facts else OSError)
+    assert "code 21" in str(error)
+    assert "raise make()" in str(error)
+
+
+@WORKERS
+def test_an_error_that_was_handled_holds_the_dataset_and_its_workers_no_longer(num_workers):
+    dataset = Failing(40, 21, two_facts)
+    gone = weakref.ref(dataset)
+    gc.disable()
+    try:
+        with contextlib.suppress(TwoFactsError):
+            list(DeviceLoader(DataLoader(dataset, batch_size=2, num_workers=num_workers)))
+        del dataset
+        join_own_threads()
+        psutil.wait_procs(workers := loader_workers(), timeout=PATIENCE_S)
+        assert not any(worker.is_running() for worker in workers)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Informed(Numbers):
+    """Sample i says what its worker knows of itself."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        return type(info.dataset).__name__, info.dataset is self, info.id, info.num_workers, self.count, os.getpid()
+
+
+def change_count(worker: int) -> None:
+    info = get_worker_info()
+    assert info.id == worker
+    info.dataset.count += 100
+
+
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)])
+def test_a_worker_sees_the_users_dataset_and_its_worker_init_fn_may_change_it(context, num_workers):
+    loader = DataLoader(
+        Informed(4),
+        num_workers=num_workers,
+        collate_fn=list,
+        worker_init_fn=change_count,
+        multiprocessing_context=context,
+    )
+    facts = [sample for batch in DeviceLoader(loader) for sample in batch]
+    assert [fact[:5] for fact in facts] == [
+        ("Informed", True, index % num_workers, num_workers, 104) for index in range(4)
+    ]
+    assert len({fact[5] for fact in facts} - {os.getpid()}) == num_workers
+    join_own_threads()
+    gc.collect()  # what it tracks tells it when it goes, and would start it again
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":  # torch's queues close on their own threads, a moment later
+            thread.join(PATIENCE_S)
+    gc.collect()
+    resource_tracker._resource_tracker._stop()  # a process that spawned ones need
+
+
+class Epochal(Numbers):
+    """Sample i is i plus a hundred for each epoch, and the process that loads it."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index + 100 * self.epoch, os.getpid()
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (2, True)])
+def test_the_dataset_is_told_each_epoch_wherever_it_is(num_workers, persistent):
+    dataset = Epochal(6)
+    loader = DeviceLoader(DataLoader(dataset, num_workers=num_workers, persistent_workers=persistent, collate_fn=list))
+    pids = set()
+    for epoch in (0, 1, 5):
+        if epoch == 5:
+            loader.set_epoch(5)
+        found = [sample for batch in loader for sample in batch]
+        assert [number for number, _ in found] == [100 * epoch + index for index in range(6)]
+        pids |= {pid for _, pid in found}
+    assert len(pids) == (max(num_workers, 1) * (1 if persistent or not num_workers else 3))
+
+
+def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
+    loader = DeviceLoader(DataLoader(Epochal(12), num_workers=2, persistent_workers=True, collate_fn=list))
+
+    def load() -> tuple[list[int], set[int]]:
+        found = [sample for batch in loader for sample in batch]
+        return [number for number, _ in found], {pid for _, pid in found}
+
+    numbers, first = load()
+    assert numbers == list(range(12))
+    assert len(first) == 2
+    assert load() == (list(range(100, 112)), first)
+    for _ in range(3):
+        for _batch in loader:
+            break
+    assert load() == (list(range(500, 512)), first)
+
+
+def test_persistent_workers_serve_the_pass_that_was_begun_last():
+    source = IndexedSource(DataLoader(Numbers(9), num_workers=1, persistent_workers=True), None)
+    first = source.begin(Rule(), lambda samples: None)
+    next(first.pieces)
+    second = source.begin(Rule(), lambda samples: None)
+    assert [piece.batch.tolist() for (piece,) in second.pieces] == [[number] for number in range(9)]
+    with pytest.raises(BusyError, match="workers have begun another loop over the same loader"):
+        list(first.pieces)
+
+
+class FailsOnce(Numbers):
+    """Its sample 5 fails in the first pass."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.passes = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and not self.passes:
+            raise LookupError("five")
+        return super().__getitem__(index)
+
+
+def test_an_error_that_is_kept_leaves_persistent_workers_free():
+    dataset = FailsOnce(12)
+    loader = DeviceLoader(DataLoader(dataset, num_workers=2, persistent_workers=True))
+    kept = []
+    gc.disable()
+    try:
+        try:
+            list(loader)
+        except LookupError as error:
+            kept.append(error)  # as a notebook does
+        dataset.passes += 1
+        assert [batch.tolist() for batch in loader] == [[number] for number in range(12)]
+        assert len(kept) == 1
+    finally:
+        kept.clear()
+        del loader
+        gc.enable()
+        gc.collect()
+
+
+class Blocks(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            threading.Event().wait()  # for ever
+        return super().__getitem__(index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_users_time_out_names_the_worker_the_sample_and_the_line(persistent):
+    data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=3, persistent_workers=persistent)
+    loader, found = iter(DeviceLoader(data)), []
+    with pytest.raises(RuntimeError) as told:
+        found += [batch.tolist() for batch in loader]
+    words = r"timed out after 3 seconds: loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
+    assert re.search(words + r"test_loader_workers.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
+
+
+@pytest.mark.slow
+def test_a_dataset_that_blocks_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr("unisono.loaders.workers._LONG_S", 1.0)
+    with pytest.raises(RuntimeError, match="timed out"):
+        list(DeviceLoader(DataLoader(Blocks(6), num_workers=1, timeout=3)))
+    (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
+    assert "loader worker 0" in warning
+    assert "the sample with index 3" in warning
+    assert "in __getitem__" in warning
+
+
+def test_a_pass_that_cannot_begin_does_not_keep_the_workers():
+    class Broken(Bucketed):
+        def __iter__(self) -> Iterator[Any]:
+            raise OSError("no batches today")
+
+    loader = DataLoader(Numbers(4), num_workers=1, persistent_workers=True, batch_sampler=Broken([]))
+    for _ in range(2):
+        with pytest.raises(OSError, match="no batches today"):
+            next(iter(DeviceLoader(loader)))
+    assert not loader_workers()
+
+
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_early_ends_with_workers_leave_nothing(persistent):
+    loader = DeviceLoader(DataLoader(Numbers(1000), batch_size=2, num_workers=2, persistent_workers=persistent))
+
+    def num_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def leave_early(loader: DeviceLoader) -> None:
+        for _batch in loader:
+            break
+        del _batch  # it has a file of its own
+        join_own_threads()
+
+    for number in range(21 if persistent else 6):
+        if number == persistent:  # persistent workers have pipes from the first loop on
+            before = num_files()
+        leave_early(loader)
+    while num_files() > before:  # torch's queues close their pipes on threads of their own, a moment later
+        threading.Event().wait(0.01)
+        if persistent:
+            leave_early(loader)  # torch keeps a batch that came before its turn, with its file, until the next loop
+    assert len(loader_workers()) == (2 if persistent else 0)
+    del loader
+    gc.collect()
+    assert not loader_workers()
+
+
+def test_batches_of_many_tensors_do_not_use_up_the_descriptors():
+    class Scattered(Numbers):
+        def __getitem__(self, index: int) -> list[torch.Tensor]:
+            return [torch.full((1,), index) for _ in range(60)]
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        loader = DeviceLoader(DataLoader(Scattered(30), batch_size=1, num_workers=1))
+        iterator = iter(loader)
+        first = next(iterator)
+        pipeline = iterator._lane._pipeline
+        while any(thread.is_alive() for thread in pipeline.threads) and not is_awaiting_room(iterator._lane.entry):
+            threading.Event().wait(0.01)
+        assert psutil.Process().num_fds() < 600, "what waits is in plain memory"
+        assert [int(each[0]) for each in (first, *iterator)] == list(range(30))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def many_of(samples: list[int]) -> dict[str, Any]:
+    kinds = (torch.float64, torch.bool, torch.complex64, torch.int16)
+    tensors = [torch.tensor([[sample, place % 2]]).to(kinds[place % 4]) for sample in samples for place in range(80)]
+    return {"first": tensors[:100], "rest": (tensors[100:], torch.empty(0, 3), torch.tensor(samples[0]), "word", None)}
+
+
+class Numbered(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(12)
+
+
+@pytest.mark.parametrize("dataset", [range(12), Numbered()])
+def test_many_tensors_take_few_descriptors(dataset):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 100, before[1]))
+    try:
+        found = list(DeviceLoader(DataLoader(dataset, 4, num_workers=1, collate_fn=many_of)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    wanted = [many_of(list(range(start, start + 4))) for start in range(0, 12, 4)]
+    assert repr(found) == repr(wanted)
+    found[0]["first"][0].fill_(7)
+    assert repr(found[0]["first"][1:]) == repr(wanted[0]["first"][1:]), "they overlap"
+
+
+def test_too_many_open_files_name_the_limit():
+    error = RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)")
+    explain(error)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert f"{limit} files open (ulimit -n)" in error.__notes__[0]

@@ -1,0 +1,246 @@
+"""A stream continues where its loop was left: nothing lost or repeated, with any numbers of ranks and workers."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import SOLO, THREADS_2, THREADS_3, Mode
+from stand_ins import stand_ins
+from streams import (
+    COUNT,
+    SIZE,
+    ByEpoch,
+    CutsItself,
+    Got,
+    Sharded,
+    Stream,
+    all_of,
+    loader_of,
+    loop,
+    passes,
+    refused,
+    through_json,
+)
+
+from unisono import DeviceLoader
+from unisono.errors import StateError
+from unisono.loaders.stream_parts import Cut, PartReader
+from unisono.loaders.stream_position import Layer, Read, Taken
+
+
+@given(data=st.data(), count=st.integers(0, 40), size=st.integers(1, 4))
+def test_what_was_left_is_dealt_anew_with_any_numbers_again_and_again(data, count, size):
+    left = list(range(count))
+    taken = Taken.nothing("stride", 1, 1)
+    for _ in range(data.draw(st.integers(1, 4))):
+        ranks, workers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+        row = ranks * workers
+        parts = [left[part::row] for part in range(row)]
+        # A layer of its own for each turn, although the numbers may be those of the turn before.
+        taken = replace(taken, layers=(*taken.layers, Layer(ranks, workers, (0,) * row)), last=(0,) * ranks)
+        for part in range(row):
+            cut = Cut(part // workers, "stride", 0, 0, taken)
+            reader = PartReader(Stream(count), list, size, False, cut)
+            assert [sample for made in reader.made(cut, part % workers) for sample in made.batch] == parts[part]
+        numbers = [data.draw(st.integers(0, len(part))) for part in parts]
+        taken = taken.after([Read(part, number) for part, number in enumerate(numbers)])
+        left = sorted(sample for part, number in zip(parts, numbers, strict=True) for sample in part[number:])
+
+
+class Stateful(Stream):
+    """Keeps its place in an attribute of its own."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < self.count:
+            self.reads.append(self.place)
+            self.place += 1
+            yield self.place - 1
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+RESUMED = [Stream, CutsItself, Sharded, Stateful]
+
+
+@pytest.mark.parametrize("dataset", RESUMED)
+@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 0), (THREADS_2, 0), (SOLO, 3), (THREADS_2, 2)])
+@stand_ins()
+def test_the_rest_is_the_same_wherever_the_loop_was_left(mode, workers, dataset):
+    (whole,) = zip(*passes(mode, dataset, None, workers=workers), strict=True)
+    for steps in range(1, len(whole[0].batches)):
+        assert_resumed(whole, mode, workers, dataset, steps)
+
+
+@pytest.mark.parametrize(("mode", "workers", "dataset"), [(THREADS_2, 2, Stateful), (SOLO, 3, CutsItself)])
+def test_the_rest_is_the_same_for_processes_too(mode, workers, dataset):
+    with stand_ins():
+        (whole,) = zip(*passes(mode, dataset, None, workers=workers), strict=True)
+    assert_resumed(whole, mode, workers, dataset, 3)
+
+
+def assert_resumed(whole: Sequence[Got], mode: Mode, workers: int, dataset: type[Stream], steps: int) -> None:
+    """Each rank's loop over the rest gives what the whole pass has after that number of steps."""
+
+    def body() -> tuple[Got, Got]:
+        first = loop(DeviceLoader(loader_of(dataset(), workers)), steps)
+        resumed = DeviceLoader(loader_of(dataset(), workers))
+        resumed.load_state_dict(through_json(first.state))
+        return first, loop(resumed)
+
+    for expected, (first, rest) in zip(whole, mode.run(body), strict=True):
+        assert first.batches + rest.batches == expected.batches
+        assert first.valid + rest.valid == expected.valid
+        assert rest.state == expected.state
+
+
+@pytest.mark.parametrize("dataset", [Stream, Stateful])
+@stand_ins()
+def test_a_state_of_other_numbers_loses_no_sample(dataset):
+    assert_none_lost(dataset)
+
+
+def assert_none_lost(dataset: type[Stream]) -> None:
+    taken: list[int] = []
+    state = None
+    for mode, workers, most in ((THREADS_2, 2, 2), (SOLO, 0, 1), (THREADS_3, 1, 1), (THREADS_2, 0, None)):
+        found = passes(mode, dataset, most, workers=workers, state=state, size=2)
+        taken += all_of(found)
+        states = [through_json({**each[0].state, "states": 0}) for each in found]
+        assert all(each == states[0] for each in states), "the states of all ranks tell the same"
+        state = through_json(found[-1][0].state)
+    assert sorted(taken) == list(range(COUNT))
+
+
+def test_the_ranks_own_shards_may_be_read_by_other_numbers_of_workers():
+    first = passes(THREADS_2, Sharded, 2, workers=2)
+    rest = passes(THREADS_2, Sharded, None, workers=0, state=first[0][0].state)
+    assert sorted(all_of(first) + all_of(rest)) == list(range(COUNT))
+
+
+def test_a_stream_that_began_uncut_by_rank_goes_on_so():
+    first = passes(SOLO, Sharded, 2, workers=2)
+    rest = passes(THREADS_2, Sharded, None, None, state=first[0][0].state)
+    assert sorted(all_of(first) + all_of(rest)) == list(range(COUNT))
+    assert all_of(rest, 1) == list(range(COUNT))
+
+
+def test_a_dataset_with_a_state_is_not_read_again():
+    state = loop(DeviceLoader(loader_of(Stateful())), 3).state
+    resumed = Stateful()
+    loader = DeviceLoader(loader_of(resumed))
+    loader.load_state_dict(state)
+    loop(loader)
+    assert resumed.reads == list(range(9, COUNT))
+
+
+def test_one_without_is_read_again_and_says_so(caplog):
+    state = loop(DeviceLoader(loader_of(Stream())), 3).state
+    resumed = Stream()
+    loader = DeviceLoader(loader_of(resumed))
+    loader.load_state_dict(state)
+    with caplog.at_level(logging.INFO):
+        loop(loader)
+    assert "resumes the stream by reading and discarding what was delivered before" in caplog.text
+    assert resumed.reads == list(range(COUNT))
+
+
+@stand_ins()
+def test_a_state_goes_through_json_and_torch():
+    for dataset, workers in ((Stream, 0), (Stateful, 2)):
+        state = loop(DeviceLoader(loader_of(dataset(), workers)), 2).state
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True) == state
+        for saved in (through_json(state), state):
+            loader = DeviceLoader(loader_of(dataset(), workers))
+            loader.load_state_dict(saved)
+            assert len(loop(loader).counted) == COUNT - 2 * SIZE
+
+
+def test_the_state_tells_what_was_delivered_though_all_was_read():
+    dataset = Stream()
+    loader = DeviceLoader(loader_of(dataset))
+    iterator = iter(loader)
+    next(iterator)
+    while len(dataset.reads) < COUNT:  # the reader needs nobody to continue
+        threading.Event().wait(0.001)
+    state = loader.state_dict()
+    assert (state["epoch"], state["offset"], state["layers"]) == (0, SIZE, [[1, 1, [SIZE]]])
+    list(iterator)
+    after = loader.state_dict()
+    assert (after["epoch"], after["offset"]) == (1, 0)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@stand_ins()
+def test_the_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_run(persistent):
+    options = {"persistent_workers": persistent, "workers": 2}
+    for dataset in (CutsItself, ByEpoch):
+        whole = passes(SOLO, dataset, None, None, None, **options)[0]
+        loader = DeviceLoader(loader_of(dataset(), 2, persistent_workers=persistent))
+        loop(loader)
+        loader.load_state_dict(loop(DeviceLoader(loader_of(dataset(), 2)), 3).state)
+        rest, second = loop(loader), loop(loader, 3)
+        loader.load_state_dict(second.state)
+        rest_of_second, third = loop(loader), loop(loader)
+        assert rest.batches == whole[0].batches[3:]
+        assert second.batches + rest_of_second.batches == whole[1].batches
+        assert third.batches == whole[2].batches
+
+
+def test_a_state_of_another_kind_is_refused():
+    state = DeviceLoader([[1]] * 4).state_dict()
+    with pytest.raises(StateError, match="it is not the state of a stream"):
+        DeviceLoader(loader_of(Stream())).load_state_dict({**state, "offset": 2})
+
+
+def test_a_state_over_another_stream_is_told_of():
+    class Other(Stream):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(100, 100 + COUNT))
+
+    first = DeviceLoader(loader_of(Stream()))
+    for number, _ in enumerate(first):
+        if number == 2:
+            break
+    second = DeviceLoader(loader_of(Other()))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(StateError, match="saved over another stream: the first samples differ"):
+        list(second)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "before", "after", "words"),
+    [
+        (CutsItself, (SOLO, 2), (SOLO, 3), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 1 with 3"),
+        (CutsItself, (SOLO, 2), (THREADS_2, 1), r"by 1 rank\(s\) with 2 loader worker\(s\) .* here are 2 with 1"),
+        (CutsItself, (SOLO, 0), (SOLO, 1), "cut by the stride; .* cut by the worker"),
+        (Sharded, (THREADS_2, 0), (THREADS_3, 0), r"by 2 rank\(s\) with 1 loader worker\(s\) .* here are 3 with 1"),
+        (Sharded, (THREADS_2, 0), (SOLO, 0), "cut by the dataset; .* cut by the stride"),
+    ],
+)
+@stand_ins()
+def test_a_stream_that_was_not_cut_by_stride_needs_the_same_numbers(dataset, before, after, words):
+    state = passes(before[0], dataset, 1, workers=before[1])[0][0].state
+    errors = refused(after[0], dataset, None, workers=after[1], state=state)
+    assert len(errors) == after[0].ranks
+    for error in errors:
+        assert type(error) is StateError
+        assert re.search(words, str(error))

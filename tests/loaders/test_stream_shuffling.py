@@ -1,0 +1,206 @@
+"""What is random in a stream is the same for all who read it, and streams that differ are refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2
+from stand_ins import stand_ins
+from streams import COUNT, ByEpoch, Sharded, Stream, all_of, loader_of, loop, passes, refused
+from torch.utils.data import get_worker_info
+
+from unisono import DeviceLoader, current_world, rank
+
+
+class AsksTooLate(Stream):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        yield from range(1, self.count, get_worker_info().num_workers)
+
+
+class ShuffledPrivately(Stream):
+    """By each rank and by each loader worker in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = rank()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.Random(f"{self.place}/{os.getpid()}").sample(range(10**9), self.count)
+
+
+class OfItsRank(Stream):
+    """Cuts itself by rank, and says so to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.places = rank(), current_world().world_size
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.place, self.count, self.places)
+
+
+class Fractions(Stream):
+    """Shuffles with torch's global generator, and gives nothing by which samples can be told apart for certain."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in torch.randperm(self.count):
+            yield number.float()
+
+
+class BytesOfFiles(Fractions):
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield torch.full((2, 5, 5), int(number), dtype=torch.uint8)
+
+
+class DiffersLater(Stream):
+    """Begins alike everywhere, as a buffer that is not shuffled before it is full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = rank()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+        yield from random.Random(self.place).sample(range(8, self.count), self.count - 8)
+
+
+class OfItsRankAndWorker(Stream):
+    """Cuts itself as scripts for torchrun do."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        place, places = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        yield from range(place * workers + worker, self.count, places * workers)
+
+
+def test_asking_for_the_workers_too_late_is_an_error():
+    with pytest.raises(RuntimeError, match=r"the AsksTooLate asks get_worker_info\(\) .* only after it has yielded"):
+        passes(SOLO, AsksTooLate, None, workers=2)
+
+
+@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 2), (THREADS_2, 0), (THREADS_2, 1)])
+def test_streams_that_differ_are_refused(mode, workers):
+    errors = refused(mode, ShuffledPrivately, None, workers=workers)
+    assert len(errors) == mode.ranks
+    for error in errors:
+        assert type(error) is RuntimeError
+        assert re.match("the ranks or loader workers read different streams.*pass already_sharded=True", str(error))
+
+
+@pytest.mark.parametrize("dataset", [Fractions, BytesOfFiles, DiffersLater, OfItsRank])
+def test_streams_that_differ_only_in_what_is_looked_at_last_are_refused_too(dataset):
+    for error in (errors := refused(THREADS_2, dataset, None)):
+        assert type(error) is RuntimeError
+        assert re.match(
+            r"the ranks or loader workers read different streams.*\(num_workers=1\), which are seeded alike", str(error)
+        )
+    assert len(errors) == 2
+
+
+@stand_ins()
+def test_what_is_refused_in_the_loops_process_is_shuffled_alike_in_loader_workers():
+    for workers in (1, 2):
+        assert all_of(passes(THREADS_2, Fractions, None, workers=workers)) == list(range(COUNT))
+
+
+def test_who_cuts_itself_by_rank_and_worker_is_cut_once():
+    def body() -> tuple[Any, ...]:
+        found = passes(SOLO, OfItsRankAndWorker, None, workers=2)[0][0].counted
+        (error,) = refused(SOLO, OfItsRankAndWorker, None)
+        return found, str(error), torch.distributed.get_world_size()
+
+    by_rank = PROCESSES_2.run(body)
+    assert sorted(sample for found, _, _ in by_rank for sample in found) == list(range(COUNT))
+    for _, error, ranks in by_rank:
+        assert "pass already_sharded=True" in error
+        assert ranks == 2
+
+
+class Shuffled(Stream):
+    """Shuffles with the global generators of a loader worker, and augments with them."""
+
+    def __init__(self, which: str, cuts_itself: bool = False) -> None:
+        super().__init__()
+        self.which, self.cuts_itself = which, cuts_itself
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        order = {
+            "random": lambda: random.sample(range(self.count), self.count),
+            "numpy": lambda: numpy.random.permutation(self.count).tolist(),
+            "torch": lambda: torch.randperm(self.count).tolist(),
+            "all": lambda: random.sample(numpy.random.permutation(torch.randperm(self.count)).tolist(), self.count),
+        }[self.which]()
+        info = get_worker_info()
+        for number in order[info.id :: info.num_workers] if self.cuts_itself else order:
+            yield number * 1000 + random.randrange(1000)
+
+
+class ShuffledAtOnce(Shuffled):
+    """Draws when it is asked for an iterator, before the first sample is."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__()))
+
+
+@stand_ins()
+def test_a_shuffle_before_the_first_sample_is_the_same_in_all_workers_too():
+    found = passes(THREADS_2, lambda: ShuffledAtOnce("all"), None, workers=2)
+    assert [sample // 1000 for sample in all_of(found)] == list(range(COUNT))
+
+
+@pytest.mark.parametrize("which", ["random", "numpy", "torch"])
+@pytest.mark.parametrize("cuts_itself", [False, True])
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+@stand_ins()
+def test_a_shuffle_with_global_generators_is_the_same_in_all_workers_and_another_in_each_epoch(
+    mode, cuts_itself, which
+):
+    found = passes(mode, lambda: Shuffled(which, cuts_itself), None, None, workers=2)
+    for place in (0, 1):
+        assert sorted(sample // 1000 for each in found for sample in each[place].counted) == list(range(COUNT))
+    assert found[0][0].counted != found[0][1].counted
+    again = passes(mode, lambda: Shuffled(which, cuts_itself), None, workers=2)
+    assert [each[0].batches for each in found] == [each[0].batches for each in again]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Shuffled("all"), lambda: Shuffled("all", True), Sharded],
+    ids=["by stride", "by itself", "by shards"],
+)
+def test_stand_ins_read_what_processes_read(make):
+    found = passes(THREADS_2, make, None, None, workers=2, persistent_workers=True)
+    assert len({sample % 10**6 // (1000 if make is not Sharded else 1) for sample in all_of(found)}) == COUNT
+    with stand_ins():
+        assert found == passes(THREADS_2, make, None, None, workers=2, persistent_workers=True)
+
+
+def test_what_a_sample_is_augmented_with_differs_between_parts():
+    (found,) = passes(SOLO, lambda: Shuffled("random", True), None, workers=2)
+    augmented = [sample % 1000 for sample in found[0].counted]
+    assert len(set(augmented)) > COUNT - 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_dataset_hears_of_the_epoch_in_persistent_workers_too(workers):
+    loader = DeviceLoader(loader_of(ByEpoch(), workers, persistent_workers=bool(workers)))
+    first, second = loop(loader, 1), loop(loader)
+    loader.set_epoch(7)
+    assert [first.counted[0], second.counted[0], loop(loader).counted[0]] == [0, 1000, 7000]
+
+
+def test_passes_side_by_side_have_epochs_of_their_own():
+    loader = DeviceLoader(loader_of(ByEpoch(), 2))
+    pairs = list(zip(loader, loader, strict=True))
+    assert sorted(sample for first, _ in pairs for sample in first.tolist()) == list(range(COUNT))
+    assert sorted(sample - 1000 for _, second in pairs for sample in second.tolist()) == list(range(COUNT))
