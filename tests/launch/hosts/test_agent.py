@@ -114,13 +114,6 @@ def test_a_lost_machine_is_given_up_after_seconds_unless_told_otherwise():
     assert (changed["last_call_timeout"], changed["is_host"]) == ("60", "false")
 
 
-def test_what_a_machine_says_arrives_as_it_was_said():
-    word = MachineReport(
-        1, "node1", 5, {2: (7, "barrier()"), 3: (9, "")}, [4], 1, {2: 'File "t.py", line 3 in f'}, b"\x00\xff"
-    )
-    assert MachineReport.from_text(word.to_text().encode()) == word
-
-
 # One agent in this process.
 
 MEMBER = """
