@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from unisono import rank, spawn, world_size
-from unisono.comm.shared_memory.blocks import slot_bytes
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, WorkerDiedError
 
@@ -45,10 +44,6 @@ def drawn(seed: int, length: int, dtype: torch.dtype = torch.float32) -> torch.T
     if dtype.is_floating_point:
         return torch.randn(length, generator=made, dtype=dtype)
     return torch.randint(1, 5, (length,), generator=made, dtype=dtype)
-
-
-def test_lengths_below_and_above_a_block_are_tried():
-    assert max(LENGTHS) * 4 > slot_bytes(3) > sorted(LENGTHS)[-2] * 4
 
 
 @pytest.mark.parametrize(

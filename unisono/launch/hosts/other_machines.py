@@ -200,7 +200,8 @@ class OtherMachines:
             if (current := self._round) is not None:
                 with self._lock:
                     current.own = replace(current.own, beats=current.own.beats + 1)
-                store.set(f"{current.name}/{current.own.machine}", pickle.dumps(current.own))
+                report: Any = pickle.dumps(current.own)  # annotated as str, but accepts bytes
+                store.set(f"{current.name}/{current.own.machine}", report)
                 self._listen(store, current)
             # Reached only if the store has answered.
             self._answered_at = time.monotonic()
