@@ -21,6 +21,7 @@ from torch import nn
 from unisono import rank, spawn, world_size
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, WorkerDiedError
+from unisono.world import current_world
 
 # The same functions under the names that torch before 2.11 has for them.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -405,3 +406,19 @@ def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():
 
     with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
         spawn(work, nprocs=2)
+
+
+def test_announcements_without_a_collective_are_compared_however_many_they_are():
+    def work(index: int) -> str:
+        comm = current_world().comm
+        for step in range(200):
+            comm.announce(f"step {step}")
+        assert comm.all_reduce(torch.ones(1)).item() == 2
+        with pytest.raises((CollectiveMismatchError, BrokenWorldError)) as lost:
+            for step in range(100):
+                comm.announce(f"step {step if step < 50 or index == 0 else step + 1}")
+            comm.barrier()
+        return str(lost.value)
+
+    for text in spawn(work, nprocs=2):
+        assert "rank 0 came to step 50 while rank 1 came to step 51" in text

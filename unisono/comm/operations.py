@@ -27,7 +27,7 @@ of its work."""
 
 # Shown only if nothing else differs.
 _ROUND = re.compile(r", round [0-9a-f]{8}")
-_CALLED = "called "
+CALLED = "called "
 _RATES = re.compile(r" at lr \S+$")
 _IN_PLACE = ("all_reduce", "broadcast")
 
@@ -77,7 +77,7 @@ Entry = Call | Announcement
 
 def action_of(entry: Entry) -> str:
     """What the rank did, as the end of a sentence that begins with its name. Equal only for equal entries."""
-    return f"{_CALLED}{entry}" if isinstance(entry, Call) else f"came to {entry}"
+    return f"{CALLED}{entry}" if isinstance(entry, Call) else f"came to {entry}"
 
 
 def digest_of(action: str) -> int:
@@ -197,7 +197,7 @@ def mismatch_error(actions: Mapping[int, str]) -> CollectiveMismatchError:
         groups.setdefault(action, []).append(rank)
     first, *others = (f"{name_ranks(ranks)} {action}" for action, ranks in groups.items())
     rule = "call the same collectives in the same order with the same shapes and types"
-    have_purpose = [not action.startswith(_CALLED) or " for " in action for action in groups]
+    have_purpose = [not action.startswith(CALLED) or " for " in action for action in groups]
     if have_other_rates:
         rule = "step the scheduler, set learning rates, and load optimizer states alike: not under `if is_rank_zero():`"
     elif all(have_purpose):
@@ -210,7 +210,7 @@ def mismatch_error(actions: Mapping[int, str]) -> CollectiveMismatchError:
             "make the same calls and take the same steps, in the same order: make a call that all ranks must make "
             "outside of `if is_rank_zero():`, and leave a loop on all ranks or on none"
         )
-    elif all(action.startswith(f"{_CALLED}all_gather(") for action in groups):
+    elif all(action.startswith(f"{CALLED}all_gather(") for action in groups):
         rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
     found = f"{first} while {' and '.join(others)}"
     if len(set(without_rounds.values())) == 1:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from unisono.comm.device_interrupt import wake
 from unisono.comm.device_watch import DeviceWatch
 from unisono.comm.operations import (
+    HOST,
     Announcement,
     Call,
     Entry,
@@ -67,7 +68,6 @@ _TORCH_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-_HOST = torch.default_generator.device  # main memory
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16-bit integers
 _ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
 _ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch itself, which are not compared"
@@ -292,7 +292,7 @@ class ProcessCommunicator:
     @property
     def _host(self) -> torch.device:
         """Where small data is sent from: main memory, if the group accepts it from there."""
-        return _HOST if _HOST.type in self._types else self._device
+        return HOST if HOST.type in self._types else self._device
 
     def _on_host(self, plain: torch.Tensor) -> torch.Tensor:
         return plain.to(self._host) if plain.is_cpu else plain
