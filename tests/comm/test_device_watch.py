@@ -95,15 +95,6 @@ def test_a_device_that_is_behind_tells_since_when(gpu, store):
         assert comm.current is None
 
 
-def test_a_device_that_is_behind_for_a_moment_waits_for_nobody(gpu, store):
-    with rank_on(gpu, store) as (comm, watch):
-        watch._patience_s = NEVER_S
-        comm.all_reduce(torch.ones(2))
-        watch.look()
-        watch.look()
-        assert comm.current is None
-
-
 def test_a_device_that_computes_for_long_without_a_collective_is_in_none(gpu, store):
     with rank_on(gpu, store) as (comm, watch):
         comm.barrier()
@@ -152,13 +143,6 @@ def test_the_end_of_a_rank_on_a_device_has_a_deadline_whoever_has_started_it(gpu
     with rank_on(gpu, store) as (comm, _):
         how(comm)
         assert ends == [((is_broken,), {"waits_for_device": True})]
-
-
-def test_a_rank_that_leaves_takes_its_watch_along(gpu, store):
-    with rank_on(gpu, store) as (comm, watch):
-        assert watch._thread.is_alive()
-        comm.leave()
-        assert not watch._thread.is_alive()
 
 
 def test_a_watch_ends_with_an_error_of_its_device_which_the_rank_meets_itself(gpu):

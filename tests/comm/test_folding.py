@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -167,37 +166,3 @@ def test_a_rank_that_fails_amid_its_part_breaks_the_world_for_all(small_blocks, 
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, BrokenWorldError)
         assert isinstance(outcome.error.__cause__, MemoryError)
-
-
-def test_an_abort_between_the_two_meetings_wakes_who_waits_in_the_second(small_blocks, monkeypatch):
-    is_waiting, work = threading.Event(), SharedFold.work
-    ranks = ThreadCommunicator.group(2, timedelta(seconds=60))
-
-    def slow(self: SharedFold) -> None:
-        if threading.current_thread().name == "slow":
-            is_waiting.wait(PATIENCE_S)
-            raise LookupError("mine")
-        work(self)
-
-    monkeypatch.setattr(SharedFold, "work", slow)
-
-    def run(comm: ThreadCommunicator) -> None:
-        if comm.rank == 1:
-            threading.current_thread().name = "slow"
-            is_waiting.set()
-        comm.all_reduce(torch.ones(64))
-
-    fast, failed = together(*[lambda c=c: run(c) for c in ranks])
-    assert isinstance(failed.error, LookupError)
-    assert isinstance(fast.error, BrokenWorldError)
-    assert "rank 1 failed with LookupError: mine" in str(fast.error)
-
-
-def test_gradients_are_left_out_and_leaves_stay_leaves(small_blocks):
-    def run(comm: ThreadCommunicator) -> tuple[list[float], bool]:
-        leaf = torch.nn.Parameter(torch.ones(64))
-        comm.all_reduce(leaf)
-        return leaf.unique().tolist(), leaf.is_leaf and leaf.requires_grad
-
-    found = [outcome.unwrap() for outcome in together(*[lambda c=c: run(c) for c in ThreadCommunicator.group(2)])]
-    assert found == [([2.0], True)] * 2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from unisono.comm.meeting import Meeting
 from unisono.comm.operations import Call
 from unisono.comm.threads import ThreadCommunicator
-from unisono.errors import BrokenWorldError, CollectiveMismatchError
+from unisono.errors import BrokenWorldError
 from unisono.outcome import Outcome
 
 LONG = timedelta(seconds=30)  # nobody waits so long unless a wake-up was lost
@@ -60,13 +60,6 @@ def wait_until_there(meeting: Meeting, *ranks: int) -> None:
 # Exchanging.
 
 
-@given(st.lists(st.integers(), min_size=1, max_size=4))
-def test_all_get_what_the_values_in_rank_order_combine_to(values):
-    meeting = Meeting(len(values), LONG)
-    ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, values[rank], list)) for rank in range(len(values))]
-    assert [rank.result() for rank in ranks] == [values] * len(values)
-
-
 def test_the_values_are_combined_once_and_the_result_is_shared():
     meeting, combined = Meeting(3, LONG), []
 
@@ -97,10 +90,6 @@ def test_a_fast_rank_in_the_next_round_does_not_touch_what_a_slow_one_still_read
     slow_may_go.set()
     assert ranks[0].result() == [0, *(2 * turn for turn in range(1, rounds))]
     assert ranks[1].result() == ranks[0].result()
-
-
-def test_a_meeting_of_one_waits_for_nobody():
-    assert exchange(Meeting(1, LONG), 0, 7) == 7
 
 
 # Breaking.
@@ -154,84 +143,12 @@ def test_an_error_of_the_combination_reaches_every_rank_as_an_object_of_its_own_
     assert type(broken.value.__cause__) is LookupError
 
 
-def test_each_rank_of_a_mismatch_gets_an_error_object_of_its_own():
-    meeting = Meeting(3, LONG)
-    calls = [CALL, Call("sum", argument="max"), CALL]
-    errors = [Rank(lambda rank=rank: exchange(meeting, rank, call=calls[rank])) for rank in range(3)]
-    found = [rank.error() for rank in errors]
-    assert {type(error) for error in found} == {CollectiveMismatchError}
-    assert len({id(error) for error in found}) == 3
-    assert str(found[0]).startswith("ranks [0, 2] called sum() while rank 1 called sum('max'); ")
-
-
-def test_an_abort_wakes_everyone_who_waits_with_the_first_cause():
-    meeting, first = Meeting(4, LONG), LookupError("first")
-    ranks = [Rank(lambda rank=rank: exchange(meeting, rank)) for rank in range(3)]
-    wait_until_there(meeting, 0, 1, 2)
-    meeting.abort(first, 3)
-    meeting.abort(ValueError("second"), 0)
-    for rank, error in enumerate(each.error() for each in ranks):
-        assert str(error) == f"rank {rank} cannot complete sum(): rank 3 failed with LookupError: first"
-        assert error.__cause__ is first
-
-
-def test_an_abort_by_no_rank_says_so():
-    meeting = Meeting(2, LONG)
-    meeting.abort(LookupError("the reader failed"))
-    with pytest.raises(BrokenWorldError, match="it was aborted from outside with LookupError: the reader failed"):
-        exchange(meeting, 0)
-
-
-def test_a_departure_wakes_who_waits_and_names_all_who_have_gone():
-    meeting = Meeting(4, LONG)
-    meeting.leave(3)
-    waiting = Rank(lambda: exchange(meeting, 1))
-    assert str(waiting.error()) == (
-        "rank 1 cannot complete sum(): rank 3 has left this world, while rank 1 waits in sum()"
-    )
-    meeting.leave(2)
-    assert str(Rank(lambda: exchange(meeting, 0)).error()) == (
-        "rank 0 cannot complete sum(): rank 3 has left this world, while rank 1 waits in sum()"
-    )
-
-
 def test_several_departures_are_told_together():
     meeting = Meeting(4, LONG)
     for rank in (3, 2, 2):
         meeting.leave(rank)
     with pytest.raises(BrokenWorldError, match="ranks 2, 3 have left this world, while rank 0 waits in "):
         exchange(meeting, 0)
-
-
-def test_a_departure_while_others_wait_wakes_them_at_once():
-    meeting = Meeting(3, LONG)
-    ranks = [Rank(lambda rank=rank: exchange(meeting, rank)) for rank in range(2)]
-    wait_until_there(meeting, 0, 1)
-    meeting.leave(2)
-    assert {type(rank.error()) for rank in ranks} == {BrokenWorldError}
-
-
-def test_departing_breaks_nothing_while_nobody_waits():
-    meeting = Meeting(2, LONG)
-    for rank in range(2):
-        meeting.leave(rank)
-    assert meeting._broken is None
-
-
-def test_who_has_left_is_told_so_in_a_meeting_of_one_too():
-    meeting = Meeting(1, LONG)
-    meeting.leave(0)
-    with pytest.raises(BrokenWorldError, match=r"^rank 0 has left this world and cannot call sum\(\)$"):
-        exchange(meeting, 0)
-
-
-def test_the_time_out_names_who_was_missing_and_breaks_the_world_for_all():
-    meeting = Meeting(4, timedelta(seconds=1))
-    ranks = [Rank(lambda rank=rank: exchange(meeting, rank)) for rank in (0, 2)]
-    errors = [rank.error() for rank in ranks]
-    assert all("waited 0:00:01 in sum() for ranks [1, 3]" in str(error) for error in errors)
-    with pytest.raises(BrokenWorldError, match=r"for ranks \[1, 3\]"):
-        exchange(meeting, 1)
 
 
 def test_a_slow_combination_is_no_time_out():
@@ -276,13 +193,6 @@ def test_whoever_ends_and_whenever_nobody_is_left_waiting(size, who, when, fails
 
 
 # The seats.
-
-
-def test_a_group_of_one_thread_keeps_the_law_of_the_world_of_one():
-    (comm,) = ThreadCommunicator.group(1)
-    assert comm.all_reduce(torch.tensor([3.0]), "mean").tolist() == [3.0]
-    assert comm.all_gather_object("mine") == ["mine"]
-    comm.barrier()
 
 
 def test_a_group_meets_in_one_place_and_two_groups_do_not_meet():

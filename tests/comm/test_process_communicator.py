@@ -64,13 +64,6 @@ def test_an_abort_writes_why_before_it_destroys_the_group(store):
     assert (repr(left.error), left.where) == ("LookupError('no such digit')", "rank 0")
 
 
-def test_the_reason_of_the_peer_that_failed_first_is_kept(store):
-    first = Outcome.failure(LookupError("no such digit"), "rank 3")
-    store.set("unisono/failure", first.to_bytes())
-    ProcessCommunicator(CPU, store).abort(ValueError("later"))
-    assert repr(Outcome.from_bytes(store.get("unisono/failure")).error) == "LookupError('no such digit')"
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -213,9 +206,3 @@ def test_a_tensor_on_a_foreign_device_is_refused_before_anything_is_sent(store, 
     )
     assert comm.num_calls == 0
     comm.barrier()
-
-
-def test_calls_on_tensors_of_different_places_are_different_calls():
-    here, there = (Call.on("all_reduce", torch.ones(2), "sum", place) for place in ("", "cpu"))
-    assert here != there
-    assert str(there) == "all_reduce(float32[2] on cpu, 'sum')"

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from unisono import rank, spawn, world_size
-from unisono.comm.shared_memory.blocks import slot_bytes
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, WorkerDiedError
+from unisono.world import current_world
 
 # The same functions under the names that torch before 2.11 has for them.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,10 +45,6 @@ def drawn(seed: int, length: int, dtype: torch.dtype = torch.float32) -> torch.T
     if dtype.is_floating_point:
         return torch.randn(length, generator=made, dtype=dtype)
     return torch.randint(1, 5, (length,), generator=made, dtype=dtype)
-
-
-def test_lengths_below_and_above_a_block_are_tried():
-    assert max(LENGTHS) * 4 > slot_bytes(3) > sorted(LENGTHS)[-2] * 4
 
 
 @pytest.mark.parametrize(
@@ -410,3 +406,19 @@ def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():
 
     with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
         spawn(work, nprocs=2)
+
+
+def test_announcements_without_a_collective_are_compared_however_many_they_are():
+    def work(index: int) -> str:
+        comm = current_world().comm
+        for step in range(200):
+            comm.announce(f"step {step}")
+        assert comm.all_reduce(torch.ones(1)).item() == 2
+        with pytest.raises((CollectiveMismatchError, BrokenWorldError)) as lost:
+            for step in range(100):
+                comm.announce(f"step {step if step < 50 or index == 0 else step + 1}")
+            comm.barrier()
+        return str(lost.value)
+
+    for text in spawn(work, nprocs=2):
+        assert "rank 0 came to step 50 while rank 1 came to step 51" in text

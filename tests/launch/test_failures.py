@@ -291,6 +291,8 @@ def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls
         if found is None and "SIGTERM" in str(caught.value.failures[rank]):
             assert "its peers called another one" in text
             continue
+        if found is None and f"rank {rank} came to a forward pass of the Sequential" in text:
+            continue  # it was not in a collective yet
         assert found is not None, text
         lines.append(int(found[1]))
     assert lines == sorted(set(lines))

@@ -40,7 +40,6 @@ UNEQUAL: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "a wider type": (lambda: torch.ones(2, 3, dtype=torch.float64), "float64[2, 3]"),
     "a type of the same width": (lambda: torch.ones(2, 3, dtype=torch.int32), "int32[2, 3]"),
 }
-IN_ROWS = ("more rows", "fewer rows", "no rows")
 
 
 def is_last() -> bool:
@@ -54,7 +53,7 @@ def test_unequal_tensors_are_named_on_all_ranks(peers, name):
         assert "CollectiveMismatchError" in text
         assert "called all_gather(float32[2, 3])" in text
         assert f"rank {peers.ranks - 1} called all_gather({call})" in text
-        assert ("all_gather_samples" in text) == (name in IN_ROWS)
+        assert "all_gather_samples" in text
 
 
 @pytest.mark.parametrize("value", [None, [1.0], 2.0], ids=str)

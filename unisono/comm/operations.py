@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, get_args
@@ -25,11 +25,10 @@ HOST = torch.default_generator.device
 """Main memory. Flags and counts are sent from there: sending them from a device, and reading them, would wait for all
 of its work."""
 
-_OF_A_STEP = re.compile(r"\bof step |\ba step on |\bpass of the |\bstep of the ")
 # Shown only if nothing else differs.
 _ROUND = re.compile(r", round [0-9a-f]{8}")
+CALLED = "called "
 _RATES = re.compile(r" at lr \S+$")
-_GATHERED = re.compile(r"\ball_gather\((?P<type>\w+)\[(?P<rows>\d+)(?P<row>[\d, ]*)\]")
 _IN_PLACE = ("all_reduce", "broadcast")
 
 
@@ -78,7 +77,7 @@ Entry = Call | Announcement
 
 def action_of(entry: Entry) -> str:
     """What the rank did, as the end of a sentence that begins with its name. Equal only for equal entries."""
-    return f"called {entry}" if isinstance(entry, Call) else f"came to {entry}"
+    return f"{CALLED}{entry}" if isinstance(entry, Call) else f"came to {entry}"
 
 
 def digest_of(action: str) -> int:
@@ -198,36 +197,26 @@ def mismatch_error(actions: Mapping[int, str]) -> CollectiveMismatchError:
         groups.setdefault(action, []).append(rank)
     first, *others = (f"{name_ranks(ranks)} {action}" for action, ranks in groups.items())
     rule = "call the same collectives in the same order with the same shapes and types"
-    are_of_steps = [bool(_OF_A_STEP.search(action)) for action in groups]
+    have_purpose = [not action.startswith(CALLED) or " for " in action for action in groups]
     if have_other_rates:
         rule = "step the scheduler, set learning rates, and load optimizer states alike: not under `if is_rank_zero():`"
-    elif all(are_of_steps):
+    elif all(have_purpose):
         rule = (
             "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop "
             "over each loader equally often, in the same order"
         )
-    elif any(are_of_steps):
+    elif any(have_purpose):
         rule = (
             "make the same calls and take the same steps, in the same order: make a call that all ranks must make "
             "outside of `if is_rank_zero():`, and leave a loop on all ranks or on none"
         )
-    elif _differ_in_rows(groups):
+    elif all(action.startswith(f"{CALLED}all_gather(") for action in groups):
         rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
     found = f"{first} while {' and '.join(others)}"
     if len(set(without_rounds.values())) == 1:
         apart = " and ".join(map(name_ranks, groups.values()))
         found = f"{name_ranks(sorted(actions))} {short[min(actions)]}, but {apart} are in different loops or loaders"
     return CollectiveMismatchError(f"{found}; every rank must {rule}")
-
-
-def _differ_in_rows(actions: Iterable[str]) -> bool:
-    """Whether all ranks gather the same kind of rows, but in different numbers."""
-    found = [_GATHERED.search(action) for action in actions]
-    return (
-        all(found)
-        and len({(each["type"], each["row"]) for each in found if each}) == 1
-        and len({each["rows"] for each in found if each}) > 1
-    )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from unisono.comm.device_interrupt import wake
 from unisono.comm.device_watch import DeviceWatch
 from unisono.comm.operations import (
+    HOST,
     Announcement,
     Call,
     Entry,
@@ -67,7 +68,6 @@ _TORCH_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-_HOST = torch.default_generator.device  # main memory
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16-bit integers
 _ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
 _ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch itself, which are not compared"
@@ -113,6 +113,9 @@ class ProcessCommunicator:
         self._call: Call | None = None
         self._last: Entry = Announcement("its first collective")
         self.num_calls = 0
+        self._num_begun = 0  # by any caller, as the group has counted
+        # Held while the group is asked: asked by one thread and aborted by another, it ends the process.
+        self._counting, self._has_ended = threading.Lock(), False
         self._own_here = here
         # The thread that `wake` interrupts when the watch ends the device's wait.
         self._thread = threading.get_ident()
@@ -134,7 +137,10 @@ class ProcessCommunicator:
         """A number that grows with each collective begun in this process, by any caller, and with those that devices
         finish."""
         watch = self._watch
-        return self.num_calls + _sequence_number() + (0 if watch is None else watch.num_done)
+        with self._counting:
+            if not self._has_ended:
+                self._num_begun = _sequence_number()
+        return self.num_calls + self._num_begun + (0 if watch is None else watch.num_done)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
@@ -286,7 +292,7 @@ class ProcessCommunicator:
     @property
     def _host(self) -> torch.device:
         """Where small data is sent from: main memory, if the group accepts it from there."""
-        return _HOST if _HOST.type in self._types else self._device
+        return HOST if HOST.type in self._types else self._device
 
     def _on_host(self, plain: torch.Tensor) -> torch.Tensor:
         return plain.to(self._host) if plain.is_cpu else plain
@@ -348,7 +354,7 @@ class ProcessCommunicator:
                 first = [rank for rank in gone if rank in missing] or gone  # the others arrived, and left as victims
                 return departure({rank: here.notes.last_action(rank) if here else "" for rank in first}), error
         if missing:
-            return f"{name_ranks(missing)} did not arrive and may be gone, stuck or late ({error})", error
+            return f"{name_ranks(missing)} did not arrive: {error}", error
         advice = _ADVICE if here is None else _ADVICE_SHARED
         return f"a peer is gone or did not answer ({error}); {advice}", error
 
@@ -388,6 +394,8 @@ class ProcessCommunicator:
         return received
 
     def _end(self, is_broken: bool = False) -> None:
+        with self._counting:
+            self._has_ended = True
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()

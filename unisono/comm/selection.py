@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.comm.operations import HOST
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
 from unisono.comm.shared_memory import process_group as shared_memory
 from unisono.comm.shared_memory.mapping import map_together
@@ -17,8 +18,6 @@ from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.threads import ThreadCommunicator
 from unisono.comm.through_host import ThroughHostCommunicator
 from unisono.protocols import Backend, Communicator
-
-_HOST = torch.default_generator.device  # main memory, which every process group accepts
 
 
 def thread_communicators(
@@ -71,7 +70,7 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
     if asked is not None:
         return asked
     if usual != "gloo":
-        return f"{_HOST.type}:gloo,{backend.name}:{usual}"
+        return f"{HOST.type}:gloo,{backend.name}:{usual}"
     shared_memory.register()
     return shared_memory.NAME
 
@@ -108,12 +107,12 @@ def process_communicator(
         return ProcessCommunicator(device, store, is_checked, owns_group, backend, here)
     if transport == "host" or dist.get_world_size() == 1:
         return ThroughHostCommunicator(
-            ProcessCommunicator(_HOST, store, is_checked, owns_group, here=here), partial(backend.mark_step, device)
+            ProcessCommunicator(HOST, store, is_checked, owns_group, here=here), partial(backend.mark_step, device)
         )
     from unisono.comm.xla import XlaProcesses, join_devices
 
     # Always checked: a device that is alone in a collective of the runtime could not be detected.
-    communicator = ProcessCommunicator(_HOST, store, True, owns_group, here=here)
+    communicator = ProcessCommunicator(HOST, store, True, owns_group, here=here)
     join_devices((device,), communicator.size)
     return XlaProcesses(communicator, partial(backend.synchronize, device))
 

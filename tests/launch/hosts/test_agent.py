@@ -87,11 +87,6 @@ def test_what_is_no_endpoint_is_refused(text):
         split_endpoint(text)
 
 
-def test_endpoints_are_taken_apart():
-    assert split_endpoint("node1:29400") == ("node1", 29400)
-    assert split_endpoint("[fe80::1]:1") == ("fe80::1", 1)
-
-
 def test_an_endpoint_that_nobody_serves_is_an_error_that_says_so():
     with pytest.raises(TimeoutError, match=r"nothing listens at 127.0.0.1:\d+ after .*start the agent of that host"):
         wait_served(f"127.0.0.1:{free_port()}", 0.0)
@@ -112,13 +107,6 @@ def test_a_lost_machine_is_given_up_after_seconds_unless_told_otherwise():
     told = MachineOptions(1, 1, "127.0.0.1:29400", "test", rdzv_conf={"last_call_timeout": "60", "is_host": "1"})
     changed = rendezvous_settings(told)
     assert (changed["last_call_timeout"], changed["is_host"]) == ("60", "false")
-
-
-def test_what_a_machine_says_arrives_as_it_was_said():
-    word = MachineReport(
-        1, "node1", 5, {2: (7, "barrier()"), 3: (9, "")}, [4], 1, {2: 'File "t.py", line 3 in f'}, b"\x00\xff"
-    )
-    assert MachineReport.from_text(word.to_text().encode()) == word
 
 
 # One agent in this process.
@@ -209,15 +197,6 @@ def test_the_first_cause_is_told_and_its_code_is_the_run_s(run_member, how, code
         assert "runpy" not in errors
 
 
-def test_workers_that_die_again_and_again_are_started_anew_each_time(run_member, caplog):
-    options = ("--max-restarts", "2")  # a stale address would break any of them
-    code, output, _ = run_member("kill", "2", options=options)
-    assert code == 0
-    assert sorted(output.splitlines())[-1] == "[rank 1] it continued after 2"
-    for count in (1, 2):
-        assert f"restart {count} of 2, because of WorkerDiedError: rank 1 (pid " in caplog.text
-
-
 def test_output_is_kept_and_shown_for_the_chosen_ranks(run_member, tmp_path):
     options = ("--log-dir", str(tmp_path / "logs"), "--log-ranks", "0", "--no-prefix")
     code, output, errors = run_member("raise", options=options)
@@ -227,13 +206,6 @@ def test_output_is_kept_and_shown_for_the_chosen_ranks(run_member, tmp_path):
     kept = (tmp_path / "logs" / "latest" / "rank-1.stderr").read_text()
     assert "1 says hello" in kept
     assert "LookupError: not here" in kept
-
-
-def test_a_log_directory_that_cannot_be_is_refused_before_anything_starts(run_member, tmp_path):
-    (tmp_path / "file").touch()
-    code, output, errors = run_member("raise", options=("--log-dir", str(tmp_path / "file")))
-    assert (code, output) == (2, "")
-    assert "cannot hold the files of a run" in errors
 
 
 # Agents in processes of their own.
@@ -278,26 +250,6 @@ def test_nothing_survives_the_agent(tmp_path, standing, line, ear, signum):
         assert time.monotonic() - began < 10
         assert code == {signal.SIGKILL: -9, signal.SIGINT: 130}[signum], errors
         assert script.leftovers() == []
-
-
-def test_a_worker_that_ignores_its_end_is_killed_after_the_grace_with_all_it_has_started(standing, line, ear):
-    with standing("ignore") as script:
-        assert len(ear.hear_all(2)) == 2
-        script.kill(signal.SIGTERM)
-        code, _, errors = script.end()
-        assert code == 143, errors
-        assert script.survivors(0.5) == []
-        assert script.leftovers() == []
-
-
-def test_nothing_of_a_killed_worker_survives_it(standing, line, ear):
-    with standing() as script:
-        told = ear.hear_all(2)
-        os.kill(int(told[1][2]), signal.SIGKILL)
-        code, _, errors = script.end()
-        assert code == 137
-        assert "unisono: rank 1 (pid " in errors
-        assert script.survivors() == []
 
 
 HANDLING = """
@@ -348,17 +300,6 @@ def is_silent(ear: Ear) -> bool:
     except AssertionError:
         return True
     return False
-
-
-def test_an_agreed_stop_is_not_taken_for_a_failure(handling, line, ear):
-    with handling("continue", "--max-restarts", "2") as script:
-        told = ear.hear_all(2)
-        os.kill(int(told[1][2]), signal.SIGTERM)  # to one worker
-        assert [words[0] for words in ear.hear_all(4)] == ["ends", "ends", "saves", "saves"]
-        code, _, errors = script.end()
-        assert code == 143
-        assert "the ranks stopped early, as requested" in errors
-        assert is_silent(ear)
 
 
 def test_the_first_ctrl_c_asks_workers_that_handle_a_stop_for_it(handling, line, ear):

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import warm_scripts
 from agents import free_port
-from hypothesis import given
-from hypothesis import strategies as st
 
 from unisono.errors import NoWorldError
 from unisono.launch.hosts.environment import (
@@ -22,7 +20,6 @@ from unisono.launch.hosts.environment import (
     announced_place,
     take,
 )
-from unisono.launch.hosts.host_lists import expand_counts, expand_hosts
 from unisono.world import announcement
 
 TORCHRUN = {
@@ -219,40 +216,27 @@ def test_several_processes_with_nothing_initialised_are_an_error(monkeypatch, en
 # Compressed lists.
 
 
-def test_a_list_of_hosts_is_expanded():
-    text = "node[003-005,9],other1,rack[1-2]n[08-10]x"
-    assert expand_hosts(text) == ["node003", "node004", "node005", "node9", "other1"] + [
-        f"rack{rack}n{node}x" for rack in (1, 2) for node in ("08", "09", "10")
-    ]
-
-
-@pytest.mark.parametrize("text", ["", ",", "a,,b", "a[1", "a]1", "a[]", "a[x-y]", "a[3-1]", "a[1-2-3]", "a b", "[["])
-def test_what_is_no_list_of_hosts_is_refused(text):
-    with pytest.raises(ValueError):
-        expand_hosts(text)
-
-
-names = st.text("abcxyz-.", min_size=1, max_size=5)
-runs = st.tuples(st.integers(0, 120), st.integers(0, 5), st.integers(1, 4)).map(
-    lambda drawn: [str(number).zfill(drawn[2]) for number in range(drawn[0], drawn[0] + drawn[1] + 1)]
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [("node[003-005,9],other1", "node003"), ("rack[1-2]n[08-10]x,a", "rack1n08x"), ("a,b", "a"), ("n1", "n1")],
 )
+def test_the_first_host_of_a_list_is_found(text, first):
+    place = announced_place({**SLURM, "SLURM_STEP_NODELIST": text})
+    assert place is not None
+    assert place.address == first
 
 
-def compressed(name: str, pieces: list[list[str]]) -> str:
-    return f"{name}[{','.join(run[0] if len(run) == 1 else f'{run[0]}-{run[-1]}' for run in pieces)}]"
+@pytest.mark.parametrize("text", [",", "a[1", "a]1", "a[]", "a[x-y]", "a b", "[["])
+def test_what_is_no_list_of_hosts_is_refused(text):
+    with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=.* names no hosts"):
+        announced_place({**SLURM, "SLURM_STEP_NODELIST": text})
 
 
-@given(st.lists(st.tuples(names, st.lists(runs, max_size=3)), min_size=1, max_size=4))
-def test_expanding_undoes_compressing(groups):
-    text = ",".join(compressed(name, pieces) if pieces else name for name, pieces in groups)
-    plain = [[f"{name}{number}" for run in pieces for number in run] if pieces else [name] for name, pieces in groups]
-    assert expand_hosts(text) == [host for group in plain for host in group]
-
-
-@given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 9)), min_size=1))
-def test_expanding_counts_undoes_compressing_them(groups):
-    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in groups)
-    assert expand_counts(text) == [count for count, times in groups for _ in range(times)]
+@pytest.mark.parametrize(("text", "sizes"), [("2(x2),1", [2, 2, 1]), ("3", [3, 1, 1]), ("1,2,4", [1, 2, 4])])
+def test_the_number_of_ranks_on_each_machine_is_found(text, sizes):
+    environ = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": text}
+    places = [announced_place({**environ, "SLURM_NODEID": str(number)}) for number in range(3)]
+    assert [place.local_world_size for place in places if place is not None] == sizes
 
 
 # Joining, by real processes.

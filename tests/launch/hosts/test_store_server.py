@@ -85,6 +85,6 @@ def test_the_first_cause_is_not_drowned_in_stacks_of_native_code(tmp_path):
         assert first.end()[0] == -9
         code, _, errors = second.end()
         assert code == 1
-        assert "BrokenWorldError: rank 1 cannot complete barrier(): a peer is gone" in errors
+        assert "BrokenWorldError: rank 1 cannot complete barrier(): rank 0 did not arrive: rank 0 has ended" in errors
         assert "Exception raised from" not in errors
         assert "frame #" not in errors

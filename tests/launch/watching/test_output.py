@@ -186,20 +186,6 @@ def test_lines_of_many_workers_are_never_mixed(shown, run):
     assert len(lines) == 4 * 3000
 
 
-@pytest.mark.slow
-def test_ten_megabytes_pass_at_once_and_whole(shown, run):
-    output = Output(PLAIN, run, *shown.fds)
-    code = """
-        import os
-        text = b"".join(b"line %d\\n" % n for n in range(800_000))
-        while text:
-            text = text[os.write(1, text) :]
-    """
-    assert seconds(lambda: write(output, 0, code)) < SOON_S
-    output.close()
-    assert shown.stdout == run.log(0, "stdout").read_bytes() == b"".join(b"line %d\n" % n for n in range(800_000))
-
-
 def test_progress_bars_move_and_the_last_state_is_remembered(shown):
     output = Output(OutputOptions(), None, *shown.fds)
     code = """

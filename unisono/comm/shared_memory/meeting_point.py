@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from unisono.comm.operations import mismatch_error, name_ranks
+from unisono.comm.operations import CALLED, mismatch_error, name_ranks
 from unisono.comm.shared_memory import futex
 from unisono.comm.shared_memory.mapping import Mapping
 from unisono.comm.shared_memory.notes import Notes
@@ -66,12 +66,20 @@ class MeetingPoint:
 
         Returns:
             What ranks have noted, by rank, if some of them have noted something else.
+
+        Raises:
+            CollectiveMismatchError: the same, if all others wait in their next collective; on all ranks.
         """
         self._check_open()
         if self.notes.is_full:
             self.enter("came to a full page of announcements")
         self.notes.add(action)
-        return self.notes.find_difference()
+        difference = self.notes.find_difference()
+        if difference and not self.missing(self.turn + 1):
+            self.meet()
+            self.notes.turn_page()
+            raise self._mismatch(difference[self.rank], with_place=False)
+        return difference
 
     def name_next(self, action: str) -> None:
         """Let the next collective be noted as `action`, the call that leads to it."""
@@ -95,7 +103,7 @@ class MeetingPoint:
 
     def _mismatch(self, action: str, with_place: bool) -> CollectiveMismatchError:
         """The error, with the places of calls. All ranks get here, since each has found the same difference."""
-        place = describe_call(own_frames()) if with_place else ""
+        place = describe_call(own_frames()) if with_place and action.startswith(CALLED) else ""
         self.notes.add(f"{action} from {place}" if place else action)
         # All must have written their places before any rank reads them.
         self.meet()
@@ -146,13 +154,14 @@ class MeetingPoint:
         state = self._words[self._state_at[rank] // 4]  # read after the check: a dead rank writes it no more
         return _REASONS[state] if state or has_ended else ""
 
-    def missing(self) -> list[int]:
-        """The ranks that have not arrived where this one is."""
-        return [rank for rank in self._others if not self._has_come(rank)]
+    def missing(self, turn: int | None = None) -> list[int]:
+        """The ranks that have not arrived at that meeting; None means this rank's last one."""
+        return [rank for rank in self._others if not self._has_come(rank, turn)]
 
-    def _has_come(self, rank: int) -> bool:
+    def _has_come(self, rank: int, turn: int | None = None) -> bool:
         # Modulo the word: counts wrap around, and a peer is at most one meeting ahead.
-        return (self._words[self._count_at[rank] // 4] - self.turn) % _WORD < _WORD // 2
+        ahead = self._words[self._count_at[rank] // 4] - (self.turn if turn is None else turn)
+        return ahead % _WORD < _WORD // 2
 
     def _wait_for(self, rank: int) -> None:
         for _ in range(_SPINS):

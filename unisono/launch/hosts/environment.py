@@ -13,12 +13,12 @@ Everything here is a function of a mapping; the process's environment is only th
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from unisono.errors import NoWorldError
-from unisono.launch.hosts.host_lists import expand_counts, expand_hosts
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.world import is_slurm_step
 
@@ -214,13 +214,12 @@ def _slurm_place(environ: Mapping[str, str]) -> Place | None:
     if world_size == 1:
         return None
     node_rank = _number(environ, "SLURM_NODEID")
-    tasks = _tasks_per_node(environ)
     return Place(
         launcher="a SLURM step",
         rank=_number(environ, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_number(environ, "SLURM_LOCALID"),
-        local_world_size=tasks[node_rank] if node_rank < len(tasks) else _number(environ, "SLURM_NTASKS_PER_NODE", 1),
+        local_world_size=_tasks_on(environ, node_rank),
         node_rank=node_rank,
         restart_count=_number(environ, "SLURM_RESTART_COUNT", 0),
         address=environ.get("MASTER_ADDR") or _first_host(environ),
@@ -249,20 +248,25 @@ def _slurm_agent(environ: Mapping[str, str]) -> AgentPlace | None:
     )
 
 
-def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
+def _tasks_on(environ: Mapping[str, str], node_rank: int) -> int:
+    """The number of tasks on a node: `2(x3),1` are 2 on each of three nodes, and 1 on the next."""
     name = "SLURM_STEP_TASKS_PER_NODE"
-    try:
-        return expand_counts(environ[name]) if name in environ else []
-    except ValueError as error:
-        raise ValueError(f"{name}={environ[name]!r} does not list the tasks of nodes ({error})") from None
+    counts: list[int] = []
+    for piece in environ[name].split(",") if name in environ else ():
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
+        if found is None:
+            raise ValueError(f"{name}={environ[name]!r} does not list the tasks of nodes; a list looks like 2(x3),1")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts[node_rank] if node_rank < len(counts) else _number(environ, "SLURM_NTASKS_PER_NODE", 1)
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
+    """The first of a compressed list of hosts: `node[003-005,9],other1` begins with node003."""
     name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
-    try:
-        return expand_hosts(_text(environ, name))[0]
-    except ValueError as error:
-        raise ValueError(f"{name}={environ.get(name)!r} names no hosts ({error})") from None
+    found = re.match(r"((?:[^,\[\]\s]|\[\d[^\[\]\s]*\])+)(?:,|$)", _text(environ, name))
+    if found is None:
+        raise ValueError(f"{name}={environ[name]!r} names no hosts; a list looks like node[01-04,9],other1")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[1])
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:

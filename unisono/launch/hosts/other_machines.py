@@ -19,12 +19,12 @@ rounds and closes; any thread may call `say`.
 from __future__ import annotations
 
 import contextlib
-import json
+import pickle
 import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -64,17 +64,6 @@ class MachineReport:
     verdict: bytes = b""
     is_done: bool = False
     is_leaving: bool = False
-
-    def to_text(self) -> str:
-        return json.dumps({**asdict(self), "verdict": self.verdict.hex()})
-
-    @classmethod
-    def from_text(cls, text: bytes) -> MachineReport:
-        facts = json.loads(text)
-        facts["pulses"] = {int(rank): (progress, doing) for rank, (progress, doing) in facts["pulses"].items()}
-        facts["stacks"] = {int(rank): stack for rank, stack in facts["stacks"].items()}
-        facts["verdict"] = bytes.fromhex(facts["verdict"])
-        return cls(**facts)
 
 
 @dataclass
@@ -211,7 +200,8 @@ class OtherMachines:
             if (current := self._round) is not None:
                 with self._lock:
                     current.own = replace(current.own, beats=current.own.beats + 1)
-                store.set(f"{current.name}/{current.own.machine}", current.own.to_text())
+                report: Any = pickle.dumps(current.own)  # annotated as str, but accepts bytes
+                store.set(f"{current.name}/{current.own.machine}", report)
                 self._listen(store, current)
             # Reached only if the store has answered.
             self._answered_at = time.monotonic()
@@ -220,7 +210,7 @@ class OtherMachines:
         for number in set(range(current.count)) - {current.own.machine}:
             key = f"{current.name}/{number}"
             # `get` alone would wait until the key exists.
-            report = MachineReport.from_text(store.get(key)) if store.check([key]) else None
+            report = pickle.loads(store.get(key)) if store.check([key]) else None
             before, _ = current.heard.get(number, (None, 0.0))
             if report != before or number not in current.heard:
                 current.heard[number] = (report, time.monotonic())
