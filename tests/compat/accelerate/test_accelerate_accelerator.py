@@ -56,13 +56,12 @@ def rows(count: int) -> TensorDataset:
         ),
         (lambda: Accelerator(megatron_lm_plugin=1), "megatron_lm_plugin=1 has no counterpart here: there is one axis"),
         (lambda: Accelerator(parallelism_config=1), "parallelism_config=1 has no counterpart here: there is one axis"),
-        (lambda: Accelerator(mixed_precision="fp8"), "mixed_precision='fp8' .*: choose 'no', 'fp16' or 'bf16'"),
         (lambda: Accelerator(mixed_precision="bf8"), "mixed_precision='bf8' does not exist"),
         (lambda: Accelerator(kwargs_handlers=[KwargsHandler()]), "a KwargsHandler, which has no counterpart"),
         (lambda: Accelerator(kwargs_handlers=[ProfileKwargs(), ProfileKwargs()]), "two ProfileKwargs; pass one"),
         (
             lambda: Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_with_dataloader=False)),
-            "sync_with_dataloader=False .* no counterpart: a loop's last step uses them",
+            r"\(sync_with_dataloader=...\) has no counterpart here: a loop's last step uses",
         ),
         (
             lambda: Accelerator(

@@ -26,9 +26,8 @@ def find_executable_batch_size(
     """
     given = reduce_batch_size_fn
     reduce = (lambda size: size * 9 // 10) if given is None else (lambda _: given())
-    if function is None:
-        return out_of_memory.find_executable_batch_size(None, starting_batch_size, reduce)
-    return out_of_memory.find_executable_batch_size(function, starting_batch_size, reduce)
+    decorate: Any = out_of_memory.find_executable_batch_size
+    return decorate(function, starting_batch_size, reduce)  # type: ignore[no-any-return]
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from unisono.compat.absent import refuse
 from unisono.compat.accelerate.state import joined_world
+from unisono.compat.left_out import left_out
 from unisono.errors import UnisonoError
 from unisono.parallel import collectives
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
@@ -25,15 +25,8 @@ DistributedOperationException = UnisonoError
 """The rank that detects a difference raises a CollectiveMismatchError, the others a BrokenWorldError: none
 continues."""
 
-_INSTEAD = {
-    "GatheredParameters": "it belongs to DeepSpeed, which is not supported",
-    "initialize_tensors": "call broadcast_object_list, or unisono.broadcast(tensor)",
-    "get_data_structure": "ranks compare structures themselves before they send",
-}
 
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _INSTEAD)
+__getattr__ = left_out(__name__)
 
 
 def gather(tensor: Any, world: World | None = None) -> Any:

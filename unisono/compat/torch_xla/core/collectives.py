@@ -1,11 +1,15 @@
-"""Collectives over all replicas or groups of them, and optimizer steps."""
+"""Collectives over all replicas or groups of them, and optimizer steps.
+
+`pin_layout`, `bucket_cap_mb`, `channel_id` and `use_global_device_ids` have no effect. Nothing here is differentiable;
+`functions.all_reduce` and `all_gather` are.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +24,6 @@ from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
 from unisono.world import World, current_world
 
-L = TypeVar("L", bound=Sequence[torch.Tensor])
-
 REDUCE_SUM = "sum"
 REDUCE_MUL = "mul"
 REDUCE_AND = "and"
@@ -30,6 +32,8 @@ REDUCE_MIN = "min"
 REDUCE_MAX = "max"
 
 Groups = Sequence[Sequence[int]] | None
+"""Lists of ordinals, with each replica in exactly one. A replica is reduced over its own group, and all replicas must
+call."""
 
 _OPS: dict[str, ReduceOp] = {REDUCE_SUM: "sum", REDUCE_MUL: "product", REDUCE_MIN: "min", REDUCE_MAX: "max"}
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -42,26 +46,16 @@ _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@overload
-def all_reduce(
-    reduce_type: str, inputs: torch.Tensor, scale: float = ..., groups: Groups = ..., pin_layout: bool = ...
-) -> torch.Tensor: ...
-@overload
-def all_reduce(reduce_type: str, inputs: L, scale: float = ..., groups: Groups = ..., pin_layout: bool = ...) -> L: ...
 @disable_dynamo
 @torch.no_grad()
 def all_reduce(
     reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
 ) -> Any:
-    """Reduce over the replicas, then multiply by `scale`; not differentiable (`functions.all_reduce` is).
+    """Reduce over the replicas, then multiply by `scale`.
 
     Args:
         reduce_type: "sum", "mul", "min", "max"; bitwise "and" and "or" for integers and bools.
-        inputs: a tensor, which yields a new one; or a list of tensors, which are reduced in place.
-        scale: a factor for the result.
-        groups: lists of ordinals, with each replica in exactly one: a replica is reduced over its own group. All
-            replicas must call it.
-        pin_layout: has no effect, here and below.
+        inputs: a tensor, which yields a new one; or a list of tensors, which are reduced in place and returned.
 
     Raises:
         TypeError: the operation is not defined for the tensors' dtype, or they cannot be scaled.
@@ -82,20 +76,16 @@ def all_reduce(
 def _reduced(
     reduce_type: str, tensor: torch.Tensor, scale: float, group: list[int] | None, world: World
 ) -> torch.Tensor:
-    _check_scaled(tensor, scale)
-    if reduce_type in (REDUCE_AND, REDUCE_OR) and (tensor.is_floating_point() or tensor.is_complex()):
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if scale != 1 and is_whole and (tensor.dtype == torch.bool or scale != int(scale)):
+        raise TypeError(f"scale={scale} would round {tensor.dtype} numbers; convert to a floating type first")
+    if reduce_type in (REDUCE_AND, REDUCE_OR) and not is_whole:
         raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to an integer type or to bool")
     if group is None and reduce_type in _OPS:
         result = collectives.all_reduce(tensor.detach().clone(), _OPS[reduce_type], world)
     else:
-        result = reduce(_FOLDS[reduce_type], _parts(tensor, group, world))
+        result = functools.reduce(_FOLDS[reduce_type], _parts(tensor, group, world))
     return result if scale == 1 else result.mul_(scale)
-
-
-def _check_scaled(tensor: torch.Tensor, scale: float) -> None:
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    if scale != 1 and is_whole and (tensor.dtype == torch.bool or scale != int(scale)):
-        raise TypeError(f"scale={scale} would round {tensor.dtype} numbers; convert to a floating type first")
 
 
 def _parts(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[torch.Tensor]:
@@ -119,15 +109,12 @@ def all_gather(
     """Concatenate the replicas' tensors, of equal shapes, along `dim`, by ordinal; zero-dimensional tensors are
     stacked.
 
-    Not differentiable (`functions.all_gather` is). `groups`, and the errors, are those of `all_reduce`.
-
     Args:
         value: a tensor, or a list of them, which yields a list.
         output: written and returned in place of new tensors; resized to the results' shapes.
-        channel_id, use_global_device_ids: have no effect, here and below.
 
     Raises:
-        ValueError: `output` has a different number of tensors.
+        ValueError: `output` has a different number of tensors; or as for `all_reduce`.
     """
     world = current_world()
     group = own_group(groups, world)
@@ -142,15 +129,15 @@ def all_gather(
 
 
 def all_gather_bucketized(
-    input_list: Sequence[torch.Tensor],
+    input_list: Any,
     dim: int = 0,
     groups: Groups = None,
-    output: Sequence[torch.Tensor] | None = None,
+    output: Any = None,
     pin_layout: bool = False,
     bucket_cap_mb: float = 160,
-) -> list[torch.Tensor]:
-    """`all_gather` of a list; `bucket_cap_mb` has no effect."""
-    return all_gather(input_list, dim, groups, output)  # type: ignore[no-any-return]
+) -> Any:
+    """`all_gather` of a list."""
+    return all_gather(input_list, dim, groups, output)
 
 
 @disable_dynamo
@@ -170,9 +157,8 @@ def reduce_scatter(
     """Like `all_reduce`, but each replica gets only its own of `shard_count` equal parts along `scatter_dim`.
 
     Args:
-        input: a tensor, or a list of them, which yields a list.
+        input, output: as for `all_gather`.
         shard_count: the number of replicas; with groups, the size of the replica's group.
-        output: as for `all_gather`.
 
     Raises:
         ValueError: `shard_count` is a different number, or does not divide a tensor's dimension.
@@ -194,19 +180,17 @@ def reduce_scatter(
 
 def reduce_scatter_bucketized(
     reduce_type: str,
-    input_list: Sequence[torch.Tensor],
+    input_list: Any,
     scale: float,
     scatter_dim: int,
     shard_count: int,
     groups: Groups = None,
-    output: Sequence[torch.Tensor] | None = None,
+    output: Any = None,
     pin_layout: bool = False,
     bucket_cap_mb: float = 160,
-) -> list[torch.Tensor]:
-    """`reduce_scatter` of a list; `bucket_cap_mb` has no effect."""
-    return reduce_scatter(  # type: ignore[no-any-return]
-        reduce_type, input_list, scale, scatter_dim, shard_count, groups, output
-    )
+) -> Any:
+    """`reduce_scatter` of a list."""
+    return reduce_scatter(reduce_type, input_list, scale, scatter_dim, shard_count, groups, output)
 
 
 @disable_dynamo
@@ -214,11 +198,7 @@ def reduce_scatter_bucketized(
 def collective_broadcast(
     tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
 ) -> None:
-    """Give every replica the tensors of the root, in place.
-
-    Args:
-        groups: as for `all_reduce`; only the root's own group receives its tensors, the others keep theirs.
-    """
+    """Give every replica the tensors of the root, in place; with groups, every replica of the root's group."""
     world = current_world()
     group = own_group(groups, world)
     for each in tensors:
@@ -254,8 +234,7 @@ def own_group(groups: Groups, world: World) -> list[int] | None:
         return None
     if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in groups):
         raise TypeError(f"groups={groups!r} is not a list of lists of ordinals, as in [[0, 1], [2, 3]]")
-    members = [rank for group in groups for rank in group]
-    if sorted(members) != list(range(world.world_size)):
+    if sorted(rank for group in groups for rank in group) != list(range(world.world_size)):
         raise ValueError(
             f"groups={[*map(list, groups)]} must hold each of the ordinals 0 to {world.world_size - 1} once"
         )
@@ -268,9 +247,7 @@ def reduce_gradients(optimizer: Optimizer, groups: Groups = None, pin_layout: bo
     As for `unisono.optimizer_step`, the mean is that over all samples, if a loader knows how many each replica had.
 
     Args:
-        optimizer: the optimizer of the parameters.
-        groups: as for `all_reduce`. As in the original, the sum over the replica's group is divided by the number of
-            all replicas.
+        groups: as in the original, the sum over the replica's group is divided by the number of all replicas.
 
     Raises:
         CollectiveMismatchError: the replicas' models differ.
@@ -301,7 +278,6 @@ def optimizer_step(
     """Reduce the gradients over the replicas, then return `optimizer.step(**optimizer_args)`.
 
     Args:
-        optimizer: the optimizer to step.
         barrier: end the step here, as `mark_step` does. Otherwise the loader's next batch ends it.
         groups: as for `reduce_gradients`.
 
@@ -329,7 +305,7 @@ def all_reduce_bucketized_gradients(
     pin_layout: bool = True,
     bucket_cap_mb: float = 0,
 ) -> None:
-    """`all_reduce` of a list, in place; `bucket_cap_mb` has no effect."""
+    """`all_reduce` of a list, in place."""
     all_reduce(REDUCE_SUM, gradients, scale, groups)
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from unisono.compat.absent import refuse
-from unisono.compat.torch_xla.absent_modules import INSTEAD
+from unisono.compat.left_out import left_out
 
-
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {name: INSTEAD["experimental"]} if not name.startswith("__") else {})
+__getattr__ = left_out(__name__)
 
 
 def eager_mode(enable: bool) -> None:

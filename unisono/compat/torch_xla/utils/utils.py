@@ -11,11 +11,13 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import left_out
 from unisono.loaders import sample_generator
 from unisono.tree import leaves, tree_map
 
@@ -24,8 +26,7 @@ T = TypeVar("T")
 _OPAQUE = (type, types.ModuleType, types.FunctionType, torch.Tensor)  # their attributes are not visited
 
 
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {"Cleaner": "use contextlib.ExitStack", "LazyProperty": "use functools.cached_property"})
+__getattr__ = left_out(__name__)
 
 
 class SampleGenerator(sample_generator.SampleGenerator[T]):
@@ -55,25 +56,23 @@ class FnDataGenerator:
         dims: Sequence[int] | None = None,
         count: int = 1,
     ) -> None:
-        self._func = func
-        self._shape = (batch_size, *(dims or [1]))
-        self._gen_tensor = gen_tensor
+        self._func, self._make = func, partial(gen_tensor, batch_size, *(dims or [1]))
         self._counter = sample_generator.SampleGenerator(None, count)
 
     def __len__(self) -> int:
         return len(self._counter)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Any]]:
-        return (self._made() for _ in self._counter)
+        return (self._pair() for _ in self._counter)
 
     def __next__(self) -> tuple[torch.Tensor, Any]:
         next(self._counter)
-        return self._made()
+        return self._pair()
 
     next = __next__
 
-    def _made(self) -> tuple[torch.Tensor, Any]:
-        data = self._gen_tensor(*self._shape)
+    def _pair(self) -> tuple[torch.Tensor, Any]:
+        data = self._make()
         return data, self._func(data)
 
 
@@ -93,33 +92,18 @@ class DataWrapper:
         return self.from_tensors([tensor.to(device) for tensor in self.get_tensors()])
 
 
-class TimedScope:
-    """A `with` block that reports how long it took.
-
-    Args:
-        msg: printed before the time.
-        printfn: called with one string.
-    """
-
-    def __init__(self, msg: str = "", printfn: Callable[[str], Any] = print) -> None:
-        self._msg = msg
-        self._printfn = printfn
-        self._start = 0.0
-
-    def __enter__(self) -> TimedScope:
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._printfn(f"{self._msg}{1000 * (time.perf_counter() - self._start):.3f}ms")
+@contextmanager
+def TimedScope(msg: str = "", printfn: Callable[[str], Any] = print) -> Iterator[None]:  # noqa: N802
+    """A `with` block that reports how long it took: `printfn` is called with `msg` and the time."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        printfn(f"{msg}{1000 * (time.perf_counter() - start):.3f}ms")
 
 
 class TmpFolder:
-    """A new folder, which is removed with this object.
-
-    Attributes:
-        name: its path.
-    """
+    """A new folder, at the path `name`, which is removed with this object."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True)
@@ -151,14 +135,14 @@ def getenv_as(name: str, type: Callable[[str], Any], defval: Any = None) -> Any:
     """The environment variable, converted by `type`; `defval`, unconverted, if the variable is unset.
 
     Raises:
-        ValueError: its text cannot be converted.
+        ValueError: its text cannot be converted; a note names the variable.
     """
     text = os.environ.get(name)
     try:
         return defval if text is None else type(text)
     except ValueError as error:
-        kind = getattr(type, "__name__", type)
-        raise ValueError(f"{name}={text!r} in the environment is no {kind}; set another value or unset it") from error
+        error.add_note(f"{name}={text!r} in the environment; set another value or unset it")
+        raise
 
 
 def for_each_instance(value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]) -> None:
