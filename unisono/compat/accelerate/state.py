@@ -225,8 +225,3 @@ class _Settings:
         self.accelerator: Callable[[], Accelerator | None] = lambda: None
         self.mixed_precision = "no"
         self.fsdp_plugin: Any = None
-
-
-def is_initialized() -> bool:
-    """Whether it is known which rank this is."""
-    return True

@@ -59,11 +59,7 @@ def step() -> Iterator[None]:
 
 def compile(f: Callable[..., Any] | None = None, full_graph: bool = False, name: str | None = None) -> Any:
     """Make the function a separate step, which a lazy device compiles as a whole; without a function, a `with` block
-    like `step`.
-
-    Args:
-        full_graph, name: have no effect: values may be read inside, which ends a lazy device's graph there.
-    """
+    like `step`. Values may be read inside, also with `full_graph`: a lazy device's graph ends there."""
     if f is None:
         return step()
 
@@ -78,11 +74,8 @@ def compile(f: Callable[..., Any] | None = None, full_graph: bool = False, name:
 def launch(
     fn: Callable[..., Any], args: Sequence[Any] = (), start_method: str = "spawn", debug_single_process: bool = False
 ) -> list[Any]:
-    """Call `fn(index, *args)` in one worker process per device, as `xla_multiprocessing.spawn` does.
-
-    Args:
-        debug_single_process: call it once, in this process.
-    """
+    """Call `fn(index, *args)` in one worker process per device, as `xla_multiprocessing.spawn` does; to debug it, once
+    in this process."""
     nprocs = 1 if debug_single_process else None
     found: list[Any] = _multiprocessing.spawn(fn, args, nprocs, start_method=start_method)
     return found

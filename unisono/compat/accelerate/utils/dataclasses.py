@@ -106,11 +106,6 @@ class KwargsHandler:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        plain = type(self)().to_dict()
-        return {name: value for name, value in self.to_dict().items() if plain[name] != value}
-
 
 @dataclass
 class AutocastKwargs(KwargsHandler):

@@ -10,8 +10,6 @@ import torch
 
 from unisono.parallel import out_of_memory
 
-should_reduce_batch_size = out_of_memory.is_out_of_memory
-
 
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,

@@ -6,7 +6,7 @@ raises when a backward pass reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -132,14 +132,6 @@ def find_batch_size(data: Any) -> int | None:
     return next((len(each) for each in tensors(data) if each.ndim), None)
 
 
-ignorant_find_batch_size = batch_size
-
-
-def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in it."""
-    return next((each.device for each in tensors(data)), None)
-
-
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
     """The structure with these rows of its tensors."""
     return take(data, *tensor_slice.indices(batch_size(data) or 0)[:2])
@@ -159,14 +151,6 @@ def convert_to_fp32(tensor: Any) -> Any:
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with outputs in full precision."""
     return lambda *args, **kwargs: convert_to_fp32(model_forward(*args, **kwargs))
-
-
-is_torch_tensor = torch.is_tensor
-
-
-def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The elements in a container of that class."""
-    return type(obj)(*generator) if hasattr(obj, "_fields") else type(obj)(generator)
 
 
 def _without_gradient(name: str, collect: Callable[[Any], Any], values: Any) -> Any:

@@ -37,9 +37,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
             torch.save(obj, f)
 
 
-def load(f: Any, map_location: Any = None, **options: Any) -> Any:
-    """`torch.load`."""
-    return torch.load(f, map_location=map_location, **options)
+load = torch.load
 
 
 def extract_model_from_parallel(
@@ -47,28 +45,11 @@ def extract_model_from_parallel(
 ) -> nn.Module:
     """The user's module. Other arguments have no effect, except `keep_torch_compile=False`, which returns the
     uncompiled module."""
-    from unisono.torch_private import ORIGINAL
+    from unisono.torch_private import ORIGINAL  # here: it may import the compiler
 
     module = model.module if isinstance(model, PreparedModel) else model
     plain: nn.Module = module if keep_torch_compile else getattr(module, ORIGINAL, module)
     return plain
-
-
-def is_compiled_module(module: nn.Module) -> bool:
-    """Whether it was returned by `torch.compile`."""
-    from unisono.torch_private import OptimizedModule  # imports the compiler
-
-    return isinstance(module, OptimizedModule)
-
-
-def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge the source's values into the destination, level by level."""
-    for key, value in source.items():
-        if isinstance(value, dict):
-            merge_dicts(value, destination.setdefault(key, {}))
-        else:
-            destination[key] = value
-    return destination
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 """Collectives over all replicas or groups of them, and optimizer steps.
 
 `pin_layout`, `bucket_cap_mb`, `channel_id` and `use_global_device_ids` have no effect. Nothing here is differentiable;
-`functions.all_reduce` and `all_gather` are.
+`functions.all_reduce` and `all_gather` are. Arguments that do not fit are a TypeError or a ValueError; replicas whose
+calls do not fit one another get the errors of `unisono.all_reduce`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from unisono.compat.torch_xla.core.steps import mark_step
@@ -56,11 +56,6 @@ def all_reduce(
     Args:
         reduce_type: "sum", "mul", "min", "max"; bitwise "and" and "or" for integers and bools.
         inputs: a tensor, which yields a new one; or a list of tensors, which are reduced in place and returned.
-
-    Raises:
-        TypeError: the operation is not defined for the tensors' dtype, or they cannot be scaled.
-        ValueError: there is no such operation, or the groups do not partition the replicas.
-        BrokenWorldError, CollectiveMismatchError: as for `unisono.all_reduce`.
     """
     if reduce_type not in _FOLDS:
         raise ValueError(f"reduce_type={reduce_type!r} does not exist; choose one of {', '.join(_FOLDS)}")
@@ -112,9 +107,6 @@ def all_gather(
     Args:
         value: a tensor, or a list of them, which yields a list.
         output: written and returned in place of new tensors; resized to the results' shapes.
-
-    Raises:
-        ValueError: `output` has a different number of tensors; or as for `all_reduce`.
     """
     world = current_world()
     group = own_group(groups, world)
@@ -158,10 +150,7 @@ def reduce_scatter(
 
     Args:
         input, output: as for `all_gather`.
-        shard_count: the number of replicas; with groups, the size of the replica's group.
-
-    Raises:
-        ValueError: `shard_count` is a different number, or does not divide a tensor's dimension.
+        shard_count: the number of replicas; with groups, the size of the replica's group. It divides the dimension.
     """
     world = current_world()
     group = own_group(groups, world) or list(range(world.world_size))
@@ -193,19 +182,6 @@ def reduce_scatter_bucketized(
     return reduce_scatter(reduce_type, input_list, scale, scatter_dim, shard_count, groups, output)
 
 
-@disable_dynamo
-@torch.no_grad()
-def collective_broadcast(
-    tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
-) -> None:
-    """Give every replica the tensors of the root, in place; with groups, every replica of the root's group."""
-    world = current_world()
-    group = own_group(groups, world)
-    for each in tensors:
-        sent = each if group is None or root_ordinal in group else each.clone()
-        collectives.broadcast(sent, root_ordinal, world)
-
-
 def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:
     """Apply `fn` to a tensor, or to each of a list; write the result into `output`, if given."""
     if not isinstance(value, torch.Tensor):
@@ -224,12 +200,7 @@ def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any
 
 
 def own_group(groups: Groups, world: World) -> list[int] | None:
-    """The group of this replica; None if there are no groups.
-
-    Raises:
-        TypeError: `groups` is not a list of lists of integers.
-        ValueError: the groups do not contain each replica exactly once.
-    """
+    """The group of this replica; None if there are no groups."""
     if not groups:
         return None
     if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in groups):
@@ -248,9 +219,6 @@ def reduce_gradients(optimizer: Optimizer, groups: Groups = None, pin_layout: bo
 
     Args:
         groups: as in the original, the sum over the replica's group is divided by the number of all replicas.
-
-    Raises:
-        CollectiveMismatchError: the replicas' models differ.
     """
     world = current_world()
     if world.world_size == 1:
@@ -279,10 +247,9 @@ def optimizer_step(
 
     Args:
         barrier: end the step here, as `mark_step` does. Otherwise the loader's next batch ends it.
-        groups: as for `reduce_gradients`.
+        groups: as for `reduce_gradients`; not with a closure, whose gradients would not be reduced.
 
     Raises:
-        ValueError: groups with a closure, whose gradients would not be reduced.
         TypeError, RuntimeError, CollectiveMismatchError, BrokenWorldError: as for `unisono.optimizer_step`.
     """
     if not groups:
@@ -298,23 +265,10 @@ def optimizer_step(
     return result
 
 
-def all_reduce_bucketized_gradients(
-    gradients: Sequence[torch.Tensor],
-    scale: float,
-    groups: Groups,
-    pin_layout: bool = True,
-    bucket_cap_mb: float = 0,
-) -> None:
-    """`all_reduce` of a list, in place."""
-    all_reduce(REDUCE_SUM, gradients, scale, groups)
-
-
 def fetch_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     """The gradients of the optimizer's parameters that have one. Scripts know it as `xm._fetch_gradients`."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return [each.grad for each in parameters if each.grad is not None]
 
 
-def broadcast_master_param(model: nn.Module) -> None:
-    """Give every replica the parameters and buffers of replica 0, in place."""
-    agreement.broadcast_parameters(model)
+broadcast_master_param = agreement.broadcast_parameters

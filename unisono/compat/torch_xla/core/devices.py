@@ -1,7 +1,7 @@
 """Which replica is calling, and which devices it sees; their random generators, and moving data to them.
 
 A *replication* is a world created by `spawn`, a `DataParallel` or a launcher. Outside of one a script runs alone, on
-the device that it has chosen last.
+the device that it has chosen last. What is no device, kind, seed or number is a TypeError or a ValueError.
 """
 
 from __future__ import annotations
@@ -81,25 +81,15 @@ def master_print(*args: Any, fd: TextIO | None = None, local: bool = True, flush
 
 
 def here(device: Place | None = None) -> tuple[Backend, torch.device]:
-    """That device and its family; None is the device that the caller works on.
-
-    Raises:
-        TypeError, ValueError: it is not a device.
-    """
+    """That device and its family; None is the device that the caller works on."""
+    if device is not None:
+        return resolve_device(device)
     world = current_world()
-    return resolve_device(device) if device is not None else _chosen(world).place or (world.backend, world.device)
-
-
-def _chosen(world: World) -> _Chosen:
-    return world.state.part(_Chosen)
+    return world.state.part(_Chosen).place or (world.backend, world.device)
 
 
 def devices_of(devkind: Kind) -> list[torch.device]:
-    """The devices of a kind that are visible to the caller: its own, if the caller is a worker.
-
-    Raises:
-        TypeError, ValueError: it is not such a kind.
-    """
+    """The devices of a kind that are visible to the caller: its own, if the caller is a worker."""
     world = current_world()
     for family in [world.backend] if devkind is None else _families(devkind, world.backend):
         if _is_worker():
@@ -131,15 +121,8 @@ def _families(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]
 
 
 def xla_device(n: int | None = None, devkind: Kind = None) -> torch.device:
-    """The replica's own device; outside a replication, the first of the kind. The caller works on it from now on.
-
-    Args:
-        n: the index of another device of the kind.
-
-    Raises:
-        TypeError: `n` or `devkind` is of another type.
-        ValueError: there is no such device.
-    """
+    """The replica's own device; outside a replication, the first of the kind; or the n-th. The caller works on it from
+    now on."""
     check_type(n, "n", "pass an integer, or None for the rank's own device", int, NoneType)
     seen, world = devices_of(devkind), current_world()
     if not seen:
@@ -155,19 +138,13 @@ def xla_device(n: int | None = None, devkind: Kind = None) -> torch.device:
     elif n is not None:
         device = backend.device(n)
     backend.activate(device)
-    _chosen(world).place = backend, device
+    world.state.part(_Chosen).place = backend, device
     return device
 
 
 def get_xla_supported_devices(devkind: Kind = None, max_devices: int | None = None) -> list[str]:
-    """The devices of a kind that are visible to the caller, as strings; listing them starts nothing.
-
-    Args:
-        max_devices: the largest number to return; None and 0 set no limit.
-
-    Raises:
-        TypeError, ValueError: an argument is of another type, or out of range.
-    """
+    """The devices of a kind that are visible to the caller, as strings, at most `max_devices` of them unless that is
+    None or 0; listing them starts nothing."""
     if max_devices is not None:
         check_integer(max_devices, "max_devices", 0)
     return [str(device) for device in devices_of(devkind)][: max_devices or None]
@@ -176,11 +153,6 @@ def get_xla_supported_devices(devkind: Kind = None, max_devices: int | None = No
 def xla_device_hw(device: Place) -> str:
     """The hardware of a device: "CPU", "GPU", "MPS" or "TPU"."""
     return _hardware(here(device)[0])
-
-
-def is_xla_tensor(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is on a device of the kind that the caller works on."""
-    return tensor.device.type == here()[1].type
 
 
 def xla_real_devices(devices: Sequence[Place] | None = None) -> list[str]:
@@ -212,11 +184,7 @@ def wait_device_ops(devices: Sequence[Place] = ()) -> None:
 
 
 def set_rng_state(seed: int, device: Place | None = None) -> None:
-    """Seed the random generator of a device, by default of the caller's.
-
-    Raises:
-        TypeError, ValueError: the seed is not an integer, or negative.
-    """
+    """Seed the random generator of a device, by default of the caller's; the seed is a non-negative integer."""
     check_integer(seed, "seed", 0)
     seed_device(*here(device), seed)
 

@@ -81,9 +81,6 @@ def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Te
 
     Returns:
         N x M, for this replica's `x`.
-
-    Raises:
-        ValueError: the shapes do not match.
     """
     world = current_world()
     if x.shape[0] != w.shape[1] * world.world_size:

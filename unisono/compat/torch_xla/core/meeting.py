@@ -64,16 +64,10 @@ def _meet(tag: str, own: list[int], value: Any) -> list[Any]:
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], R]) -> R:
-    """`reduce_fn` of all replicas' data, by ordinal, on every replica; also if there is only one.
+    """`reduce_fn` of the list of all replicas' data, by ordinal, on every replica; also if there is only one.
 
-    Args:
-        tag: its name, the same for all.
-        data: anything that can be pickled; its tensors arrive in main memory.
-        reduce_fn: called with the list of all replicas' data.
-
-    Raises:
-        CollectiveMismatchError: the replicas have given different tags.
-        BrokenWorldError: a peer failed or departed.
+    The data is anything that can be pickled; its tensors arrive in main memory. Tags and errors are those of
+    `rendezvous`.
     """
     execute_recorded()
     return reduce_fn(_meet(tag, list(range(current_world().world_size)), _in_main_memory(data)))
@@ -103,13 +97,8 @@ def _in_main_memory(data: Any) -> Any:
 
 
 def do_on_ordinals(target: Callable[..., R], data: Sequence[Any] = (), ordinals: Collection[int] = (0,)) -> R | None:
-    """`target(*data)` on these replicas, with tensors in main memory; None on the others, which wait for them.
-
-    Every replica must call it.
-
-    Raises:
-        BrokenWorldError: on the others, if `target` has raised.
-    """
+    """`target(*data)` on these replicas, with tensors in main memory; None on the others, which wait for them. Every
+    replica must call it."""
     execute_recorded()
     result = target(*_in_main_memory(list(data))) if get_ordinal() in ordinals else None
     rendezvous("torch_xla.core.xla_model.do_on_ordinals")

@@ -77,13 +77,8 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
     """Call `closure(*args)` after the end of the next step, in this thread; closures run in the order they were added.
 
     Args:
-        closure: a function.
-        args: its arguments.
         run_async: call it concurrently with the loop, in another thread, after those added earlier in this way. The end
             of the next step raises its error, and those after it are dropped.
-
-    Raises:
-        TypeError: `closure` is not callable.
     """
     check_type(closure, "closure", "pass a function", Callable)
     closures = current_world().state.part(_Closures)
@@ -94,11 +89,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
     """End the step: a lazy device executes what it has recorded, then the step closures run.
 
     A closure added by one of them waits for the end of the next step. An error of a closure is raised here; the other
-    closures of this step are dropped.
-
-    Args:
-        wait: also wait until the device has finished all its work.
-        reset_scope: has no effect.
+    closures of this step are dropped. `wait`: also wait until the device has finished all its work.
     """
     execute_recorded(wait)
     world = current_world()

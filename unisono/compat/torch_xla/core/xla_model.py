@@ -29,9 +29,6 @@ class RateTracker:
     Args:
         smooth_factor: from 0 to 1, the weight of the last rate in the next; None uses the environment variable
             RATE_TRACKER_SMOOTHING, or 0.4.
-
-    Raises:
-        ValueError: it is not in that range.
     """
 
     def __init__(self, smooth_factor: float | None = None) -> None:
@@ -69,11 +66,7 @@ class RateTracker:
 
 
 def check_view_sharing(obj: Any) -> None:
-    """Refuse a structure in which two different tensors share memory, which they would no longer do on a device.
-
-    Raises:
-        RuntimeError: two tensors share memory.
-    """
+    """A RuntimeError, if two different tensors of the structure share memory, which they would not on a device."""
     owners: dict[int, torch.Tensor] = {}
 
     def check(tensor: torch.Tensor) -> None:

@@ -92,15 +92,6 @@ def metrics_report() -> str:
     return "".join(parts)
 
 
-def short_metrics_report(counter_names: list[str] | None = None, metric_names: list[str] | None = None) -> str:
-    """One line for each of the given counters and metrics; by default for all of them."""
-    names = counter_names if counter_names is not None else sorted(_count_all().counts)
-    phases = metric_names if metric_names is not None else list(PHASES)
-    lines = [f"Counter: {name} Value: {value}\n" for name in names if (value := counter_value(name))]
-    lines += [f"Metric: {name} Accumulator: {data[1] / 1e6:.3f}ms\n" for name in phases if (data := metric_data(name))]
-    return "".join(lines)
-
-
 def clear_all() -> None:
     """Restart counting. Reports of this framework (`unisono.gather_report`) are not affected."""
     vars(current_world().state.part(_Cleared)).update(vars(_count_all()))

@@ -28,11 +28,7 @@ class Trace(torch.profiler.record_function):
 
 
 class StepTrace(Trace):
-    """Like `Trace`, for a whole step, which ends with the block.
-
-    Args:
-        step_num: appended to the name.
-    """
+    """Like `Trace`, for a whole step, which ends with the block; its number is appended to the name."""
 
     def __init__(self, name: str, step_num: int | None = None, **kwargs: Any) -> None:
         super().__init__(name if step_num is None else f"{name}#{step_num}")
@@ -43,10 +39,6 @@ class StepTrace(Trace):
         super().__exit__(exc_type, exc_value, traceback)
 
 
-trace_me = Trace
-"""A decorator: each call of the function is a `Trace` of that name."""
-
-
 def start_server(port: int, only_on_master: bool = True) -> None:
     """Has no effect except a log message: profilers cannot connect to a replica here."""
     logging.getLogger("unisono").info(
@@ -55,14 +47,7 @@ def start_server(port: int, only_on_master: bool = True) -> None:
 
 
 def start_trace(log_dir: str | os.PathLike[str]) -> None:
-    """Record what this process does, until `stop_trace`.
-
-    Args:
-        log_dir: a folder for `trace-ORDINAL.json`, created if it is missing.
-
-    Raises:
-        RuntimeError: a trace is already being recorded.
-    """
+    """Record what this process does, until `stop_trace`, which writes `trace-ORDINAL.json` into that folder."""
     global _running
     if _running is not None:
         raise RuntimeError("a trace is already being recorded in this process; call stop_trace() first")
@@ -72,11 +57,7 @@ def start_trace(log_dir: str | os.PathLike[str]) -> None:
 
 
 def stop_trace() -> None:
-    """Write the trace.
-
-    Raises:
-        RuntimeError: no trace is being recorded.
-    """
+    """Write the trace; the folder is created if it is missing."""
     global _running
     if _running is None:
         raise RuntimeError("no trace is being recorded in this process; call start_trace(log_dir) first")

@@ -37,9 +37,6 @@ def spawn(
 
     Returns:
         What the calls returned, by ordinal; or the `ProcessContext`.
-
-    Raises:
-        ValueError: there is no such start method.
     """
     if start_method not in START_METHODS:
         raise ValueError(f"start_method={start_method!r} does not exist; choose one of {', '.join(START_METHODS)}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from unisono.compat.left_out import left_out
 
 __getattr__ = left_out(__name__)
@@ -12,9 +9,3 @@ __getattr__ = left_out(__name__)
 
 def eager_mode(enable: bool) -> None:
     """Has no effect: a lazy device continues to record, with the same results; others are always eager."""
-
-
-@contextmanager
-def eager_mode_context(enable: bool) -> Iterator[None]:
-    """Has no effect, as `eager_mode`."""
-    yield

@@ -16,11 +16,7 @@ __getattr__ = left_out(__name__)
 
 
 def get_summary_writer(logdir: str | None) -> Any:
-    """TensorBoard's writer for that folder; None if no folder is given.
-
-    Raises:
-        ModuleNotFoundError: the package tensorboard is missing.
-    """
+    """TensorBoard's writer for that folder; None if no folder is given."""
     if not logdir:
         return None
     from torch.utils.tensorboard import SummaryWriter
@@ -36,11 +32,8 @@ def write_to_summary(
     dict_to_write: Mapping[str, float] = MappingProxyType({}),
     write_xla_metrics: bool = False,
 ) -> None:
-    """Write scalars under their names; does nothing if the writer is None.
-
-    Args:
-        write_xla_metrics: also write this replica's metrics and counters.
-    """
+    """Write scalars under their names, and this replica's metrics and counters if asked for; nothing, if the writer is
+    None."""
     if summary_writer is None:
         return
     scalars = dict(dict_to_write)

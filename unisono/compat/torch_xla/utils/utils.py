@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import tempfile
 import time
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -102,24 +99,6 @@ def TimedScope(msg: str = "", printfn: Callable[[str], Any] = print) -> Iterator
         printfn(f"{msg}{1000 * (time.perf_counter() - start):.3f}ms")
 
 
-class TmpFolder:
-    """A new folder, at the path `name`, which is removed with this object."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True)
-        weakref.finalize(self, self._folder.cleanup)
-        self.name = self._folder.name
-
-
-def as_list(t: Any) -> list[Any]:
-    """A list or a tuple as a list; anything else as a list with that one element."""
-    return list(t) if isinstance(t, list | tuple) else [t]
-
-
-def null_print(*args: Any, **options: Any) -> None:
-    """Print nothing."""
-
-
 def eprint(*args: Any, **options: Any) -> None:
     """`print` to stderr."""
     print(*args, file=sys.stderr, **options)
@@ -132,11 +111,8 @@ def timed(fn: Callable[[], T], msg: str = "", printfn: Callable[[str], Any] = ep
 
 
 def getenv_as(name: str, type: Callable[[str], Any], defval: Any = None) -> Any:
-    """The environment variable, converted by `type`; `defval`, unconverted, if the variable is unset.
-
-    Raises:
-        ValueError: its text cannot be converted; a note names the variable.
-    """
+    """The environment variable, converted by `type`; `defval`, unconverted, if the variable is unset. A note of the
+    error names it, if its text cannot be converted."""
     text = os.environ.get(name)
     try:
         return defval if text is None else type(text)
@@ -196,12 +172,6 @@ def for_each_instance_rewrite(value: Any, select_fn: Callable[[Any], bool], fn: 
         return twin
 
     return tree_map(image_of, value)
-
-
-def parallel_work(num_workers: int, fn: Callable[..., T], *args: Sequence[Any]) -> list[T]:
-    """Call `fn` with the arguments concurrently, in threads; return the results in order, or raise the first error."""
-    with ThreadPoolExecutor(num_workers, thread_name_prefix="unisono-parallel-work") as pool:
-        return list(pool.map(fn, *args))
 
 
 def _has_attributes(leaf: Any) -> bool:
