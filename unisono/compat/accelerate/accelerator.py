@@ -57,7 +57,7 @@ from unisono.tree import leaves
 logger = logging.getLogger(__name__)
 
 
-def _view(path: str) -> Any:
+def _view_of(path: str) -> Any:
     """A property: the attribute that this path leads to."""
     return property(attrgetter(path))
 
@@ -154,7 +154,7 @@ class Accelerator(Native):
         taken = [place for place, each in enumerate(objects) if self._is_taken(each)]
         made = list(objects)
         if taken:
-            found = super().prepare(*(self._loader(objects[place]) for place in taken))
+            found = super().prepare(*(self._made_loader(objects[place]) for place in taken))
             for place, each in zip(taken, found if len(taken) > 1 else (found,), strict=True):
                 made[place] = each
         return made[0] if len(made) == 1 else tuple(made)
@@ -176,7 +176,7 @@ class Accelerator(Native):
             return self._steps_scheduler
         return isinstance(each, nn.Module | Optimizer | DataLoader) and not isinstance(each, PreparedModel)
 
-    def _loader(self, each: Any) -> Any:
+    def _made_loader(self, each: Any) -> Any:
         if not isinstance(each, DataLoader):
             return each
         seed = self.dataloader_config.data_seed
@@ -229,25 +229,25 @@ class Accelerator(Native):
 
     # Code that runs on some ranks only.
 
-    on_local_main_process = _view("state.on_local_main_process")
-    on_last_process = _view("state.on_last_process")
-    on_process = _view("state.on_process")
-    on_local_process = _view("state.on_local_process")
-    is_last_process = _view("state.is_last_process")
-    distributed_type = _view("state.distributed_type")
-    use_distributed = multi_device = _view("state.use_distributed")
-    is_fsdp2 = _view("state.is_fsdp2")
+    on_local_main_process = _view_of("state.on_local_main_process")
+    on_last_process = _view_of("state.on_last_process")
+    on_process = _view_of("state.on_process")
+    on_local_process = _view_of("state.on_local_process")
+    is_last_process = _view_of("state.is_last_process")
+    distributed_type = _view_of("state.distributed_type")
+    use_distributed = multi_device = _view_of("state.use_distributed")
+    is_fsdp2 = _view_of("state.is_fsdp2")
 
     deepspeed_plugin = None  # not supported
-    should_save_model = _view("is_main_process")
+    should_save_model = _view_of("is_main_process")
 
     # How loaders are prepared.
 
-    even_batches = _view("dataloader_config.even_batches")
-    dispatch_batches = _view("dataloader_config.dispatch_batches")
-    use_seedable_sampler = _view("dataloader_config.use_seedable_sampler")
-    non_blocking = _view("dataloader_config.non_blocking")
-    use_stateful_dataloader = _view("dataloader_config.use_stateful_dataloader")
+    even_batches = _view_of("dataloader_config.even_batches")
+    dispatch_batches = _view_of("dataloader_config.dispatch_batches")
+    use_seedable_sampler = _view_of("dataloader_config.use_seedable_sampler")
+    non_blocking = _view_of("dataloader_config.non_blocking")
+    use_stateful_dataloader = _view_of("dataloader_config.use_stateful_dataloader")
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         return skip_first_batches(dataloader, num_batches)
@@ -302,8 +302,8 @@ class Accelerator(Native):
             for loader in self._prepared.loaders():
                 loader.set_epoch(loader.epoch)
 
-    save_iteration = _view("project_configuration.iteration")  # their numbers follow those in the directory
-    logging_dir = _view("project_configuration.logging_dir")  # trackers write to `project_dir`
+    save_iteration = _view_of("project_configuration.iteration")  # their numbers follow those in the directory
+    logging_dir = _view_of("project_configuration.logging_dir")  # trackers write to `project_dir`
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None

@@ -87,15 +87,15 @@ class PartialState(RankView):
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorator: the function runs on that rank, and in a world of one; elsewhere it returns None."""
-        return self._on(lambda: self.process_index == process_index, function)
+        return self._decorate_where(lambda: self.process_index == process_index, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
         """Like `on_process`, for the rank of that number on each machine."""
-        return self._on(lambda: self.local_process_index == local_process_index, function)
+        return self._decorate_where(lambda: self.local_process_index == local_process_index, function)
 
-    def _on(self, holds: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
+    def _decorate_where(self, holds: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
         decorate = partial(where, lambda: holds() or not self.use_distributed)
         return decorate if function is None else decorate(function)
 

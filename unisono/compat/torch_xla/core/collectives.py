@@ -62,13 +62,13 @@ def all_reduce(
     world = current_world()
     group = own_group(groups, world)
     if isinstance(inputs, torch.Tensor):
-        return _reduced(reduce_type, inputs, scale, group, world)
+        return _reduce_tensor(reduce_type, inputs, scale, group, world)
     for each in inputs:
-        each.copy_(_reduced(reduce_type, each, scale, group, world))
+        each.copy_(_reduce_tensor(reduce_type, each, scale, group, world))
     return inputs
 
 
-def _reduced(
+def _reduce_tensor(
     reduce_type: str, tensor: torch.Tensor, scale: float, group: list[int] | None, world: World
 ) -> torch.Tensor:
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -79,11 +79,11 @@ def _reduced(
     if group is None and reduce_type in _OPS:
         result = collectives.all_reduce(tensor.detach().clone(), _OPS[reduce_type], world)
     else:
-        result = functools.reduce(_FOLDS[reduce_type], _parts(tensor, group, world))
+        result = functools.reduce(_FOLDS[reduce_type], _gather_group(tensor, group, world))
     return result if scale == 1 else result.mul_(scale)
 
 
-def _parts(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[torch.Tensor]:
+def _gather_group(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[torch.Tensor]:
     """The tensors of this replica's group; every replica receives all tensors."""
     with world.timeline.loop().span(REDUCE):
         parts = world.comm.all_gather(tensor)
@@ -114,10 +114,10 @@ def all_gather(
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         if group is None:
             return collectives.all_gather(tensor.detach(), dim, world)
-        parts = _parts(tensor, group, world)
+        parts = _gather_group(tensor, group, world)
         return torch.stack(parts) if tensor.ndim == 0 else torch.cat(parts, dim)
 
-    return _of_each(gathered, value, output)
+    return _apply_to_each(gathered, value, output)
 
 
 def all_gather_bucketized(
@@ -161,10 +161,10 @@ def reduce_scatter(
         size = tensor.shape[scatter_dim]
         if size % shard_count:
             raise ValueError(f"shard_count={shard_count} does not divide dimension {scatter_dim}, which has {size}")
-        reduced = _reduced(reduce_type, tensor, scale, group if groups else None, world)
+        reduced = _reduce_tensor(reduce_type, tensor, scale, group if groups else None, world)
         return reduced.chunk(shard_count, scatter_dim)[group.index(world.rank)].clone()
 
-    return _of_each(scattered, input, output)
+    return _apply_to_each(scattered, input, output)
 
 
 def reduce_scatter_bucketized(
@@ -182,7 +182,7 @@ def reduce_scatter_bucketized(
     return reduce_scatter(reduce_type, input_list, scale, scatter_dim, shard_count, groups, output)
 
 
-def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:
+def _apply_to_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:
     """Apply `fn` to a tensor, or to each of a list; write the result into `output`, if given."""
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, list | tuple) or not all(isinstance(each, torch.Tensor) for each in value):
@@ -190,7 +190,7 @@ def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any
         outputs = [None] * len(value) if output is None else output
         if len(outputs) != len(value):
             raise ValueError(f"output has {len(outputs)} tensors for {len(value)}; pass one for each")
-        return [_of_each(fn, each, its) for each, its in zip(value, outputs, strict=True)]
+        return [_apply_to_each(fn, each, its) for each, its in zip(value, outputs, strict=True)]
     result = fn(value)
     if output is None:
         return result

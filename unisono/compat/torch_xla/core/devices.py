@@ -91,7 +91,7 @@ def here(device: Place | None = None) -> tuple[Backend, torch.device]:
 def devices_of(devkind: Kind) -> list[torch.device]:
     """The devices of a kind that are visible to the caller: its own, if the caller is a worker."""
     world = current_world()
-    for family in [world.backend] if devkind is None else _families(devkind, world.backend):
+    for family in [world.backend] if devkind is None else _families_of_kinds(devkind, world.backend):
         if _is_worker():
             if family is world.backend:
                 return [world.device]
@@ -106,7 +106,7 @@ def _is_worker() -> bool:
     return world is not None and world.is_of_processes
 
 
-def _families(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]:
+def _families_of_kinds(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]:
     """Yield the families of these kinds, the one in use before others of the same kind; each is loaded only when
     reached."""
     kinds = [devkind] if isinstance(devkind, str) else devkind
@@ -116,7 +116,7 @@ def _families(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]
             raise ValueError(f"devkind={devkind!r} is not a kind of device; choose one of {', '.join(_KINDS)}")
         for name in dict.fromkeys([first.name, *NAMES]):
             family = get_backend(name)
-            if kind in (_hardware(family), family.hardware(), family.name.upper()):
+            if kind in (_hardware_name(family), family.hardware(), family.name.upper()):
                 yield family
 
 
@@ -152,13 +152,13 @@ def get_xla_supported_devices(devkind: Kind = None, max_devices: int | None = No
 
 def xla_device_hw(device: Place) -> str:
     """The hardware of a device: "CPU", "GPU", "MPS" or "TPU"."""
-    return _hardware(here(device)[0])
+    return _hardware_name(here(device)[0])
 
 
 def xla_real_devices(devices: Sequence[Place] | None = None) -> list[str]:
     """The devices by their hardware: "CPU:0" for "xla:0" on a CPU. None uses those visible to the caller."""
     resolved = [resolve_device(each) for each in (devices_of(None) if devices is None else devices)]
-    return [f"{_hardware(backend)}:{device.index or 0}" for backend, device in resolved]
+    return [f"{_hardware_name(backend)}:{device.index or 0}" for backend, device in resolved]
 
 
 def xla_replication_devices(local_devices: Sequence[Place]) -> list[str]:
@@ -170,7 +170,7 @@ def xla_replication_devices(local_devices: Sequence[Place]) -> list[str]:
     return real
 
 
-def _hardware(backend: Backend) -> str:
+def _hardware_name(backend: Backend) -> str:
     hardware = backend.hardware()
     return "GPU" if hardware == "CUDA" else hardware
 

@@ -46,10 +46,10 @@ def rendezvous(tag: str, payload: bytes | str = b"", replicas: Sequence[int] = (
         raise ValueError(f"replicas={list(replicas)} must name ordinals from 0 to {world.world_size - 1}, each once")
     if world.rank not in own:
         raise ValueError(f"replicas={list(replicas)} lacks the caller, {world.rank}; pass the group that it is in")
-    return _meet(tag, own, payload.encode() if isinstance(payload, str) else bytes(payload))
+    return _exchange_in_group(tag, own, payload.encode() if isinstance(payload, str) else bytes(payload))
 
 
-def _meet(tag: str, own: list[int], value: Any) -> list[Any]:
+def _exchange_in_group(tag: str, own: list[int], value: Any) -> list[Any]:
     """The values of this replica's group. All replicas see the same calls, so all raise or none does."""
     calls = all_gather_object((tag, own, value), current_world())
     for rank, (each_tag, group, _) in enumerate(calls):
@@ -70,7 +70,7 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], R]) -> R:
     `rendezvous`.
     """
     execute_recorded()
-    return reduce_fn(_meet(tag, list(range(current_world().world_size)), _in_main_memory(data)))
+    return reduce_fn(_exchange_in_group(tag, list(range(current_world().world_size)), _in_main_memory(data)))
 
 
 def _in_main_memory(data: Any) -> Any:

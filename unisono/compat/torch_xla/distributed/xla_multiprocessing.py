@@ -50,7 +50,7 @@ class MpSerialExecutor:
     def __init__(self) -> None:
         descriptor, self._path = tempfile.mkstemp(prefix="unisono-serial-")
         os.close(descriptor)
-        weakref.finalize(self, _remove, self._path, os.getpid())
+        weakref.finalize(self, _remove_own_file, self._path, os.getpid())
 
     def run(self, fn: Callable[[], R]) -> R:
         """Return `fn()`; every worker that calls this runs it, one at a time."""
@@ -73,6 +73,6 @@ class MpModelWrapper:
         return self._turns.run(partial(self._model.to, device))
 
 
-def _remove(path: str, pid: int) -> None:
+def _remove_own_file(path: str, pid: int) -> None:
     if pid == os.getpid() and os.path.exists(path):
         os.unlink(path)

@@ -60,15 +60,15 @@ class FnDataGenerator:
         return len(self._counter)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Any]]:
-        return (self._pair() for _ in self._counter)
+        return (self._make_pair() for _ in self._counter)
 
     def __next__(self) -> tuple[torch.Tensor, Any]:
         next(self._counter)
-        return self._pair()
+        return self._make_pair()
 
     next = __next__
 
-    def _pair(self) -> tuple[torch.Tensor, Any]:
+    def _make_pair(self) -> tuple[torch.Tensor, Any]:
         data = self._make()
         return data, self._func(data)
 
