@@ -114,9 +114,11 @@ def test_all_gather_puts_ranks_side_by_side(way):
         (lambda x: xm.all_gather(x, groups=[0]), TypeError, "not a list of lists"),
         (lambda x: xm.all_gather(3), TypeError, "takes a tensor or a list of them, and got a int"),
         (lambda x: xm.all_gather([mine([1])], output=[]), ValueError, "output has 0 tensors for 1"),
+        (lambda x: xm.rendezvous("tag", 3), TypeError, "payload=3 is of type int; pass bytes, or use mesh_reduce"),
+        (lambda x: xm.rendezvous("tag", replicas=[0, 4]), ValueError, "must name ordinals from 0 to 0, each once"),
     ],
 )
-def test_bad_reductions_are_told(call, error, words):
+def test_bad_reductions_and_meetings_are_told(call, error, words):
     with pytest.raises(error, match=words):
         call(mine([1.0]))
 
@@ -167,18 +169,6 @@ def test_ranks_that_wait_for_different_things_are_told(several):
         return True
 
     assert several.run(by_tag) == [True] * RANKS
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: xm.rendezvous("tag", 3), TypeError, "payload=3 is of type int; pass bytes, or use mesh_reduce"),
-        (lambda: xm.rendezvous("tag", replicas=[0, 4]), ValueError, "must name ordinals from 0 to 0, each once"),
-    ],
-)
-def test_bad_meetings_are_told(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
 
 
 def test_mesh_reduce_calls_the_function_on_every_rank_with_all_values(way):
@@ -263,12 +253,3 @@ def test_a_value_with_a_graph_travels_as_a_value(way):
         return xm.mesh_reduce("loss", loss, lambda losses: sum(losses).item())
 
     assert way.run(reduce) == [6.0 * way.ranks] * way.ranks
-
-
-def test_groups_scatter_among_themselves(several):
-    def scatter():
-        own = group_of(xm.get_ordinal())
-        return xm.reduce_scatter("max", mine([xm.get_ordinal()] * len(own)), 1.0, 0, len(own), PAIRS).tolist()
-
-    if len({len(group) for group in PAIRS}) == 1:
-        assert several.run(scatter) == [[max(group_of(rank))] for rank in range(RANKS)]

@@ -115,6 +115,8 @@ def test_without_join_there_is_a_context():
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 def test_every_start_method_of_the_original_is_taken(start_method):
     assert xmp.spawn(abs, nprocs=1, start_method=start_method) == [0]
+    with pytest.raises(ValueError, match="start_method='thread' does not exist; choose one of spawn"):
+        xmp.spawn(abs, nprocs=1, start_method="thread")
 
 
 def test_launch_calls_the_function_once_in_this_process_for_debugging():

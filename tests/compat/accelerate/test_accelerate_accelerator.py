@@ -222,11 +222,8 @@ def test_an_fsdp_plugin_shards(mode: Mode) -> None:
     [
         ({}, FSDP()),
         ({"reshard_after_forward": False}, FSDP(reshard_after_forward=False)),
-        ({"reshard_after_forward": "FULL_SHARD"}, FSDP()),
         ({"sharding_strategy": "SHARD_GRAD_OP"}, FSDP(reshard_after_forward=False)),
-        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, FSDP(replicas=3)),
         ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, FSDP(reshard_after_forward=False, replicas=3)),
-        ({"reshard_after_forward": "HYBRID_SHARD_ZERO2"}, FSDP(reshard_after_forward=False, replicas=3)),
     ],
     ids=str,
 )
