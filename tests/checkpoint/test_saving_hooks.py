@@ -92,6 +92,10 @@ def test_what_a_hook_may_not_do_is_refused_and_nothing_is_saved(tmp_path: Path) 
             accelerator.save_state(tmp_path / "one")
         handle.remove()
     assert not list(tmp_path.iterdir())
+    accelerator.register_save_state_pre_hook(lambda models, weights, there: (Path(there) / "x").write_text("text"))
+    pytest.importorskip("fsspec")
+    with pytest.raises(ValueError, match="a hook has written files for a checkpoint in memory://"):
+        accelerator.save_state("memory://hooks/one")
     assert model.weight.sum() == 2
 
 

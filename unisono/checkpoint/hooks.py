@@ -53,12 +53,13 @@ def run_save_hooks(
         The models that are not to be saved, and the directory with the files of the hooks.
 
     Raises:
-        ValueError: a hook has changed a state, which is saved from the model.
+        ValueError: a hook has changed a state, which is saved from the model; or written files for a store.
     """
     directory: Path = agree_on(lambda: _new_directory(root), world)
     states = [model_state(each, world) for each in modules]
     try:
         kept = _call_save_hooks(hooks, models, states, directory)
+        agree_on(lambda: _check_place(root, directory), world)
     except BaseException:
         if world.rank == 0:
             remove_files(directory)
@@ -81,6 +82,15 @@ def _call_save_hooks(
                 "from `weights`, and write a file of your own into `output_dir`"
             )
     return kept
+
+
+def _check_place(root: Location, directory: Path) -> None:
+    """Refuse files for a store, where they would be under names that a load hook cannot know."""
+    if not isinstance(root, Path) and any(directory.iterdir()):
+        raise ValueError(
+            f"a hook has written files for a checkpoint in {root}, and only directories take them; save to a path, or "
+            "let the hook write to an address of its own"
+        )
 
 
 def run_load_hooks(hooks: Hooks, models: Sequence[nn.Module], path: Location, world: World) -> list[nn.Module]:
