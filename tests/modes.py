@@ -53,7 +53,7 @@ class Mode:
         if self.name == "threads":
             return self._replicas()(lambda *_: _there(body), [])
         preload()
-        with _by_value(body):
+        with by_value(body):
             return spawn(lambda _: _there(body), nprocs=self.ranks, cores=1, backend=FAMILY, timeout=PATIENCE)
 
     def loop(self, body: Callable[[DeviceIterator | DeviceLoader], Any], loader: Iterable[Any]) -> list[Any]:
@@ -112,10 +112,10 @@ def _there(body: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _by_value(body: Callable[..., Any]) -> Iterator[None]:
-    """Workers need not import the test module, and pytest with it."""
+def by_value(*functions: Callable[..., Any]) -> Iterator[None]:
+    """Workers need not import the test modules of these functions, and pytest with them."""
     known = cloudpickle.list_registry_pickle_by_value()
-    modules = [sys.modules[name] for name in {body.__module__, __name__} - known]
+    modules = [sys.modules[name] for name in ({each.__module__ for each in functions} | {__name__}) - known]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:

@@ -361,10 +361,14 @@ def test_without_a_scaler_there_is_nothing_to_unscale(mode: Mode) -> None:
 
 
 @ALL
-def test_a_sync_is_triggered_for_passes_that_ran_without_one(mode: Mode) -> None:
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_sync_is_triggered_for_passes_that_ran_without_one(mode: Mode, has_optimizer: bool) -> None:
     def body() -> list[float]:
         accelerator, network = Accelerator(), nn.Linear(1, 1, bias=False)
-        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=1.0))
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+        network = accelerator.prepare(network)
+        if has_optimizer:
+            optimizer = accelerator.prepare(optimizer)
         with torch.no_grad():
             network.weight.zero_()
         own = torch.full((2, 1), accelerator.process_index + 1.0)

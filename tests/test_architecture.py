@@ -165,6 +165,8 @@ def borrowed_names(module: Module) -> list[str]:
     """Names taken from a package that does not define them itself."""
     found = []
     for each, target in own_imports(module):
+        if each.name == "*" and module.name.startswith(MIRRORS):  # a mirror's module that has the names of several
+            continue
         if each.name is not None and target == each.target and each.name not in _defined_in(MODULES[target]):
             found.append(module.at(each.node, f"imports {each.name} from {target}, which only passes it on"))
     return found

@@ -328,7 +328,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """
         yield
         if isinstance(model, PreparedModel):
-            self._prepared.reduce_gradients(model, "trigger_sync_in_backward")
+            self._prepared.reduce_now(model)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The autocast context of `mixed_precision`, for what is computed outside the models' forward passes."""

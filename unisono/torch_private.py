@@ -92,7 +92,6 @@ NAMES = {  # ours: (torch's, what we do by it)
     # Other switches of the process.
     "get_fp32_precision": ("torch._C._get_fp32_precision_getter", "gives workers torch.backends.fp32_precision"),
     "set_fp32_precision": ("torch._C._set_fp32_precision_setter", "gives workers torch.backends.fp32_precision"),
-    "CACHE_ENABLED": ("torch.amp.autocast._cache_enabled", "applies AutocastKwargs(cache_enabled=...)"),
     # Operators, and a generator for each replica.
     "all_schemas": ("torch._C._jit_get_all_schemas", "finds the operators that draw or communicate"),
     "OpOverload": ("torch._ops.OpOverload", "gives each replica its own generator"),

@@ -100,6 +100,22 @@ def test_what_a_hook_may_not_do_is_refused_and_nothing_is_saved(tmp_path: Path) 
     assert model.weight.sum() == 2
 
 
+def test_hooks_may_keep_files_in_a_store() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    accelerator, found = Accelerator(), []
+    accelerator.prepare(filled(1.0))
+    accelerator.register_save_state_pre_hook(lambda models, weights, there: (Path(there) / "x").write_text("text"))
+    accelerator.save_state("memory://hooks/one")
+
+    def load(models: list[nn.Module], input_dir: str) -> None:
+        with fsspec.open(f"{input_dir}/x", "rt") as file:
+            found.append(file.read())
+
+    accelerator.register_load_state_pre_hook(load)
+    accelerator.load_state("memory://hooks/one")
+    assert found == ["text"]
+
+
 def test_a_save_that_is_not_better_drops_what_its_hooks_wrote(tmp_path: Path) -> None:
     accelerator = Accelerator()
     accelerator.prepare(filled(1.0))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
+from modes import by_value
 from torch import nn
 
 import unisono.compat.torch_xla.core.xla_model as xm
@@ -41,25 +40,14 @@ class Way:
             return [body()]
         if self.name == "threads":
             return dp.DataParallel(nn.Identity(), DEVICES)(lambda *_: body(), [])
-        return on_processes(lambda _: body())
+        with by_value(body, on_processes):
+            return xmp.spawn(lambda _: body(), nprocs=RANKS)
 
 
 def on_processes(fn: Callable[..., Any], *args: Any) -> list[Any]:
     """`xmp.spawn`, whose workers need not import the test modules."""
-    modules = [sys.modules[name] for name in {fn.__module__, *_outer_modules(fn)}]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
+    with by_value(fn, on_processes):
         return xmp.spawn(fn, args, RANKS)
-    finally:
-        for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _outer_modules(fn: Callable[..., Any]) -> set[str]:
-    """Where the functions that a closure holds are from."""
-    held = [cell.cell_contents for cell in fn.__closure__ or ()]
-    return {each.__module__ for each in held if callable(each) and hasattr(each, "__module__")}
 
 
 ALONE, THREADS, PROCESSES = Way("alone", 1), Way("threads", RANKS), Way("processes", RANKS)

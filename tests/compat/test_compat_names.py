@@ -21,7 +21,6 @@ import unisono.compat.torch_xla.debug.profiler as xp
 import unisono.compat.torch_xla.distributed.parallel_loader as pl
 import unisono.compat.torch_xla.runtime as xr
 import unisono.compat.torch_xla.test.test_utils as test_utils
-import unisono.compat.torch_xla.utils.utils as xu
 from unisono.compat.torch_xla.amp import syncfree
 
 
@@ -47,13 +46,6 @@ def test_updates_are_printed_with_the_replica_and_written_for_tensorboard(way, c
         assert read.Scalars("MarkStep__Value")[0].value >= 1
     assert "| Test Device=" in told
     assert "Epoch=1 Accuracy=98.77 Time=" in told
-
-
-def test_nothing_is_written_without_a_folder():
-    writer = test_utils.get_summary_writer(None)
-    assert writer is None
-    test_utils.write_to_summary(writer, 1, {"loss": 1.0})
-    test_utils.close_summary_writer(writer)
 
 
 def test_reports_are_read_as_numbers():
@@ -163,7 +155,7 @@ def test_a_trace_names_the_parts_of_a_step(tmp_path):
     with pytest.raises(RuntimeError, match="a trace is already being recorded in this process"):
         xp.start_trace(tmp_path)
     with xp.StepTrace("train", step_num=7), xp.Trace("forward"):
-        xp.trace_me("inner")(lambda: mine([1.0]) + 1)()
+        xp.Trace("inner")(lambda: mine([1.0]) + 1)()
     xp.stop_trace()
     names = {each.get("name") for each in json.loads((tmp_path / "new" / "trace-0.json").read_text())["traceEvents"]}
     assert {"train#7", "forward", "inner"} <= names
@@ -189,6 +181,30 @@ def test_a_process_group_by_a_familys_name_is_our_world():
     assert PROCESSES.run(_meets) == [(count * (count + 1) / 2, float(count))] * count
 
 
+def test_small_things_that_scripts_take():
+    xr.initialize_cache("/nowhere", readonly=True)
+    assert xr.get_num_cached_compilation_graph() >= 0
+    torch_xla.experimental.eager_mode(True)
+    weight = nn.Parameter(mine([1.0]))
+    optimizer = torch.optim.SGD([weight, nn.Parameter(mine([1.0]))], 1.0)
+    weight.grad = mine([2.0])
+    assert [each is weight.grad for each in xm._fetch_gradients(optimizer)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("distributed.spmd", "not supported: one program for all devices is unisono.Accelerator"),
+        ("distributed.fsdp.wrap", "not supported: use unisono.Accelerator with strategy='fsdp' or 'zero1'"),
+        ("experimental.custom_kernel", "not supported: it has experimental parts of the original"),
+        ("nonsense", "does not exist; docs/migrating_from_torch_xla.md lists the modules"),
+    ],
+)
+def test_modules_that_are_left_out_say_what_to_do_instead(name, words):
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module(f"unisono.compat.torch_xla.{name}")
+
+
 def test_precision_of_products_is_set_and_told():
     before = torch_xla._XLAC._xla_get_mat_mul_precision()
     try:
@@ -198,46 +214,3 @@ def test_precision_of_products_is_set_and_told():
             torch_xla._XLAC._xla_set_mat_mul_precision("low")
     finally:
         torch_xla._XLAC._xla_set_mat_mul_precision(before)
-
-
-def test_small_things_that_scripts_take():
-    folder = xu.TmpFolder()
-    path = importlib.import_module("pathlib").Path(folder.name)
-    (path / "file").write_text("text")
-    del folder
-    assert not path.exists()
-    assert (xu.as_list((1, 2)), xu.as_list([3]), xu.as_list(4)) == ([1, 2], [3], [4])
-    assert xu.null_print("nothing") is None
-    assert xm.is_xla_tensor(mine([1.0]))
-    assert not xm.is_xla_tensor(torch.ones(1, device="meta"))
-    xr.initialize_cache("/nowhere", readonly=True)
-    assert xr.get_num_cached_compilation_graph() >= 0
-    torch_xla.experimental.eager_mode(True)
-    weight = nn.Parameter(mine([1.0]))
-    optimizer = torch.optim.SGD([weight, nn.Parameter(mine([1.0]))], 1.0)
-    weight.grad = mine([2.0])
-    gradients = xm._fetch_gradients(optimizer)
-    assert [each is weight.grad for each in gradients] == [True]
-    xm.all_reduce_bucketized_gradients(gradients, 0.5, [])
-    assert weight.grad.tolist() == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        (
-            "distributed.spmd",
-            r"deliberately not supported: one program for all devices is unisono.Accelerator",
-        ),
-        (
-            "distributed.fsdp.wrap",
-            "deliberately not supported: use unisono.Accelerator with strategy='fsdp' or 'zero1'",
-        ),
-        ("experimental.custom_kernel", "not supported: it has experimental parts of the original"),
-        ("core.xla_builder", "not supported: it accesses the original's runtime"),
-        ("nonsense", "does not exist; docs/migrating_from_torch_xla.md lists the modules"),
-    ],
-)
-def test_modules_that_are_left_out_say_what_to_do_instead(name, words):
-    with pytest.raises(ModuleNotFoundError, match=words):
-        importlib.import_module(f"unisono.compat.torch_xla.{name}")

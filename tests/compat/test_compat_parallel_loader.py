@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -48,25 +47,11 @@ def test_an_incomplete_last_group_is_dropped_so_that_all_take_as_many(count, eac
         assert len(loader) == loader.per_device_samples() == len(each[0])
 
 
-def test_one_device_takes_everything_a_short_last_batch_too():
-    data = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4)
-    loader = pl.MpDeviceLoader(data, xm.xla_device())
-    assert len(loader) == 3
-    for _ in range(2):
-        assert [len(batch) for (batch,) in loader] == [4, 4, 2]
-
-
 @needs_two
 @pytest.mark.parametrize(("sizes", "each"), [([4, 4, 3, 4, 4, 4], 1), ([4, 4, 4, 3], 1), ([4, 4, 4, 4], 2), ([3], 0)])
 def test_a_fixed_batch_size_ends_the_pass_at_the_first_batch_of_another_size(sizes, each):
     with pl.ParallelLoader([torch.zeros(size) for size in sizes], TWO, fixed_batch_size=True) as loader:
         assert [len(list(loader.per_device_loader(device))) for device in TWO] == [each, each]
-
-
-def test_a_fixed_batch_size_is_looked_for_along_batchdim():
-    batches = [torch.zeros(1, 4), torch.zeros(2, 4), torch.zeros(2, 3)]
-    with pl.ParallelLoader(batches, TWO[:1], batchdim=1, fixed_batch_size=True) as loader:
-        assert [tuple(batch.shape) for batch in loader.per_device_loader(TWO[0])] == [(1, 4), (2, 4)]
 
 
 def test_batches_are_plain_and_keep_the_types_of_their_containers():
@@ -117,21 +102,6 @@ def test_a_batch_may_be_none():
     assert list(pl.MpDeviceLoader([None, 1, None], xm.xla_device())) == [None, 1, None]
 
 
-def test_the_first_batch_comes_before_the_source_has_given_the_second():
-    taken = threading.Event()
-
-    def source():
-        yield torch.zeros(1)
-        assert taken.wait(20), "the second batch is waited for before the first is given"
-        yield torch.ones(1)
-
-    found = []
-    for batch in pl.MpDeviceLoader(source(), xm.xla_device()):
-        found.append(batch.item())
-        taken.set()
-    assert found == [0.0, 1.0]
-
-
 def test_n_batches_make_n_plus_1_steps_end():
     met.clear_all()
     assert len(list(pl.MpDeviceLoader(numbered(3), xm.xla_device()))) == 3
@@ -144,24 +114,6 @@ def test_step_closures_run_before_the_next_batch_and_behind_the_last():
         assert len(heard) == int(batch[0])
         xm.add_step_closure(lambda loss: heard.append(loss.item()), args=(batch.sum(),))
     assert heard == [0.0, 2.0, 4.0]
-
-
-def test_a_closure_that_raises_raises_from_the_loop():
-    def loop():
-        for _ in pl.MpDeviceLoader(numbered(3), xm.xla_device()):
-            xm.add_step_closure(int, args=("not a number",))
-
-    with pytest.raises(ValueError, match="not a number"):
-        loop()
-
-
-def test_a_per_device_loader_is_an_iterator_of_one_pass_that_keeps_its_parent():
-    batches = pl.ParallelLoader(numbered(4), TWO[:1]).per_device_loader(TWO[0])
-    gc.collect()
-    assert iter(batches) is batches
-    assert len(batches) == 4
-    assert firsts(batches) == [0, 1, 2, 3]
-    assert list(batches) == []
 
 
 def test_a_loader_without_a_length_is_taken_and_only_len_says_so():
@@ -194,31 +146,6 @@ def test_a_loader_that_is_dropped_early_leaves_no_thread():
     gc.collect()  # the leak police counts
 
 
-def test_close_ends_the_pass_and_may_be_called_twice():
-    loader = pl.ParallelLoader(numbered(40), TWO[:1])
-    batches = loader.per_device_loader(TWO[0])
-    next(batches)
-    loader.close()
-    loader.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        loader.per_device_loader(TWO[0])
-
-
-@pytest.mark.parametrize(
-    ("devices", "words"),
-    [([], "is empty"), ([TWO[0], FAMILY], "repeats"), (["warp:0"], "does not exist; there are")],
-)
-def test_devices_are_checked_before_anything_is_started(devices, words):
-    with pytest.raises(ValueError, match=words):
-        pl.ParallelLoader(numbered(2), devices)
-
-
-@needs_two
-def test_an_unknown_device_is_told_with_those_of_the_loader():
-    with pl.ParallelLoader(numbered(2), TWO[:1]) as loader, pytest.raises(ValueError, match=f"{TWO[1]} is not one of"):
-        loader.per_device_loader(TWO[1])
-
-
 def test_a_workers_loader_is_not_cut_and_its_own_sampler_decides():
     def loop():
         data = TensorDataset(torch.arange(8.0))
@@ -231,16 +158,6 @@ def test_a_workers_loader_is_not_cut_and_its_own_sampler_decides():
 
     everything = [float(number) for number in range(8)]
     assert PROCESSES.run(loop) == [([everything, everything[rank::RANKS]], 3) for rank in range(RANKS)]
-
-
-def test_each_epoch_of_a_shuffled_loader_has_another_order_also_by_new_loaders():
-    data = DataLoader(TensorDataset(torch.arange(32.0)), batch_size=32, shuffle=True)
-    device = xm.xla_device()
-    orders = [
-        [batch.tolist() for (batch,) in pl.ParallelLoader(data, [device]).per_device_loader(device)] for _ in "ab"
-    ]
-    assert orders[0] != orders[1]
-    assert sorted(orders[0][0]) == sorted(orders[1][0])
 
 
 @pytest.mark.parametrize("make", [pl.MpDeviceLoader, lambda *args: pl.ParallelLoader(args[0], [args[1]])])

@@ -14,7 +14,6 @@ import unisono.compat.torch_xla.debug.metrics as met
 import unisono.compat.torch_xla.distributed.data_parallel as dp
 import unisono.compat.torch_xla.distributed.parallel_loader as pl
 import unisono.compat.torch_xla.distributed.xla_multiprocessing as xmp
-import unisono.compat.torch_xla.utils.utils as xu
 
 SAMPLES, BATCH, EPOCHS, RATE = 16 * RANKS, 4, 2, 0.05
 
@@ -126,32 +125,3 @@ def test_the_script_of_threads_trains_as_one_device_does(devices):
     found = [loss for _ in range(EPOCHS) for loss in mean_of_each(replicas(train, loader))]
     assert found == pytest.approx(losses, abs=1e-4)
     assert sums(replicas(test, loader)) == [right, SAMPLES]
-
-
-def test_a_script_for_one_device_trains_with_a_barrier_at_each_step():
-    losses, _ = plain_losses()
-    device = xm.xla_device()
-    model = network().to(device)
-    optimizer, found = optimizer_of(model), []
-    for _ in range(EPOCHS):
-        for x, y in DataLoader(data(), BATCH * RANKS):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
-            loss.backward()
-            xm.optimizer_step(optimizer, barrier=True)
-            found.append(loss.item())
-    assert found == pytest.approx(losses, abs=1e-4)
-
-
-def test_made_up_data_train_in_every_replica():
-    fake = xu.SampleGenerator((torch.zeros(BATCH, 1, 6, 6), torch.zeros(BATCH, dtype=torch.int64)), 6 * RANKS)
-
-    def train(model, loader, device, context):
-        optimizer = optimizer_of(model)
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            xm.optimizer_step(optimizer)
-        return len(loader)
-
-    assert dp.DataParallel(network, DEVICES)(train, fake) == [6] * RANKS

@@ -57,7 +57,7 @@ def run_save_hooks(
         if world.rank == 0:
             remove_files(directory)
         raise
-    return _left_out(models, kept, world), directory
+    return _models_left_out(models, kept, world), directory
 
 
 def _call_save_hooks(
@@ -82,10 +82,10 @@ def run_load_hooks(hooks: Hooks, models: Sequence[nn.Module], files: str, world:
     remaining = list(models)
     for hook in list(hooks.values()):
         hook(remaining, files)
-    return _left_out(models, [any(model is each for each in remaining) for model in models], world)
+    return _models_left_out(models, [any(model is each for each in remaining) for model in models], world)
 
 
-def _left_out(models: Sequence[nn.Module], kept: list[bool], world: World) -> list[nn.Module]:
+def _models_left_out(models: Sequence[nn.Module], kept: list[bool], world: World) -> list[nn.Module]:
     agreed = world.comm.broadcast_object(kept)
     return [model for model, is_kept in zip(models, agreed, strict=True) if not is_kept]
 

@@ -29,7 +29,6 @@ from unisono.compat.accelerate.utils import (
     find_batch_size,
     gather_object,
     is_torch_xla_available,
-    patch_environment,
     recursively_apply,
     send_to_device,
     set_seed,
@@ -211,15 +210,6 @@ def test_structures_are_mapped() -> None:
     assert recursively_apply(lambda each: each + 1, batch)["more"][0].tolist() == [1, 1]
     with pytest.raises(TypeError, match="takes tensors, and got a str"):
         recursively_apply(torch.neg, batch, error_on_other_type=True)
-
-
-def test_the_environment_is_patched_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    monkeypatch.setenv("OWN_NAME", "before")
-    with patch_environment(own_name=2, other_name="there"):
-        assert (os.environ["OWN_NAME"], os.environ["OTHER_NAME"]) == ("2", "there")
-    assert (os.environ["OWN_NAME"], "OTHER_NAME" in os.environ) == ("before", False)
 
 
 def test_what_is_not_joined_is_not_available() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from unisono.accelerator import Accelerator as Native
-from unisono.compat.accelerate.arguments import Handlers, compile_arguments, fsdp_options, refuse_arguments
+from unisono.compat.accelerate.arguments import (
+    compile_arguments,
+    ddp_options,
+    fsdp_options,
+    handlers_by_kind,
+    num_microbatches,
+    refuse_engines,
+    scaler_options,
+    tracker_names,
+)
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from unisono.compat.accelerate.profiling import profiled
 from unisono.compat.accelerate.state import AcceleratorState, GradientState, joined_world
@@ -25,12 +33,13 @@ from unisono.compat.accelerate.utils import operations
 from unisono.compat.accelerate.utils.dataclasses import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     KwargsHandler,
-    LoggerType,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
@@ -38,20 +47,17 @@ from unisono.compat.accelerate.utils.dataclasses import (
 from unisono.compat.accelerate.utils.memory import release_memory
 from unisono.compat.accelerate.utils.other import extract_model_from_parallel, save
 from unisono.parallel.collectives import all_gather_object
+from unisono.parallel.prepared.checks import AUTOCAST
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.schedule_units import Unit
 from unisono.strategies import DDP, FSDP
-from unisono.torch_private import CACHE_ENABLED
 from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)
 
-_NATIVE = (nn.Module, Optimizer, LRScheduler, ReduceLROnPlateau, DataLoader)
-"""What `prepare` prepares; like Accelerate, it returns anything else unchanged."""
 
-
-def _view(path: str) -> Any:
+def _view_of(path: str) -> Any:
     """A property: the attribute that this path leads to."""
     return property(attrgetter(path))
 
@@ -102,43 +108,34 @@ class Accelerator(Native):
         schedule_unit: Unit | None = None,
     ) -> None:
         precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
-        refuse_arguments(
-            deepspeed_plugin=deepspeed_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            megatron_lm_plugin=megatron_lm_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            parallelism_config=parallelism_config,
-            mixed_precision=precision if precision == "fp8" else None,
-        )
-        handlers = Handlers(kwargs_handlers or ())
+        refuse_engines(locals())
+        handlers = handlers_by_kind(kwargs_handlers or ())
         project = project_config or ProjectConfiguration()
         if project_dir is not None:
             project.set_directories(os.fspath(project_dir))
         config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         world = joined_world()
-        if fsdp_plugin is None:
-            strategy: DDP | FSDP = handlers.ddp_options()
-        else:
+        strategy: DDP | FSDP = ddp_options(handlers.get(DistributedDataParallelKwargs))
+        if fsdp_plugin is not None:
             strategy = fsdp_options(fsdp_plugin, world.world_size // world.local_world_size)
         super().__init__(
             mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
-            gradient_accumulation_steps=_num_steps(gradient_accumulation_steps, gradient_accumulation_plugin),
+            gradient_accumulation_steps=num_microbatches(gradient_accumulation_steps, gradient_accumulation_plugin),
             cpu=cpu and world.world_size == 1,  # with several ranks, each keeps the device that it was started with
             device_placement=device_placement,
             split_batches=config.split_batches,
             compile=compile_arguments(dynamo_backend, dynamo_plugin),
             world=world,
             strategy=strategy,
-            scaler_options=handlers.scaler_options() if precision == "fp16" else None,
+            scaler_options=scaler_options(handlers.get(GradScalerKwargs)) if precision == "fp16" else None,
             schedule_unit=schedule_unit,
-            log_with=_names(log_with),
+            log_with=tracker_names(log_with),
             project_dir=project.project_dir,
             total_limit=project.total_limit,
         )
         self._has_warned = False
         self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
-        self.dataloader_config = config
-        self.project_configuration = project
+        self.dataloader_config, self.project_configuration = config, project
         self.state = AcceleratorState(world=self.world, fsdp_plugin=fsdp_plugin, accelerator=self)
         self.gradient_state = GradientState()
 
@@ -157,7 +154,7 @@ class Accelerator(Native):
         taken = [place for place, each in enumerate(objects) if self._is_taken(each)]
         made = list(objects)
         if taken:
-            found = super().prepare(*(self._loader(objects[place]) for place in taken))
+            found = super().prepare(*(self._made_loader(objects[place]) for place in taken))
             for place, each in zip(taken, found if len(taken) > 1 else (found,), strict=True):
                 made[place] = each
         return made[0] if len(made) == 1 else tuple(made)
@@ -175,26 +172,17 @@ class Accelerator(Native):
         return self.prepare(data_loader)
 
     def _is_taken(self, each: Any) -> bool:
-        is_scheduler = isinstance(each, LRScheduler | ReduceLROnPlateau)
-        if isinstance(each, PreparedModel) or (is_scheduler and not self._steps_scheduler):
-            return False
-        return isinstance(each, _NATIVE)
+        if isinstance(each, LRScheduler | ReduceLROnPlateau):
+            return self._steps_scheduler
+        return isinstance(each, nn.Module | Optimizer | DataLoader) and not isinstance(each, PreparedModel)
 
-    def _loader(self, each: Any) -> Any:
+    def _made_loader(self, each: Any) -> Any:
         if not isinstance(each, DataLoader):
             return each
-        config = self.dataloader_config
+        seed = self.dataloader_config.data_seed
         return prepare_data_loader(
-            each,
-            split_batches=config.split_batches,
-            put_on_device=self._moves,
-            data_seed=config.data_seed,
-            world=self.world,
+            each, split_batches=self.split_batches, put_on_device=self._moves, data_seed=seed, world=self.world
         )
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Like the native one. The mean over the step is taken over samples, so the loss is not divided here."""
-        super().backward(loss, *args, **kwargs)
 
     def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
         """Like the native one; returns one None per object, to assign in their place."""
@@ -231,10 +219,9 @@ class Accelerator(Native):
         """Like the native one, but the default is the sum."""
         return operations.reduce(tensor, reduction, scale, self.world)
 
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
         """All ranks take the same number of steps: there is nothing to join."""
-        yield
+        return nullcontext()
 
     def maybe_context_parallel(self, **_: Any) -> AbstractContextManager[None]:
         """Sequences are not split across ranks."""
@@ -242,30 +229,25 @@ class Accelerator(Native):
 
     # Code that runs on some ranks only.
 
-    on_local_main_process = _view("state.on_local_main_process")
-    on_last_process = _view("state.on_last_process")
-    on_process = _view("state.on_process")
-    on_local_process = _view("state.on_local_process")
-    is_last_process = _view("state.is_last_process")
-    distributed_type = _view("state.distributed_type")
-    use_distributed = multi_device = _view("state.use_distributed")
-    is_fsdp2 = _view("state.is_fsdp2")
+    on_local_main_process = _view_of("state.on_local_main_process")
+    on_last_process = _view_of("state.on_last_process")
+    on_process = _view_of("state.on_process")
+    on_local_process = _view_of("state.on_local_process")
+    is_last_process = _view_of("state.is_last_process")
+    distributed_type = _view_of("state.distributed_type")
+    use_distributed = multi_device = _view_of("state.use_distributed")
+    is_fsdp2 = _view_of("state.is_fsdp2")
 
-    @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not supported."""
-
-    @property
-    def should_save_model(self) -> bool:
-        return self.is_main_process
+    deepspeed_plugin = None  # not supported
+    should_save_model = _view_of("is_main_process")
 
     # How loaders are prepared.
 
-    even_batches = _view("dataloader_config.even_batches")
-    dispatch_batches = _view("dataloader_config.dispatch_batches")
-    use_seedable_sampler = _view("dataloader_config.use_seedable_sampler")
-    non_blocking = _view("dataloader_config.non_blocking")
-    use_stateful_dataloader = _view("dataloader_config.use_stateful_dataloader")
+    even_batches = _view_of("dataloader_config.even_batches")
+    dispatch_batches = _view_of("dataloader_config.dispatch_batches")
+    use_seedable_sampler = _view_of("dataloader_config.use_seedable_sampler")
+    non_blocking = _view_of("dataloader_config.non_blocking")
+    use_stateful_dataloader = _view_of("dataloader_config.use_stateful_dataloader")
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         return skip_first_batches(dataloader, num_batches)
@@ -280,10 +262,8 @@ class Accelerator(Native):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
         """The model's state on this rank. With FSDP every rank must call it; it is complete on rank zero, {} on the
         others."""
-        if self.distributed_type == DistributedType.FSDP:
-            return self.state_dict(model)
-        found: Mapping[str, Any] = self.unwrap_model(model).state_dict()
-        return found
+        is_sharded = self.distributed_type == DistributedType.FSDP
+        return self.state_dict(model) if is_sharded else self.unwrap_model(model).state_dict()
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
@@ -322,8 +302,8 @@ class Accelerator(Native):
             for loader in self._prepared.loaders():
                 loader.set_epoch(loader.epoch)
 
-    save_iteration = _view("project_configuration.iteration")  # their numbers follow those in the directory
-    logging_dir = _view("project_configuration.logging_dir")  # trackers write to `project_dir`
+    save_iteration = _view_of("project_configuration.iteration")  # their numbers follow those in the directory
+    logging_dir = _view_of("project_configuration.logging_dir")  # trackers write to `project_dir`
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
@@ -338,50 +318,12 @@ class Accelerator(Native):
     # Profiling and precision.
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        handler = autocast_handler or self._handlers.autocast
-        if handler is None or (handler.enabled and handler.cache_enabled is None):
+        handler: AutocastKwargs | None = autocast_handler or self._handlers.get(AutocastKwargs)
+        if handler is None or self.mixed_precision not in AUTOCAST:
             return super().autocast()
-        if not handler.enabled:
-            return torch.autocast(self.device.type, enabled=False)
-        cached = super().autocast()
-        if isinstance(cached, torch.autocast):
-            setattr(cached, CACHE_ENABLED, bool(handler.cache_enabled))
-        return cached
+        dtype = AUTOCAST[self.mixed_precision]
+        return torch.autocast(self.device.type, dtype, handler.enabled, handler.cache_enabled)
 
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """`torch.profiler.profile`; with `output_trace_dir` each rank exports `profile_{rank}.json` there. Threads
-        share one profiler, so only rank zero exports."""
-        handler = profile_handler or self._handlers.profile or ProfileKwargs()
-        with profiled(handler, self.world) as profiler:
-            yield profiler
-        if handler.output_trace_dir is not None and (self.is_main_process or self.world.is_of_processes):
-            Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(Path(handler.output_trace_dir) / f"profile_{self.process_index}.json"))
-
-
-def _names(log_with: Any) -> Any:
-    """Convert trackers for the native Accelerator: enumeration members to their values."""
-    if isinstance(log_with, list | tuple):
-        return [_names(each) for each in log_with]
-    return log_with.value if isinstance(log_with, LoggerType) else log_with
-
-
-def _num_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> int:
-    """The number of microbatches per step.
-
-    Raises:
-        ValueError: both are given, or the microbatches left at the end of a loop are to wait for the next one.
-    """
-    if plugin is None:
-        return steps
-    if steps != 1:
-        raise ValueError(
-            "gradient_accumulation_steps and gradient_accumulation_plugin are both given; pass one of them"
-        )
-    if not plugin.sync_with_dataloader:
-        raise ValueError(
-            "sync_with_dataloader=False carries the microbatches left at the end of a loop over to the next one, "
-            "which has no counterpart: a loop's last step uses them; leave it out"
-        )
-    return plugin.num_steps or 1
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
+        """A block that is profiled, as the handler says."""
+        return profiled(profile_handler or self._handlers.get(ProfileKwargs) or ProfileKwargs(), self.world)

@@ -1,4 +1,4 @@
-"""How Accelerate's arguments map to the native ones, and which of them have no counterpart."""
+"""How Accelerate's arguments map to the native ones, and which of them have no counterpart: those are a ValueError."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from unisono.compat.accelerate.utils.dataclasses import (
     DistributedDataParallelKwargs,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    LoggerType,
     ProfileKwargs,
     TorchDynamoPlugin,
 )
 from unisono.strategies import DDP, FSDP
 
-_ENGINES = "DeepSpeed is not supported; leave it out, or shard by fsdp_plugin=FullyShardedDataParallelPlugin()"
-_ONE_AXIS = "there is one axis, data parallel; shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
-_INSTEAD = {
+_SHARD = "shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
+_ENGINES = f"DeepSpeed is not supported; leave it out, or {_SHARD}"
+_ONE_AXIS = f"there is one axis, data parallel; {_SHARD}"
+_REFUSED = {
     "deepspeed_plugin": _ENGINES,
     "deepspeed_plugins": _ENGINES,
     "megatron_lm_plugin": _ONE_AXIS,
     "torch_tp_plugin": _ONE_AXIS,
     "parallelism_config": _ONE_AXIS,
-    "mixed_precision": "choose 'no', 'fp16' or 'bf16'",
 }
+_HANDLERS = (DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs, AutocastKwargs, InitProcessGroupKwargs)
 _HOOKS = {
     DDPCommunicationHookType.NO: None,
     DDPCommunicationHookType.FP16: "fp16",
@@ -36,99 +39,77 @@ _HOOKS = {
 }
 
 
-def refuse_arguments(**given: Any) -> None:
-    """Refuse arguments that have no counterpart.
-
-    Raises:
-        ValueError: one of them is not None.
-    """
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name}={value!r:.100} has no counterpart here: {_INSTEAD[name]}")
+def refuse_engines(given: Mapping[str, Any]) -> None:
+    """Refuse the arguments of other engines, which are None unless they are given."""
+    for name, advice in _REFUSED.items():
+        if given[name] is not None:
+            raise ValueError(f"{name}={given[name]!r:.100} has no counterpart here: {advice}")
 
 
-class Handlers:
-    """The elements of `kwargs_handlers`, by what they are for.
+def _refuse_fields(settings: Any, advice: str, **given: bool) -> None:
+    """Refuse fields without a counterpart, if they are given."""
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{type(settings).__name__}({name}=...) has no counterpart here: {advice}")
 
-    Attributes:
-        ddp, scaler, profile, autocast: None if not given.
 
-    Raises:
-        ValueError: one has no counterpart, or two are for the same thing.
-    """
+def refuse_both(**given: Any) -> None:
+    """Refuse two arguments for one thing: at most one may be true."""
+    if all(given.values()):
+        raise ValueError(f"{' and '.join(given)} are both given; pass one of them")
 
-    ddp: DistributedDataParallelKwargs | None = None
-    scaler: GradScalerKwargs | None = None
-    profile: ProfileKwargs | None = None
-    autocast: AutocastKwargs | None = None
 
-    def __init__(self, given: Sequence[Any]) -> None:
-        kinds = {
-            DistributedDataParallelKwargs: "ddp",
-            GradScalerKwargs: "scaler",
-            ProfileKwargs: "profile",
-            AutocastKwargs: "autocast",
-            InitProcessGroupKwargs: "group",
-        }
-        for each in given:
-            name = next((name for kind, name in kinds.items() if isinstance(each, kind)), None)
-            if name is None:
-                raise ValueError(
-                    f"kwargs_handlers has a {type(each).__name__}, which has no counterpart here; leave it out: "
-                    f"{', '.join(kind.__name__ for kind in kinds)} are taken"
-                )
-            if name in vars(self):
-                raise ValueError(f"kwargs_handlers has two {type(each).__name__}; pass one")
-            setattr(self, name, each)
-
-    def ddp_options(self) -> DDP:
-        """Convert them for the native Accelerator."""
-        if self.ddp is None:
-            return DDP()
-        hook, wrapper = (DDPCommunicationHookType(each) for each in (self.ddp.comm_hook, self.ddp.comm_wrapper))
-        if hook not in _HOOKS or wrapper != DDPCommunicationHookType.NO:
+def handlers_by_kind(given: Sequence[Any]) -> dict[type[Any], Any]:
+    """The elements of `kwargs_handlers`, by their classes."""
+    found: dict[type[Any], Any] = {}
+    for each in given:
+        kind = next((kind for kind in _HANDLERS if isinstance(each, kind)), None)
+        if kind is None:
             raise ValueError(
-                f"comm_hook={hook} with comm_wrapper={wrapper} has no counterpart here; choose comm_hook among "
-                f"{', '.join(map(str, _HOOKS))}, and no wrapper"
+                f"kwargs_handlers has a {type(each).__name__}, which has no counterpart here; leave it out: "
+                f"{', '.join(kind.__name__ for kind in _HANDLERS)} are taken"
             )
-        return DDP(
-            self.ddp.find_unused_parameters,
-            self.ddp.bucket_cap_mb,
-            self.ddp.gradient_as_bucket_view,
-            self.ddp.broadcast_buffers,
-            _HOOKS[hook],
-            self.ddp.comm_state_option or None,
+        if kind in found:
+            raise ValueError(f"kwargs_handlers has two {kind.__name__}; pass one")
+        found[kind] = each
+    return found
+
+
+def ddp_options(given: DistributedDataParallelKwargs | None) -> DDP:
+    """Convert them to the native Accelerator's strategy."""
+    asked = given or DistributedDataParallelKwargs()
+    hook, wrapper = DDPCommunicationHookType(asked.comm_hook), DDPCommunicationHookType(asked.comm_wrapper)
+    if hook not in _HOOKS or wrapper != DDPCommunicationHookType.NO:
+        raise ValueError(
+            f"comm_hook={hook} with comm_wrapper={wrapper} has no counterpart here; choose comm_hook among "
+            f"{', '.join(map(str, _HOOKS))}, and no wrapper"
         )
+    return DDP(
+        asked.find_unused_parameters,
+        asked.bucket_cap_mb,
+        asked.gradient_as_bucket_view,
+        asked.broadcast_buffers,
+        _HOOKS[hook],
+        asked.comm_state_option or None,
+    )
 
-    def scaler_options(self) -> dict[str, Any]:
-        """Convert them for the native Accelerator."""
-        options = (self.scaler or GradScalerKwargs()).to_dict()
-        if not options.pop("enabled"):
-            raise ValueError("GradScalerKwargs(enabled=False) has no counterpart: fp16 needs its loss scaled; use bf16")
-        return options
 
-
-def compile_arguments(
-    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
-) -> bool | Mapping[str, Any]:
-    """Convert them for the native Accelerator.
-
-    Raises:
-        ValueError: both are given.
-    """
-    if backend is not None and plugin is not None:
-        raise ValueError("dynamo_backend and dynamo_plugin are both given; pass one of them")
-    asked = plugin or TorchDynamoPlugin(backend=backend or DynamoBackend.NO)
-    name = str(asked.backend).lower()
-    if name == "no" or asked.disable:
-        return False
-    wanted = {
-        "mode": asked.mode,
-        "fullgraph": asked.fullgraph or None,
-        "dynamic": asked.dynamic,
-        "options": asked.options,
-    }
-    return {"backend": name} | {key: value for key, value in wanted.items() if value is not None}
+def fsdp_options(plugin: FullyShardedDataParallelPlugin, num_machines: int) -> FSDP:
+    """Convert the plugin to the native Accelerator's strategy."""
+    _refuse_fields(
+        plugin,
+        "leave it out",
+        ignored_modules=plugin.ignored_modules is not None,
+        param_init_fn=plugin.param_init_fn is not None,
+        activation_checkpointing=plugin.activation_checkpointing,
+    )
+    policy = plugin.mixed_precision_policy
+    return FSDP(
+        param_dtype=getattr(policy, "param_dtype", None),
+        reduce_dtype=getattr(policy, "reduce_dtype", None),
+        offload=bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
+        **_sharding(plugin, num_machines),
+    )
 
 
 def _sharding(plugin: FullyShardedDataParallelPlugin, num_machines: int) -> dict[str, Any]:
@@ -148,24 +129,39 @@ def _sharding(plugin: FullyShardedDataParallelPlugin, num_machines: int) -> dict
     return options
 
 
-def fsdp_options(plugin: FullyShardedDataParallelPlugin, num_machines: int) -> FSDP:
-    """Convert the plugin to the native Accelerator's strategy.
+def scaler_options(given: GradScalerKwargs | None) -> dict[str, Any]:
+    """Convert them for the native Accelerator."""
+    asked = given or GradScalerKwargs()
+    _refuse_fields(asked, "fp16 needs its loss scaled; use bf16", enabled=not asked.enabled)
+    return {name: value for name, value in asked.to_dict().items() if name != "enabled"}
 
-    Raises:
-        ValueError: a field that changes results has no counterpart.
-    """
-    asked = {
-        "ignored_modules": plugin.ignored_modules is not None,
-        "param_init_fn": plugin.param_init_fn is not None,
-        "activation_checkpointing": plugin.activation_checkpointing,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise ValueError(f"FullyShardedDataParallelPlugin({name}=...) has no counterpart here; leave it out")
-    policy = plugin.mixed_precision_policy
-    return FSDP(
-        param_dtype=getattr(policy, "param_dtype", None),
-        reduce_dtype=getattr(policy, "reduce_dtype", None),
-        offload=bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
-        **_sharding(plugin, num_machines),
-    )
+
+def compile_arguments(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
+) -> bool | Mapping[str, Any]:
+    """Convert them for the native Accelerator."""
+    refuse_both(dynamo_backend=backend is not None, dynamo_plugin=plugin is not None)
+    asked = plugin or TorchDynamoPlugin(backend=backend or DynamoBackend.NO)
+    name = str(asked.backend).lower()
+    if name == "no" or asked.disable:
+        return False
+    wanted: dict[str, Any] = {"mode": asked.mode, "fullgraph": asked.fullgraph or None, "dynamic": asked.dynamic}
+    wanted["options"] = asked.options
+    return {"backend": name} | {key: value for key, value in wanted.items() if value is not None}
+
+
+def num_microbatches(steps: int, plugin: GradientAccumulationPlugin | None) -> int:
+    """The number of microbatches per step."""
+    if plugin is None:
+        return steps
+    refuse_both(gradient_accumulation_steps=steps != 1, gradient_accumulation_plugin=True)
+    advice = "a loop's last step uses the microbatches that are left at its end; leave it out"
+    _refuse_fields(plugin, advice, sync_with_dataloader=not plugin.sync_with_dataloader)
+    return plugin.num_steps or 1
+
+
+def tracker_names(log_with: Any) -> Any:
+    """Convert trackers for the native Accelerator: enumeration members to their values."""
+    if isinstance(log_with, list | tuple):
+        return [tracker_names(each) for each in log_with]
+    return log_with.value if isinstance(log_with, LoggerType) else log_with

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,20 +14,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import left_out
 
-_WHOLE = "each device holds a whole replica, or its part of one under Accelerator(strategy='fsdp')"
-_INSTEAD = dict.fromkeys(
-    [
-        *("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"),
-        *("load_checkpoint_in_model", "infer_auto_device_map", "attach_layerwise_casting_hooks"),
-    ],
-    _WHOLE,
-)
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _INSTEAD)
+__getattr__ = left_out(__name__)
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> object:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from unisono.compat.absent import refuse
 from unisono.compat.accelerate.state import joined_world
 from unisono.compat.accelerate.utils.random import Seed
+from unisono.compat.left_out import left_out
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader
 from unisono.world import World
 
-_CUT = "a prepared loader is a unisono.DeviceLoader, which shards by itself"
-_INSTEAD = dict.fromkeys(["BatchSamplerShard", "IterableDatasetShard", "MpDeviceLoaderWrapper"], _CUT)
-
 DataLoaderShard = DataLoaderDispatcher = DeviceLoader
 
 
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _INSTEAD)
+__getattr__ = left_out(__name__)
 
 
 def prepare_data_loader(

@@ -18,15 +18,10 @@ def notebook_launcher(
     max_restarts: int = 0,
     **options: Any,
 ) -> list[Any]:
-    """Call `function(*args)` in that many worker processes, by `unisono.spawn`; may be called repeatedly.
+    """What `function(*args)` returns in that many worker processes, by default one for each device: `unisono.spawn`.
 
-    Args:
-        num_processes: None uses all devices.
-        mixed_precision: of the Accelerators that the function creates.
-        options: for several machines and their launcher; they have no effect.
-
-    Returns:
-        What the calls returned, by rank.
+    `mixed_precision` is that of the Accelerators that the function creates. Options for several machines have no
+    effect.
     """
 
     def work(_: int) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -20,21 +22,26 @@ _shared: list[torch.profiler.profile] = []  # among threads; at most one
 
 @contextmanager
 def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
-    """Profile the block. Among threads it is a collective, and records what rank zero's thread does."""
-    if world.world_size == 1 or world.is_of_processes:
-        with handler.build() as profiler:
-            yield profiler
-        return
-    if world.rank == 0:
+    """Profile the block by `torch.profiler.profile`; with `output_trace_dir`, export `profile_{rank}.json` there.
+
+    Among threads it is a collective, records what rank zero's thread does, and is exported once.
+    """
+    is_shared = world.world_size > 1 and not world.is_of_processes
+    meet = partial(barrier, world) if is_shared else lambda: None
+    if is_shared and world.rank > 0:
+        meet()
+        yield _shared[0]
+        meet()
+    else:
         with handler.build() as profiler:
             _shared[:] = [profiler]
-            barrier(world)
+            meet()
             yield profiler
-            barrier(world)
-        profiler.events()  # computed now, not by the first of several threads that ask
+            meet()
         _shared.clear()
-    else:
-        barrier(world)
-        yield _shared[0]
-        barrier(world)
-    barrier(world)  # the profiler has stopped
+        if is_shared:
+            profiler.events()  # computed now, not by the first of several threads that ask
+        if handler.output_trace_dir is not None:
+            Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(Path(handler.output_trace_dir) / f"profile_{world.rank}.json"))
+    meet()  # the profiler has stopped

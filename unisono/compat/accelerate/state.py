@@ -15,16 +15,14 @@ import torch
 
 from unisono.accelerator import Accelerator
 from unisono.backends import CPU, resolve_device
-from unisono.compat.absent import refuse
 from unisono.compat.accelerate.utils.dataclasses import DistributedType
+from unisono.compat.left_out import refuse
 from unisono.launch.hosts.join_world import join_world
 from unisono.parallel.rank_view import RankView, where
 from unisono.world import World, current_world, solo_world
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_OF_SEVERAL = {"CUDA": DistributedType.MULTI_GPU}
 
 
 def joined_world() -> World:
@@ -46,27 +44,18 @@ class PartialState(RankView):
     """
 
     _shared_state: ClassVar[Mapping[str, Any]] = {"initialized": True}
+    initialized = True
 
     def __init__(self, cpu: bool = False, *, world: World | None = None, **options: Any) -> None:
         world = world or joined_world()
         self.world = solo_world(*resolve_device(CPU)) if cpu and world.world_size == 1 else world
         self.debug = self.fork_launched = False
 
-    @staticmethod
-    def _reset_state(*_: Any) -> None:
-        """Do nothing: there is no state to reset."""
-
-    @property
-    def initialized(self) -> bool:
-        return True
-
     @property
     def device(self) -> torch.device:
         return self.world.device
 
-    @property
-    def default_device(self) -> torch.device:
-        return self.world.device
+    default_device = device
 
     @property
     def backend(self) -> str | None:
@@ -80,7 +69,7 @@ class PartialState(RankView):
             return DistributedType[family]
         if self.world.world_size == 1:
             return DistributedType.NO
-        return _OF_SEVERAL.get(family, DistributedType.MULTI_CPU)
+        return DistributedType.MULTI_GPU if family == "CUDA" else DistributedType.MULTI_CPU
 
     @property
     def use_distributed(self) -> bool:
@@ -98,17 +87,17 @@ class PartialState(RankView):
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorator: the function runs on that rank, and in a world of one; elsewhere it returns None."""
-        if function is None:
-            return partial(self.on_process, process_index=process_index)
-        return where(lambda: self.process_index == process_index or not self.use_distributed, function)
+        return self._decorate_where(lambda: self.process_index == process_index, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
         """Like `on_process`, for the rank of that number on each machine."""
-        if function is None:
-            return partial(self.on_local_process, local_process_index=local_process_index)
-        return where(lambda: self.local_process_index == local_process_index or not self.use_distributed, function)
+        return self._decorate_where(lambda: self.local_process_index == local_process_index, function)
+
+    def _decorate_where(self, holds: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
+        decorate = partial(where, lambda: holds() or not self.use_distributed)
+        return decorate if function is None else decorate(function)
 
     def print(self, *values: Any, **options: Any) -> None:
         if self.is_local_main_process:
@@ -119,6 +108,10 @@ class PartialState(RankView):
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Do nothing: all ranks leave the world together when their processes end."""
+
+    @staticmethod
+    def _reset_state(*_: Any) -> None:
+        """Do nothing: there is no state to reset."""
 
     def __repr__(self) -> str:
         return (
@@ -134,9 +127,7 @@ class AcceleratorState(PartialState):
         mixed_precision, options: for an Accelerator to be created; they have no effect.
 
     Attributes:
-        mixed_precision: "no", "fp16" or "bf16".
-        distributed_type: FSDP with an `fsdp_plugin`, with several processes.
-        deepspeed_plugin, fsdp_plugin, parallelism_config: None, except for an `fsdp_plugin` that was given.
+        deepspeed_plugin, parallelism_config: None.
     """
 
     deepspeed_plugin = parallelism_config = None
@@ -152,18 +143,19 @@ class AcceleratorState(PartialState):
         **options: Any,
     ) -> None:
         super().__init__(cpu, world=world)
-        settings = self.world.state.part(_Settings)
+        self._settings = self.world.state.part(_Settings)
         if accelerator is not None:
-            settings.mixed_precision, settings.fsdp_plugin = accelerator.mixed_precision, fsdp_plugin
-            settings.accelerator = ref(accelerator)
-        self._settings = settings
+            self._settings.mixed_precision, self._settings.fsdp_plugin = accelerator.mixed_precision, fsdp_plugin
+            self._settings.accelerator = ref(accelerator)
 
     @property
     def mixed_precision(self) -> str:
+        """ "no", "fp16" or "bf16"."""
         return self._settings.mixed_precision
 
     @property
     def fsdp_plugin(self) -> Any:
+        """The one that was given, or None."""
         return self._settings.fsdp_plugin
 
     @property
@@ -172,6 +164,7 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
+        """FSDP with an `fsdp_plugin`, with several processes."""
         is_sharded = self._settings.fsdp_plugin is not None and self.world.takes_engines
         return DistributedType.FSDP if is_sharded else super().distributed_type
 
@@ -186,16 +179,14 @@ class GradientState:
         AttributeError: for attributes about the active loader, which only the loader's own loop knows.
     """
 
+    initialized = True
+
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self._world = joined_world()
 
     @staticmethod
     def _reset_state() -> None:
         """Do nothing: there is no state to reset."""
-
-    @property
-    def initialized(self) -> bool:
-        return True
 
     @property
     def sync_gradients(self) -> bool:
@@ -221,16 +212,10 @@ class GradientState:
         return not under_way or under_way[0].ends_here()
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse(f"{__name__}.GradientState", name, _OF_LOOPS)
+        refuse(f"{__name__}.GradientState", name)
 
     def _accelerator(self) -> Accelerator | None:
         return self._world.state.part(_Settings).accelerator()
-
-
-_OF_LOOPS = dict.fromkeys(
-    ["active_dataloader", "dataloader_references", "remainder"],
-    "a loader's own loop knows: loader.valid_samples, loader.epoch, loader.state_dict()",
-)
 
 
 class _Settings:
@@ -240,8 +225,3 @@ class _Settings:
         self.accelerator: Callable[[], Accelerator | None] = lambda: None
         self.mixed_precision = "no"
         self.fsdp_plugin: Any = None
-
-
-def is_initialized() -> bool:
-    """Whether it is known which rank this is."""
-    return True

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any
 
 import torch
 
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import explain_missing_modules, left_out
 from unisono.compat.torch_xla import _XLAC as _XLAC
-from unisono.compat.torch_xla import absent_modules as _absent_modules
 from unisono.compat.torch_xla import experimental as experimental
 from unisono.compat.torch_xla import runtime as runtime
 from unisono.compat.torch_xla.core import devices as _devices
@@ -27,14 +26,12 @@ from unisono.compat.torch_xla.core import steps as _steps
 from unisono.compat.torch_xla.core import xla_model as _  # noqa: F401 - torch_xla.core.xla_model is there, too
 from unisono.compat.torch_xla.distributed import xla_multiprocessing as _multiprocessing
 
-P = ParamSpec("P")
-R = TypeVar("R")
+__getattr__ = left_out(__name__)
+explain_missing_modules(__name__)
 
-_absent_modules.explain_from_now_on(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, _absent_modules.INSTEAD)
+manual_seed = _devices.set_rng_state
+real_devices = _devices.xla_real_devices
+sync = _steps.mark_step
 
 
 def device(index: int | None = None) -> torch.device:
@@ -52,11 +49,6 @@ def device_count() -> int:
     return len(_devices.get_xla_supported_devices())
 
 
-real_devices = _devices.xla_real_devices
-manual_seed = _devices.set_rng_state
-sync = _steps.mark_step
-
-
 @contextmanager
 def step() -> Iterator[None]:
     """A `with` block that is a step: a step ends before it, and one after it."""
@@ -65,22 +57,14 @@ def step() -> Iterator[None]:
     sync()
 
 
-@overload
-def compile(f: Callable[P, R], full_graph: bool = ..., name: str | None = ...) -> Callable[P, R]: ...
-@overload
-def compile(f: None = ..., full_graph: bool = ..., name: str | None = ...) -> Any: ...
-def compile(f: Callable[P, R] | None = None, full_graph: bool = False, name: str | None = None) -> Any:
+def compile(f: Callable[..., Any] | None = None, full_graph: bool = False, name: str | None = None) -> Any:
     """Make the function a separate step, which a lazy device compiles as a whole; without a function, a `with` block
-    like `step`.
-
-    Args:
-        full_graph, name: have no effect: values may be read inside, which ends a lazy device's graph there.
-    """
+    like `step`. Values may be read inside, also with `full_graph`: a lazy device's graph ends there."""
     if f is None:
         return step()
 
     @wraps(f)
-    def stepping(*args: P.args, **kwargs: P.kwargs) -> R:
+    def stepping(*args: Any, **kwargs: Any) -> Any:
         with step():
             return f(*args, **kwargs)
 
@@ -90,10 +74,8 @@ def compile(f: Callable[P, R] | None = None, full_graph: bool = False, name: str
 def launch(
     fn: Callable[..., Any], args: Sequence[Any] = (), start_method: str = "spawn", debug_single_process: bool = False
 ) -> list[Any]:
-    """Call `fn(index, *args)` in one worker process per device, as `xla_multiprocessing.spawn` does.
-
-    Args:
-        debug_single_process: call it once, in this process.
-    """
+    """Call `fn(index, *args)` in one worker process per device, as `xla_multiprocessing.spawn` does; to debug it, once
+    in this process."""
     nprocs = 1 if debug_single_process else None
-    return _multiprocessing.spawn(fn, args, nprocs, start_method=start_method)
+    found: list[Any] = _multiprocessing.spawn(fn, args, nprocs, start_method=start_method)
+    return found

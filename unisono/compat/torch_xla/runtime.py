@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from unisono.compat.absent import refuse
-from unisono.compat.torch_xla.core.ordinals import get_local_ordinal, get_ordinal, xrt_world_size
-from unisono.compat.torch_xla.places import devices_of, here
+from unisono.compat.left_out import left_out
+from unisono.compat.torch_xla.core.devices import devices_of, get_local_ordinal, get_ordinal, here, xrt_world_size
 from unisono.world import current_world
 
-_NO_SPMD = "one replica of your script runs per device, by launch(), spawn() or DataParallel; none runs for all devices"
-
-_INSTEAD = {
-    "use_spmd": _NO_SPMD,
-    "set_device_type": "set UNISONO_BACKEND=cpu, cuda, mps or xla before the program starts",
-    "get_master_ip": "launchers tell the workers each other's addresses",
-}
-
-
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, _INSTEAD)
-
+__getattr__ = left_out(__name__)
 
 world_size = xrt_world_size
 global_ordinal = get_ordinal
@@ -39,7 +25,7 @@ def addressable_device_count() -> int:
 
 def local_device_count() -> int:
     """The number of devices in use on this machine."""
-    return _num_processes(current_world().local_world_size) * addressable_device_count()
+    return local_process_count() * addressable_device_count()
 
 
 def global_device_count() -> int:
@@ -59,12 +45,14 @@ def process_index() -> int:
 
 def process_count() -> int:
     """The number of processes."""
-    return _num_processes(current_world().world_size)
+    world = current_world()
+    return world.world_size if world.is_of_processes else 1
 
 
 def local_process_count() -> int:
     """The number of processes on this machine."""
-    return _num_processes(current_world().local_world_size)
+    world = current_world()
+    return world.local_world_size if world.is_of_processes else 1
 
 
 def host_index() -> int:
@@ -84,7 +72,3 @@ def get_num_cached_compilation_graph() -> int:
 def is_spmd() -> bool:
     """Always False: see `use_spmd`."""
     return False
-
-
-def _num_processes(ranks: int) -> int:
-    return ranks if current_world().is_of_processes else 1

@@ -26,6 +26,7 @@ from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.sharded import clip_grad_norm
 from unisono.parallel.weak_methods import weak_method
+from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
 
 
@@ -101,7 +102,7 @@ class PreparedObjects:
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
         self._builder.strategy.check_clipping()
-        clipped, steppers = self.reduce_gradients(parameters, "clip_grad_norm_")
+        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_norm_")
         if clipped is None:
             return None
         norm = clip_grad_norm(clipped, max_norm, norm_type, world=self._builder.world)
@@ -111,7 +112,7 @@ class PreparedObjects:
 
     def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`."""
-        clipped, steppers = self.reduce_gradients(parameters, "clip_grad_value_")
+        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_value_")
         if clipped is not None:
             nn.utils.clip_grad_value_(clipped, clip_value)
         for stepper in steppers:
@@ -126,7 +127,14 @@ class PreparedObjects:
             if self._builder.passes.steps.is_boundary():
                 stepper.reduce()
 
-    def reduce_gradients(
+    def reduce_now(self, model: PreparedModel) -> None:
+        """As `Accelerator.trigger_sync_in_backward`: reduce what backward passes have left on each rank alone."""
+        world, passes = self._builder.world, self._builder.passes
+        if world.comm.size > 1 and passes.steps.is_boundary() and model.engine.gradients.is_own:
+            with world.timeline.loop().span(REDUCE):
+                passes.reduce(model.engine)
+
+    def _reduce_gradients(
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str
     ) -> tuple[list[torch.Tensor] | None, list[Stepper]]:
         """These parameters, with reduced and unscaled gradients, and the steppers of their optimizers; while

@@ -10,35 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from enum import Enum, EnumMeta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from unisono.backends import get_backend
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import left_out
 
-_ENGINES = (
-    "DeepSpeed, Megatron-LM, pipelines and tensor parallelism are not supported; unisono.Accelerator has strategy="
-)
-_FP8 = "mixed_precision is 'no', 'fp16' or 'bf16'"
-_INSTEAD = {
-    "DeepSpeedPlugin": _ENGINES,
-    "DeepSpeedSequenceParallelConfig": _ENGINES,
-    "MegatronLMPlugin": _ENGINES,
-    "TorchTensorParallelPlugin": _ENGINES,
-    "TorchTensorParallelConfig": _ENGINES,
-    "TorchContextParallelConfig": _ENGINES,
-    "AORecipeKwargs": _FP8,
-    "TERecipeKwargs": _FP8,
-    "MSAMPRecipeKwargs": _FP8,
-    "FP8RecipeKwargs": _FP8,
-    "BnbQuantizationConfig": "models are trained in the precision they have; quantise before prepare()",
-    "SageMakerDistributedType": "SageMaker starts torchrun, whose world is joined",
-}
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _INSTEAD)
+__getattr__ = left_out(__name__)
 
 
 class _Listing(EnumMeta):
@@ -126,11 +105,6 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        plain = type(self)().to_dict()
-        return {name: value for name, value in self.to_dict().items() if plain[name] != value}
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -11,17 +10,16 @@ from typing import Any
 import torch
 
 from unisono.compat.accelerate.state import joined_world
+from unisono.compat.left_out import refuse
 
-_NAMES = {"bnb": "bitsandbytes", "comet_ml": "comet_ml", "peft": "peft", "pynvml": "pynvml"}
+_PACKAGES = {"bnb": "bitsandbytes"}
 _REFUSED = ("deepspeed", "megatron_lm", "fp8", "msamp", "transformer_engine", "pippy", "sagemaker")
 """Unsupported packages are not available, even if they are installed."""
 
 
-def __getattr__(name: str) -> Callable[..., bool]:
+def __getattr__(name: str) -> Any:
     found = re.fullmatch(r"is_(\w+)_available", name)
-    if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return partial(_is_available, found[1])
+    return partial(_is_available, found[1]) if found is not None else refuse(__name__, name)
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
@@ -40,4 +38,4 @@ def _is_available(name: str, *_: Any, **__: Any) -> bool:
     family = getattr(torch, name, None) or getattr(torch.backends, name, None)
     if family is not None and hasattr(family, "is_available"):
         return bool(family.is_available())
-    return find_spec(_NAMES.get(name, name)) is not None
+    return find_spec(_PACKAGES.get(name, name)) is not None

@@ -10,8 +10,6 @@ import torch
 
 from unisono.parallel import out_of_memory
 
-should_reduce_batch_size = out_of_memory.is_out_of_memory
-
 
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
@@ -26,9 +24,8 @@ def find_executable_batch_size(
     """
     given = reduce_batch_size_fn
     reduce = (lambda size: size * 9 // 10) if given is None else (lambda _: given())
-    if function is None:
-        return out_of_memory.find_executable_batch_size(None, starting_batch_size, reduce)
-    return out_of_memory.find_executable_batch_size(function, starting_batch_size, reduce)
+    decorate: Any = out_of_memory.find_executable_batch_size
+    return decorate(function, starting_batch_size, reduce)  # type: ignore[no-any-return]
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -6,14 +6,14 @@ raises when a backward pass reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
 
-from unisono.compat.absent import refuse
 from unisono.compat.accelerate.state import joined_world
+from unisono.compat.left_out import left_out
 from unisono.errors import UnisonoError
 from unisono.parallel import collectives
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
@@ -25,15 +25,8 @@ DistributedOperationException = UnisonoError
 """The rank that detects a difference raises a CollectiveMismatchError, the others a BrokenWorldError: none
 continues."""
 
-_INSTEAD = {
-    "GatheredParameters": "it belongs to DeepSpeed, which is not supported",
-    "initialize_tensors": "call broadcast_object_list, or unisono.broadcast(tensor)",
-    "get_data_structure": "ranks compare structures themselves before they send",
-}
 
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _INSTEAD)
+__getattr__ = left_out(__name__)
 
 
 def gather(tensor: Any, world: World | None = None) -> Any:
@@ -139,14 +132,6 @@ def find_batch_size(data: Any) -> int | None:
     return next((len(each) for each in tensors(data) if each.ndim), None)
 
 
-ignorant_find_batch_size = batch_size
-
-
-def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in it."""
-    return next((each.device for each in tensors(data)), None)
-
-
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
     """The structure with these rows of its tensors."""
     return take(data, *tensor_slice.indices(batch_size(data) or 0)[:2])
@@ -166,14 +151,6 @@ def convert_to_fp32(tensor: Any) -> Any:
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with outputs in full precision."""
     return lambda *args, **kwargs: convert_to_fp32(model_forward(*args, **kwargs))
-
-
-is_torch_tensor = torch.is_tensor
-
-
-def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The elements in a container of that class."""
-    return type(obj)(*generator) if hasattr(obj, "_fields") else type(obj)(generator)
 
 
 def _without_gradient(name: str, collect: Callable[[Any], Any], values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`accelerate.utils.other` and `environment`: saving, unwrapping, waiting, environment variables."""
+"""`accelerate.utils.other`, `environment` and `tqdm`: saving, unwrapping, waiting, environment variables, a bar."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from unisono.compat.accelerate.state import PartialState
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.progress import tqdm as bar_of_rank_zero
 
 
 def wait_for_everyone() -> None:
@@ -36,9 +37,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
             torch.save(obj, f)
 
 
-def load(f: Any, map_location: Any = None, **options: Any) -> Any:
-    """`torch.load`."""
-    return torch.load(f, map_location=map_location, **options)
+load = torch.load
 
 
 def extract_model_from_parallel(
@@ -46,28 +45,16 @@ def extract_model_from_parallel(
 ) -> nn.Module:
     """The user's module. Other arguments have no effect, except `keep_torch_compile=False`, which returns the
     uncompiled module."""
-    from unisono.torch_private import ORIGINAL
+    from unisono.torch_private import ORIGINAL  # here: it may import the compiler
 
     module = model.module if isinstance(model, PreparedModel) else model
     plain: nn.Module = module if keep_torch_compile else getattr(module, ORIGINAL, module)
     return plain
 
 
-def is_compiled_module(module: nn.Module) -> bool:
-    """Whether it was returned by `torch.compile`."""
-    from unisono.torch_private import OptimizedModule  # imports the compiler
-
-    return isinstance(module, OptimizedModule)
-
-
-def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge the source's values into the destination, level by level."""
-    for key, value in source.items():
-        if isinstance(value, dict):
-            merge_dicts(value, destination.setdefault(key, {}))
-        else:
-            destination[key] = value
-    return destination
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """`unisono.tqdm`; with `main_process_only=False` tqdm's own bar, on every rank."""
+    return bar_of_rank_zero(*args, **kwargs) if main_process_only else import_module("tqdm.auto").tqdm(*args, **kwargs)
 
 
 @contextmanager
@@ -86,11 +73,11 @@ def patch_environment(**variables: Any) -> Iterator[None]:
 
 def str_to_bool(value: str) -> int:
     """1 for y, yes, t, true, on, 1; 0 for their opposites; otherwise a ValueError."""
-    if value.lower() in ("y", "yes", "t", "true", "on", "1"):
-        return 1
-    if value.lower() in ("n", "no", "f", "false", "off", "0"):
-        return 0
-    raise ValueError(f"{value!r} is neither yes nor no; pass one of y, yes, t, true, on, 1, n, no, f, false, off, 0")
+    answers = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), 1)
+    answers |= dict.fromkeys(("n", "no", "f", "false", "off", "0"), 0)
+    if value.lower() not in answers:
+        raise ValueError(f"{value!r} is neither yes nor no; pass one of {', '.join(answers)}")
+    return answers[value.lower()]
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:

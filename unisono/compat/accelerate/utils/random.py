@@ -13,14 +13,9 @@ from unisono.world import World
 
 
 class Seed:
-    """The seed of a rank's last `set_seed`.
+    """The `value` of a rank's last `set_seed`; None before the first one."""
 
-    Attributes:
-        value: None before the first one.
-    """
-
-    def __init__(self) -> None:
-        self.value: int | None = None
+    value: int | None = None
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:

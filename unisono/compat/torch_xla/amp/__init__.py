@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from unisono.backends import resolve_device
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import left_out
+from unisono.compat.torch_xla.core.devices import Place, here
 
-
-def __getattr__(name: str) -> Any:
-    scaling = (
-        "bfloat16, which autocast uses here, needs no loss scaling; for float16, Accelerator(mixed_precision='fp16')"
-    )
-    refuse(__name__, name, {"GradScaler": scaling})
+__getattr__ = left_out(__name__)
 
 
 def autocast(
-    device: str | torch.device,
+    device: Place,
     enabled: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     cache_enabled: bool | None = None,
 ) -> torch.autocast:
-    """`torch.autocast` for the device's kind, in bfloat16.
-
-    Raises:
-        TypeError, ValueError: it is not a device.
-    """
-    return torch.autocast(resolve_device(device)[1].type, dtype, enabled, cache_enabled)
+    """`torch.autocast` for the device's kind, in bfloat16."""
+    return torch.autocast(here(device)[1].type, dtype, enabled, cache_enabled)

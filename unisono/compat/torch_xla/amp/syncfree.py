@@ -14,12 +14,8 @@ from torch.optim import Optimizer
 
 class _Skips(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None) -> Any:
-        """Like the step of torch's optimizer.
-
-        Args:
-            closure: as for torch's optimizer.
-            found_inf: a tensor of one element; if it is not 0, only the closure runs.
-        """
+        """Like the step of torch's optimizer; but if `found_inf`, a tensor of one element, is not 0, only the closure
+        runs."""
         if found_inf is None or not found_inf.item():
             return super().step(closure)
         if closure is None:

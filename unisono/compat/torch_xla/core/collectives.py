@@ -1,14 +1,18 @@
-"""Collectives over all replicas or groups of them, and optimizer steps."""
+"""Collectives over all replicas or groups of them, and optimizer steps.
+
+`pin_layout`, `bucket_cap_mb`, `channel_id` and `use_global_device_ids` have no effect. Nothing here is differentiable;
+`functions.all_reduce` and `all_gather` are. Arguments that do not fit are a TypeError or a ValueError; replicas whose
+calls do not fit one another get the errors of `unisono.all_reduce`.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from unisono.compat.torch_xla.core.steps import mark_step
@@ -20,8 +24,6 @@ from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
 from unisono.world import World, current_world
 
-L = TypeVar("L", bound=Sequence[torch.Tensor])
-
 REDUCE_SUM = "sum"
 REDUCE_MUL = "mul"
 REDUCE_AND = "and"
@@ -30,6 +32,8 @@ REDUCE_MIN = "min"
 REDUCE_MAX = "max"
 
 Groups = Sequence[Sequence[int]] | None
+"""Lists of ordinals, with each replica in exactly one. A replica is reduced over its own group, and all replicas must
+call."""
 
 _OPS: dict[str, ReduceOp] = {REDUCE_SUM: "sum", REDUCE_MUL: "product", REDUCE_MIN: "min", REDUCE_MAX: "max"}
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -42,63 +46,44 @@ _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@overload
-def all_reduce(
-    reduce_type: str, inputs: torch.Tensor, scale: float = ..., groups: Groups = ..., pin_layout: bool = ...
-) -> torch.Tensor: ...
-@overload
-def all_reduce(reduce_type: str, inputs: L, scale: float = ..., groups: Groups = ..., pin_layout: bool = ...) -> L: ...
 @disable_dynamo
 @torch.no_grad()
 def all_reduce(
     reduce_type: str, inputs: Any, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
 ) -> Any:
-    """Reduce over the replicas, then multiply by `scale`; not differentiable (`functions.all_reduce` is).
+    """Reduce over the replicas, then multiply by `scale`.
 
     Args:
         reduce_type: "sum", "mul", "min", "max"; bitwise "and" and "or" for integers and bools.
-        inputs: a tensor, which yields a new one; or a list of tensors, which are reduced in place.
-        scale: a factor for the result.
-        groups: lists of ordinals, with each replica in exactly one: a replica is reduced over its own group. All
-            replicas must call it.
-        pin_layout: has no effect, here and below.
-
-    Raises:
-        TypeError: the operation is not defined for the tensors' dtype, or they cannot be scaled.
-        ValueError: there is no such operation, or the groups do not partition the replicas.
-        BrokenWorldError, CollectiveMismatchError: as for `unisono.all_reduce`.
+        inputs: a tensor, which yields a new one; or a list of tensors, which are reduced in place and returned.
     """
     if reduce_type not in _FOLDS:
         raise ValueError(f"reduce_type={reduce_type!r} does not exist; choose one of {', '.join(_FOLDS)}")
     world = current_world()
     group = own_group(groups, world)
     if isinstance(inputs, torch.Tensor):
-        return _reduced(reduce_type, inputs, scale, group, world)
+        return _reduce_tensor(reduce_type, inputs, scale, group, world)
     for each in inputs:
-        each.copy_(_reduced(reduce_type, each, scale, group, world))
+        each.copy_(_reduce_tensor(reduce_type, each, scale, group, world))
     return inputs
 
 
-def _reduced(
+def _reduce_tensor(
     reduce_type: str, tensor: torch.Tensor, scale: float, group: list[int] | None, world: World
 ) -> torch.Tensor:
-    _check_scaled(tensor, scale)
-    if reduce_type in (REDUCE_AND, REDUCE_OR) and (tensor.is_floating_point() or tensor.is_complex()):
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if scale != 1 and is_whole and (tensor.dtype == torch.bool or scale != int(scale)):
+        raise TypeError(f"scale={scale} would round {tensor.dtype} numbers; convert to a floating type first")
+    if reduce_type in (REDUCE_AND, REDUCE_OR) and not is_whole:
         raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to an integer type or to bool")
     if group is None and reduce_type in _OPS:
         result = collectives.all_reduce(tensor.detach().clone(), _OPS[reduce_type], world)
     else:
-        result = reduce(_FOLDS[reduce_type], _parts(tensor, group, world))
+        result = functools.reduce(_FOLDS[reduce_type], _gather_group(tensor, group, world))
     return result if scale == 1 else result.mul_(scale)
 
 
-def _check_scaled(tensor: torch.Tensor, scale: float) -> None:
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    if scale != 1 and is_whole and (tensor.dtype == torch.bool or scale != int(scale)):
-        raise TypeError(f"scale={scale} would round {tensor.dtype} numbers; convert to a floating type first")
-
-
-def _parts(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[torch.Tensor]:
+def _gather_group(tensor: torch.Tensor, group: list[int] | None, world: World) -> list[torch.Tensor]:
     """The tensors of this replica's group; every replica receives all tensors."""
     with world.timeline.loop().span(REDUCE):
         parts = world.comm.all_gather(tensor)
@@ -119,15 +104,9 @@ def all_gather(
     """Concatenate the replicas' tensors, of equal shapes, along `dim`, by ordinal; zero-dimensional tensors are
     stacked.
 
-    Not differentiable (`functions.all_gather` is). `groups`, and the errors, are those of `all_reduce`.
-
     Args:
         value: a tensor, or a list of them, which yields a list.
         output: written and returned in place of new tensors; resized to the results' shapes.
-        channel_id, use_global_device_ids: have no effect, here and below.
-
-    Raises:
-        ValueError: `output` has a different number of tensors.
     """
     world = current_world()
     group = own_group(groups, world)
@@ -135,22 +114,22 @@ def all_gather(
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         if group is None:
             return collectives.all_gather(tensor.detach(), dim, world)
-        parts = _parts(tensor, group, world)
+        parts = _gather_group(tensor, group, world)
         return torch.stack(parts) if tensor.ndim == 0 else torch.cat(parts, dim)
 
-    return _of_each(gathered, value, output)
+    return _apply_to_each(gathered, value, output)
 
 
 def all_gather_bucketized(
-    input_list: Sequence[torch.Tensor],
+    input_list: Any,
     dim: int = 0,
     groups: Groups = None,
-    output: Sequence[torch.Tensor] | None = None,
+    output: Any = None,
     pin_layout: bool = False,
     bucket_cap_mb: float = 160,
-) -> list[torch.Tensor]:
-    """`all_gather` of a list; `bucket_cap_mb` has no effect."""
-    return all_gather(input_list, dim, groups, output)  # type: ignore[no-any-return]
+) -> Any:
+    """`all_gather` of a list."""
+    return all_gather(input_list, dim, groups, output)
 
 
 @disable_dynamo
@@ -170,12 +149,8 @@ def reduce_scatter(
     """Like `all_reduce`, but each replica gets only its own of `shard_count` equal parts along `scatter_dim`.
 
     Args:
-        input: a tensor, or a list of them, which yields a list.
-        shard_count: the number of replicas; with groups, the size of the replica's group.
-        output: as for `all_gather`.
-
-    Raises:
-        ValueError: `shard_count` is a different number, or does not divide a tensor's dimension.
+        input, output: as for `all_gather`.
+        shard_count: the number of replicas; with groups, the size of the replica's group. It divides the dimension.
     """
     world = current_world()
     group = own_group(groups, world) or list(range(world.world_size))
@@ -186,47 +161,28 @@ def reduce_scatter(
         size = tensor.shape[scatter_dim]
         if size % shard_count:
             raise ValueError(f"shard_count={shard_count} does not divide dimension {scatter_dim}, which has {size}")
-        reduced = _reduced(reduce_type, tensor, scale, group if groups else None, world)
+        reduced = _reduce_tensor(reduce_type, tensor, scale, group if groups else None, world)
         return reduced.chunk(shard_count, scatter_dim)[group.index(world.rank)].clone()
 
-    return _of_each(scattered, input, output)
+    return _apply_to_each(scattered, input, output)
 
 
 def reduce_scatter_bucketized(
     reduce_type: str,
-    input_list: Sequence[torch.Tensor],
+    input_list: Any,
     scale: float,
     scatter_dim: int,
     shard_count: int,
     groups: Groups = None,
-    output: Sequence[torch.Tensor] | None = None,
+    output: Any = None,
     pin_layout: bool = False,
     bucket_cap_mb: float = 160,
-) -> list[torch.Tensor]:
-    """`reduce_scatter` of a list; `bucket_cap_mb` has no effect."""
-    return reduce_scatter(  # type: ignore[no-any-return]
-        reduce_type, input_list, scale, scatter_dim, shard_count, groups, output
-    )
+) -> Any:
+    """`reduce_scatter` of a list."""
+    return reduce_scatter(reduce_type, input_list, scale, scatter_dim, shard_count, groups, output)
 
 
-@disable_dynamo
-@torch.no_grad()
-def collective_broadcast(
-    tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
-) -> None:
-    """Give every replica the tensors of the root, in place.
-
-    Args:
-        groups: as for `all_reduce`; only the root's own group receives its tensors, the others keep theirs.
-    """
-    world = current_world()
-    group = own_group(groups, world)
-    for each in tensors:
-        sent = each if group is None or root_ordinal in group else each.clone()
-        collectives.broadcast(sent, root_ordinal, world)
-
-
-def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:
+def _apply_to_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:
     """Apply `fn` to a tensor, or to each of a list; write the result into `output`, if given."""
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, list | tuple) or not all(isinstance(each, torch.Tensor) for each in value):
@@ -234,7 +190,7 @@ def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any
         outputs = [None] * len(value) if output is None else output
         if len(outputs) != len(value):
             raise ValueError(f"output has {len(outputs)} tensors for {len(value)}; pass one for each")
-        return [_of_each(fn, each, its) for each, its in zip(value, outputs, strict=True)]
+        return [_apply_to_each(fn, each, its) for each, its in zip(value, outputs, strict=True)]
     result = fn(value)
     if output is None:
         return result
@@ -244,18 +200,12 @@ def _of_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any
 
 
 def own_group(groups: Groups, world: World) -> list[int] | None:
-    """The group of this replica; None if there are no groups.
-
-    Raises:
-        TypeError: `groups` is not a list of lists of integers.
-        ValueError: the groups do not contain each replica exactly once.
-    """
+    """The group of this replica; None if there are no groups."""
     if not groups:
         return None
     if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in groups):
         raise TypeError(f"groups={groups!r} is not a list of lists of ordinals, as in [[0, 1], [2, 3]]")
-    members = [rank for group in groups for rank in group]
-    if sorted(members) != list(range(world.world_size)):
+    if sorted(rank for group in groups for rank in group) != list(range(world.world_size)):
         raise ValueError(
             f"groups={[*map(list, groups)]} must hold each of the ordinals 0 to {world.world_size - 1} once"
         )
@@ -268,12 +218,7 @@ def reduce_gradients(optimizer: Optimizer, groups: Groups = None, pin_layout: bo
     As for `unisono.optimizer_step`, the mean is that over all samples, if a loader knows how many each replica had.
 
     Args:
-        optimizer: the optimizer of the parameters.
-        groups: as for `all_reduce`. As in the original, the sum over the replica's group is divided by the number of
-            all replicas.
-
-    Raises:
-        CollectiveMismatchError: the replicas' models differ.
+        groups: as in the original, the sum over the replica's group is divided by the number of all replicas.
     """
     world = current_world()
     if world.world_size == 1:
@@ -301,12 +246,10 @@ def optimizer_step(
     """Reduce the gradients over the replicas, then return `optimizer.step(**optimizer_args)`.
 
     Args:
-        optimizer: the optimizer to step.
         barrier: end the step here, as `mark_step` does. Otherwise the loader's next batch ends it.
-        groups: as for `reduce_gradients`.
+        groups: as for `reduce_gradients`; not with a closure, whose gradients would not be reduced.
 
     Raises:
-        ValueError: groups with a closure, whose gradients would not be reduced.
         TypeError, RuntimeError, CollectiveMismatchError, BrokenWorldError: as for `unisono.optimizer_step`.
     """
     if not groups:
@@ -322,23 +265,10 @@ def optimizer_step(
     return result
 
 
-def all_reduce_bucketized_gradients(
-    gradients: Sequence[torch.Tensor],
-    scale: float,
-    groups: Groups,
-    pin_layout: bool = True,
-    bucket_cap_mb: float = 0,
-) -> None:
-    """`all_reduce` of a list, in place; `bucket_cap_mb` has no effect."""
-    all_reduce(REDUCE_SUM, gradients, scale, groups)
-
-
 def fetch_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     """The gradients of the optimizer's parameters that have one. Scripts know it as `xm._fetch_gradients`."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return [each.grad for each in parameters if each.grad is not None]
 
 
-def broadcast_master_param(model: nn.Module) -> None:
-    """Give every replica the parameters and buffers of replica 0, in place."""
-    agreement.broadcast_parameters(model)
+broadcast_master_param = agreement.broadcast_parameters

@@ -1,77 +1,168 @@
-"""Devices under the names of PyTorch/XLA, their random generators, and moving data to them."""
+"""Which replica is calling, and which devices it sees; their random generators, and moving data to them.
+
+A *replication* is a world created by `spawn`, a `DataParallel` or a launcher. Outside of one a script runs alone, on
+the device that it has chosen last. What is no device, kind, seed or number is a TypeError or a ValueError.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from contextvars import Context
+from types import NoneType
+from typing import Any, TextIO, TypeVar
 
 import torch
 
-from unisono.arguments import check_integer
-from unisono.backends import resolve_device
+from unisono.arguments import check_integer, check_type
+from unisono.backends import NAMES, available_devices, get_backend, resolve_device
 from unisono.backends.seeding import seed_device, seed_of_device
-from unisono.compat.torch_xla.places import choose, device_of, devices_of, here, replication
 from unisono.compat.torch_xla.utils.utils import for_each_instance_rewrite
 from unisono.protocols import Backend
+from unisono.world import World, current_world, process_world
+
+D = TypeVar("D")
+
+Place = str | torch.device
+Kind = str | Sequence[str] | None
+"""A kind of devices, "TPU", "GPU", "CUDA", "MPS", "XLA" or "CPU"; of a list, the first that has any. None is the kind
+in use: accelerators before the CPU, or what UNISONO_BACKEND says."""
+
+_KINDS = ("TPU", "GPU", "CUDA", "MPS", "XLA", "CPU")
 
 
-def xla_device(n: int | None = None, devkind: str | Sequence[str] | None = None) -> torch.device:
-    """The replica's own device; outside a replication, the first of the kind. The caller works on it from now on.
+class _Chosen:
+    """The device that a world's thread has asked for last, if that is not the world's own."""
 
-    Args:
-        n: the index of another device of the kind.
-        devkind: as for `get_xla_supported_devices`.
-
-    Raises:
-        TypeError: `n` or `devkind` is of another type.
-        ValueError: there is no such device.
-    """
-    return choose(*device_of(n, devkind))
+    place: tuple[Backend, torch.device] | None = None
 
 
-def get_xla_supported_devices(devkind: str | Sequence[str] | None = None, max_devices: int | None = None) -> list[str]:
-    """The devices visible to the caller, as strings, all of one kind; listing them starts nothing.
+# The calling replica.
 
-    Args:
-        devkind: "TPU", "GPU", "MPS" or "CPU"; of a list, the first kind that has a device. None is the kind in use:
-            accelerators before the CPU, or what UNISONO_BACKEND says.
-        max_devices: the largest number to return; None and 0 set no limit.
 
-    Raises:
-        TypeError, ValueError: an argument is of another type, or out of range.
-    """
+def replication() -> World | None:
+    """The calling replica's world; None outside a replication."""
+    world = current_world()
+    is_own = world.world_size > 1 or world.is_of_processes or world is process_world()
+    return world if is_own or world is not Context().run(current_world) else None
+
+
+def xrt_world_size(defval: D | int = 1) -> D | int:
+    """The number of replicas, processes or threads; `defval` outside any replication."""
+    world = replication()
+    return defval if world is None else world.world_size
+
+
+def get_ordinal(defval: D | int = 0) -> D | int:
+    """The replica's number among all; `defval` outside any replication."""
+    world = replication()
+    return defval if world is None else world.rank
+
+
+def get_local_ordinal(defval: D | int = 0) -> D | int:
+    """The replica's number on this machine; `defval` outside any replication."""
+    world = replication()
+    return defval if world is None else world.local_rank
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Whether this is replica 0, of this machine or (`local=False`) of all. Outside a replication, a script is the
+    master."""
+    return (get_local_ordinal() if local else get_ordinal()) == 0
+
+
+def master_print(*args: Any, fd: TextIO | None = None, local: bool = True, flush: bool = False) -> None:
+    """`print` on the master only, as of `is_master_ordinal(local)`, to `fd` or the current `sys.stdout`."""
+    if is_master_ordinal(local):
+        print(*args, file=fd or sys.stdout, flush=flush)
+
+
+# Its devices.
+
+
+def here(device: Place | None = None) -> tuple[Backend, torch.device]:
+    """That device and its family; None is the device that the caller works on."""
+    if device is not None:
+        return resolve_device(device)
+    world = current_world()
+    return world.state.part(_Chosen).place or (world.backend, world.device)
+
+
+def devices_of(devkind: Kind) -> list[torch.device]:
+    """The devices of a kind that are visible to the caller: its own, if the caller is a worker."""
+    world = current_world()
+    for family in [world.backend] if devkind is None else _families_of_kinds(devkind, world.backend):
+        if _is_worker():
+            if family is world.backend:
+                return [world.device]
+        elif family.is_available() and family.device_count():
+            return [family.device(index) for index in range(family.device_count())]
+    return []
+
+
+def _is_worker() -> bool:
+    """Whether the caller is a replica in a separate process, which only sees its own device."""
+    world = replication()
+    return world is not None and world.is_of_processes
+
+
+def _families_of_kinds(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]:
+    """Yield the families of these kinds, the one in use before others of the same kind; each is loaded only when
+    reached."""
+    kinds = [devkind] if isinstance(devkind, str) else devkind
+    check_type(kinds, "devkind", "pass a string, a list of strings or None", list, tuple)
+    for kind in [str(each).upper() for each in kinds]:
+        if kind not in _KINDS:
+            raise ValueError(f"devkind={devkind!r} is not a kind of device; choose one of {', '.join(_KINDS)}")
+        for name in dict.fromkeys([first.name, *NAMES]):
+            family = get_backend(name)
+            if kind in (_hardware_name(family), family.hardware(), family.name.upper()):
+                yield family
+
+
+def xla_device(n: int | None = None, devkind: Kind = None) -> torch.device:
+    """The replica's own device; outside a replication, the first of the kind; or the n-th. The caller works on it from
+    now on."""
+    check_type(n, "n", "pass an integer, or None for the rank's own device", int, NoneType)
+    seen, world = devices_of(devkind), current_world()
+    if not seen:
+        there = [str(world.device)] if _is_worker() else available_devices()
+        raise ValueError(f"there is no device of kind {devkind!r} here; there are {', '.join(there)}")
+    if _is_worker() and n not in (None, 0, world.device.index):
+        raise ValueError(
+            f"n={n}, but rank {world.rank} sees only its own device, {world.device}; call xla_device() without n"
+        )
+    backend, device = resolve_device(seen[0])
+    if replication() and (n is None or _is_worker()):
+        device = world.device if device.type == world.device.type else device
+    elif n is not None:
+        device = backend.device(n)
+    backend.activate(device)
+    world.state.part(_Chosen).place = backend, device
+    return device
+
+
+def get_xla_supported_devices(devkind: Kind = None, max_devices: int | None = None) -> list[str]:
+    """The devices of a kind that are visible to the caller, as strings, at most `max_devices` of them unless that is
+    None or 0; listing them starts nothing."""
     if max_devices is not None:
         check_integer(max_devices, "max_devices", 0)
-    found = [str(device) for device in devices_of(devkind)]
-    return found[:max_devices] if max_devices else found
+    return [str(device) for device in devices_of(devkind)][: max_devices or None]
 
 
-def xla_device_hw(device: str | torch.device) -> str:
-    """The hardware of a device: "CPU", "GPU", "MPS" or "TPU".
-
-    Raises:
-        TypeError, ValueError: it is not a device.
-    """
-    return _hardware(resolve_device(device)[0])
+def xla_device_hw(device: Place) -> str:
+    """The hardware of a device: "CPU", "GPU", "MPS" or "TPU"."""
+    return _hardware_name(here(device)[0])
 
 
-def is_xla_tensor(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is on a device of the kind that the caller works on."""
-    return tensor.device.type == here()[1].type
-
-
-def xla_real_devices(devices: Sequence[str | torch.device] | None = None) -> list[str]:
+def xla_real_devices(devices: Sequence[Place] | None = None) -> list[str]:
     """The devices by their hardware: "CPU:0" for "xla:0" on a CPU. None uses those visible to the caller."""
     resolved = [resolve_device(each) for each in (devices_of(None) if devices is None else devices)]
-    return [f"{_hardware(backend)}:{device.index or 0}" for backend, device in resolved]
+    return [f"{_hardware_name(backend)}:{device.index or 0}" for backend, device in resolved]
 
 
-def xla_replication_devices(local_devices: Sequence[str | torch.device]) -> list[str]:
-    """Like `xla_real_devices`, for devices that are to form a replication; any set of one kind can.
-
-    Raises:
-        RuntimeError: they are of several kinds.
-    """
+def xla_replication_devices(local_devices: Sequence[Place]) -> list[str]:
+    """Like `xla_real_devices`, for devices that are to form a replication: any set of one kind; else a RuntimeError."""
     real = xla_real_devices(local_devices)
     kinds = sorted({name.partition(":")[0] for name in real})
     if len(kinds) > 1:
@@ -79,39 +170,39 @@ def xla_replication_devices(local_devices: Sequence[str | torch.device]) -> list
     return real
 
 
-def wait_device_ops(devices: Sequence[str | torch.device] = ()) -> None:
+def _hardware_name(backend: Backend) -> str:
+    hardware = backend.hardware()
+    return "GPU" if hardware == "CUDA" else hardware
+
+
+def wait_device_ops(devices: Sequence[Place] = ()) -> None:
     """Block until all work submitted to the devices has finished; by default to the replica's own, or all a script
     sees."""
-    if not devices:
-        devices = [here()[1]] if replication() else devices_of(None)
-    for backend, device in map(resolve_device, devices):
-        backend.synchronize(device)
+    for device in devices or ([here()[1]] if replication() else devices_of(None)):
+        backend, resolved = resolve_device(device)
+        backend.synchronize(resolved)
 
 
-def set_rng_state(seed: int, device: str | torch.device | None = None) -> None:
-    """Seed the device's random generator; None is the caller's device.
-
-    Raises:
-        TypeError, ValueError: the seed is not an integer, or negative.
-    """
+def set_rng_state(seed: int, device: Place | None = None) -> None:
+    """Seed the random generator of a device, by default of the caller's; the seed is a non-negative integer."""
     check_integer(seed, "seed", 0)
-    seed_device(*_place(device), seed)
+    seed_device(*here(device), seed)
 
 
-def get_rng_state(device: str | torch.device | None = None) -> int:
+def get_rng_state(device: Place | None = None) -> int:
     """A seed from which the device's random generator continues: `set_rng_state` with it repeats what comes next.
 
     If anything was drawn since the generator was seeded, it is reseeded for that, with a seed derived from its state.
     """
-    return seed_of_device(*_place(device))
+    return seed_of_device(*here(device))
 
 
-def send_cpu_data_to_device(data: Any, device: str | torch.device) -> Any:
+def send_cpu_data_to_device(data: Any, device: Place) -> Any:
     """The data with its tensors on the device, in containers of the same types; the data itself is not modified.
 
     Tensors in attributes of objects are moved, too; a `DataWrapper` names its own.
     """
-    backend, target = resolve_device(device)
+    backend, target = here(device)
     moved, token = backend.to_device(data, target)
     if token is not None:
         backend.wait_ready(token)
@@ -122,17 +213,8 @@ def send_attributes(moved: Any, backend: Backend, device: torch.device) -> Any:
     """Move the remaining parts of a batch: tensors in main memory that are attributes of objects."""
     if not backend.moves_in_background:
         return moved
-    return for_each_instance_rewrite(moved, _is_in_main_memory, lambda tensor: tensor.to(device))
 
+    def is_in_main_memory(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cpu
 
-def _is_in_main_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cpu
-
-
-def _hardware(backend: Backend) -> str:
-    hardware = backend.hardware()
-    return "GPU" if hardware == "CUDA" else hardware
-
-
-def _place(device: str | torch.device | None) -> tuple[Backend, torch.device]:
-    return here() if device is None else resolve_device(device)
+    return for_each_instance_rewrite(moved, is_in_main_memory, lambda tensor: tensor.to(device))

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core import collectives
-from unisono.compat.torch_xla.core.collectives import REDUCE_MAX, REDUCE_MIN, REDUCE_MUL, REDUCE_SUM, Groups
+from unisono.compat.torch_xla.core.collectives import Groups
 from unisono.parallel import batch_norm
 from unisono.world import current_world
 
-
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {"nms": "torchvision.ops.nms runs on the CPU and on CUDA"})
+__getattr__ = left_out(__name__)
 
 
 class AllReduce(torch.autograd.Function):
@@ -26,7 +24,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, reduce_type: str, scale: float, groups: Groups) -> torch.Tensor:
-        output = collectives.all_reduce(reduce_type, value, scale, groups)
+        output: torch.Tensor = collectives.all_reduce(reduce_type, value, scale, groups)
         ctx.reduce_type, ctx.scale = reduce_type, scale
         ctx.save_for_backward(value, output)
         return output
@@ -34,14 +32,12 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         value, output = ctx.saved_tensors
-        if ctx.reduce_type == REDUCE_SUM:
+        if ctx.reduce_type == collectives.REDUCE_SUM:
             own = grad * ctx.scale
-        elif ctx.reduce_type == REDUCE_MUL:
+        elif ctx.reduce_type == collectives.REDUCE_MUL:
             own = torch.where(value == 0, torch.zeros_like(grad), grad * output / value)
-        elif ctx.reduce_type in (REDUCE_MIN, REDUCE_MAX):
+        else:  # "min" and "max"; the others take no floating numbers, which alone have gradients
             own = torch.where(value * ctx.scale == output, grad * ctx.scale, torch.zeros_like(grad))
-        else:
-            raise RuntimeError(f"all_reduce {ctx.reduce_type!r} has no gradient; use 'sum', 'mul', 'min' or 'max'")
         return own, None, None, None
 
 
@@ -66,9 +62,6 @@ def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups
 
     The gradient is that of this replica's own part, times `scale`; it is not reduced. For "min" and "max" it goes to
     the replicas that have the resulting value.
-
-    Raises:
-        RuntimeError: in the backward pass, for "and" and "or".
     """
     return AllReduce.apply(value, reduce_type, scale, groups)  # type: ignore[no-any-return]
 
@@ -88,9 +81,6 @@ def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Te
 
     Returns:
         N x M, for this replica's `x`.
-
-    Raises:
-        ValueError: the shapes do not match.
     """
     world = current_world()
     if x.shape[0] != w.shape[1] * world.world_size:
@@ -103,7 +93,7 @@ def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Te
     results = []
     for part in torch.split(x, x.shape[1] // split, dim=1):
         everyone = all_gather(part, dim=1).narrow(0, world.rank * w.shape[1], w.shape[1])
-        product = all_reduce(REDUCE_SUM, w @ everyone)
+        product = all_reduce(collectives.REDUCE_SUM, w @ everyone)
         results.append(product.narrow(1, world.rank * part.shape[1], part.shape[1]))
     return torch.cat(results, dim=1)
 
@@ -113,9 +103,6 @@ class SyncBatchNorm(batch_norm.SyncBatchNorm):
 
     Equivalent to one BatchNorm over all of them. All replicas must call it, in the forward and the backward pass.
     """
-
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
-        super().__init__(num_features, eps, momentum)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         samples = float(len(input))

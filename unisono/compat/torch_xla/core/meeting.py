@@ -7,15 +7,19 @@ from collections.abc import Callable, Collection, Sequence
 from typing import IO, Any, TypeVar
 
 import torch
+from torch import nn
 
 from unisono.arguments import check_type
+from unisono.backends import CPU
 from unisono.comm.operations import name_ranks
-from unisono.compat.torch_xla.core.host import to_host
-from unisono.compat.torch_xla.core.ordinals import get_ordinal, is_master_ordinal
-from unisono.compat.torch_xla.core.steps import cut
+from unisono.compat.torch_xla.core.devices import get_ordinal, is_master_ordinal
+from unisono.compat.torch_xla.core.steps import execute_recorded
 from unisono.errors import CollectiveMismatchError
 from unisono.parallel.collectives import all_gather_object
-from unisono.world import World, current_world
+from unisono.placement.copying import copy_to
+from unisono.torch_private import STORAGE_ADDRESS
+from unisono.tree import tree_map
+from unisono.world import current_world
 
 R = TypeVar("R")
 
@@ -37,64 +41,66 @@ def rendezvous(tag: str, payload: bytes | str = b"", replicas: Sequence[int] = (
     """
     check_type(payload, "payload", "pass bytes, or use mesh_reduce", bytes, bytearray, str)
     world = current_world()
-    own = _checked_replicas(replicas, world)
-    found = all_gather_object((tag, own, payload.encode() if isinstance(payload, str) else bytes(payload)), world)
-    _check_groups([(each_tag, group) for each_tag, group, _ in found])
-    return [found[rank][2] for rank in own]
-
-
-def _checked_replicas(replicas: Sequence[int], world: World) -> list[int]:
-    every = list(range(world.world_size))
-    own = sorted(replicas) or every
-    if len(set(own)) < len(own) or not set(own) <= set(every):
-        raise ValueError(f"replicas={list(replicas)} must name ordinals from 0 to {every[-1]}, each once")
+    own = sorted(replicas) or list(range(world.world_size))
+    if len(set(own)) < len(own) or not set(own) <= set(range(world.world_size)):
+        raise ValueError(f"replicas={list(replicas)} must name ordinals from 0 to {world.world_size - 1}, each once")
     if world.rank not in own:
         raise ValueError(f"replicas={list(replicas)} lacks the caller, {world.rank}; pass the group that it is in")
-    return own
+    return _exchange_in_group(tag, own, payload.encode() if isinstance(payload, str) else bytes(payload))
 
 
-def _check_groups(calls: Sequence[tuple[str, list[int]]]) -> None:
-    """Check the groups. All replicas see the same calls, so all raise or none does."""
-    for rank, (tag, group) in enumerate(calls):
+def _exchange_in_group(tag: str, own: list[int], value: Any) -> list[Any]:
+    """The values of this replica's group. All replicas see the same calls, so all raise or none does."""
+    calls = all_gather_object((tag, own, value), current_world())
+    for rank, (each_tag, group, _) in enumerate(calls):
         for member in group:
-            if calls[member] != (tag, group):
-                other_tag, others = calls[member]
+            other_tag, others, _ = calls[member]
+            if (other_tag, others) != (each_tag, group):
                 raise CollectiveMismatchError(
-                    f"rank {rank} waits in rendezvous {tag!r} for {name_ranks(group)}, but rank {member} in "
+                    f"rank {rank} waits in rendezvous {each_tag!r} for {name_ranks(group)}, but rank {member} in "
                     f"{other_tag!r} for {name_ranks(others)}; all of a group must name the same tag and replicas"
                 )
+    return [calls[rank][2] for rank in own]
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], R]) -> R:
-    """`reduce_fn` of all replicas' data, by ordinal, on every replica; also if there is only one.
+    """`reduce_fn` of the list of all replicas' data, by ordinal, on every replica; also if there is only one.
 
-    Args:
-        tag: its name, the same for all.
-        data: anything that can be pickled; its tensors arrive in main memory.
-        reduce_fn: called with the list of all replicas' data.
-
-    Raises:
-        CollectiveMismatchError: the replicas have given different tags.
-        BrokenWorldError: a peer failed or departed.
+    The data is anything that can be pickled; its tensors arrive in main memory. Tags and errors are those of
+    `rendezvous`.
     """
-    world = current_world()
-    cut()
-    found = all_gather_object((tag, to_host(data)), world)
-    everyone = list(range(world.world_size))
-    _check_groups([(each_tag, everyone) for each_tag, _ in found])
-    return reduce_fn([value for _, value in found])
+    execute_recorded()
+    return reduce_fn(_exchange_in_group(tag, list(range(current_world().world_size)), _in_main_memory(data)))
+
+
+def _in_main_memory(data: Any) -> Any:
+    """The data with its tensors in main memory, without graphs, in containers of the same types. Tensors over the same
+    elements keep sharing them: tied weights are stored once in a file, too."""
+    images: dict[object, torch.Tensor] = {}
+
+    def image_of(leaf: Any) -> Any:
+        if isinstance(leaf, nn.Module):
+            return copy_to(leaf, CPU)
+        if not isinstance(leaf, torch.Tensor) or (leaf.is_cpu and leaf.is_leaf):
+            return leaf
+        place: object = id(leaf)
+        if not (leaf.is_cpu or leaf.is_sparse):
+            storage = getattr(leaf.untyped_storage(), STORAGE_ADDRESS)
+            place = (storage, leaf.storage_offset(), leaf.dtype, tuple(leaf.shape), leaf.stride())
+        if place not in images:
+            images[place] = leaf.detach().cpu()
+        if isinstance(leaf, nn.Parameter):
+            return nn.Parameter(images[place], leaf.requires_grad)
+        return images[place].detach().requires_grad_(leaf.requires_grad and leaf.is_leaf)
+
+    return tree_map(image_of, data)
 
 
 def do_on_ordinals(target: Callable[..., R], data: Sequence[Any] = (), ordinals: Collection[int] = (0,)) -> R | None:
-    """`target(*data)` on these replicas, with tensors in main memory; None on the others, which wait for them.
-
-    Every replica must call it.
-
-    Raises:
-        BrokenWorldError: on the others, if `target` has raised.
-    """
-    cut()
-    result = target(*to_host(list(data))) if get_ordinal() in ordinals else None
+    """`target(*data)` on these replicas, with tensors in main memory; None on the others, which wait for them. Every
+    replica must call it."""
+    execute_recorded()
+    result = target(*_in_main_memory(list(data))) if get_ordinal() in ordinals else None
     rendezvous("torch_xla.core.xla_model.do_on_ordinals")
     return result
 
@@ -110,7 +116,7 @@ def save(
         master_only: False lets every replica write, each to its own file.
         global_master: one master of all machines writes, rather than one on each machine.
     """
-    cut()
+    execute_recorded()
     if not master_only or is_master_ordinal(local=not global_master):
-        torch.save(to_host(data), file_or_path)
+        torch.save(_in_main_memory(data), file_or_path)
     rendezvous("torch_xla.core.xla_model.save")

@@ -1,3 +1,4 @@
+# ruff: noqa: F403 - the names of these modules are this module's
 """`torch_xla.core.xla_model`, the `xm` of PyTorch/XLA scripts, on any device family.
 
 Each name means the same in a plain script, in a thread of a `DataParallel` and in a worker of `spawn`.
@@ -5,65 +6,75 @@ Each name means the same in a plain script, in a thread of a `DataParallel` and 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from unisono.compat.absent import refuse
-from unisono.compat.torch_xla.core.collectives import REDUCE_AND as REDUCE_AND
-from unisono.compat.torch_xla.core.collectives import REDUCE_MAX as REDUCE_MAX
-from unisono.compat.torch_xla.core.collectives import REDUCE_MIN as REDUCE_MIN
-from unisono.compat.torch_xla.core.collectives import REDUCE_MUL as REDUCE_MUL
-from unisono.compat.torch_xla.core.collectives import REDUCE_OR as REDUCE_OR
-from unisono.compat.torch_xla.core.collectives import REDUCE_SUM as REDUCE_SUM
-from unisono.compat.torch_xla.core.collectives import all_gather as all_gather
-from unisono.compat.torch_xla.core.collectives import all_gather_bucketized as all_gather_bucketized
-from unisono.compat.torch_xla.core.collectives import all_reduce as all_reduce
-from unisono.compat.torch_xla.core.collectives import all_reduce_bucketized_gradients as all_reduce_bucketized_gradients
-from unisono.compat.torch_xla.core.collectives import broadcast_master_param as broadcast_master_param
-from unisono.compat.torch_xla.core.collectives import collective_broadcast as collective_broadcast
+import torch
+
+from unisono.compat.left_out import left_out
+from unisono.compat.torch_xla.core.collectives import *
 from unisono.compat.torch_xla.core.collectives import fetch_gradients as _fetch_gradients  # noqa: F401 - scripts call it
-from unisono.compat.torch_xla.core.collectives import optimizer_step as optimizer_step
-from unisono.compat.torch_xla.core.collectives import reduce_gradients as reduce_gradients
-from unisono.compat.torch_xla.core.collectives import reduce_scatter as reduce_scatter
-from unisono.compat.torch_xla.core.collectives import reduce_scatter_bucketized as reduce_scatter_bucketized
-from unisono.compat.torch_xla.core.devices import get_rng_state as get_rng_state
-from unisono.compat.torch_xla.core.devices import get_xla_supported_devices as get_xla_supported_devices
-from unisono.compat.torch_xla.core.devices import is_xla_tensor as is_xla_tensor
-from unisono.compat.torch_xla.core.devices import send_cpu_data_to_device as send_cpu_data_to_device
-from unisono.compat.torch_xla.core.devices import set_rng_state as set_rng_state
-from unisono.compat.torch_xla.core.devices import wait_device_ops as wait_device_ops
-from unisono.compat.torch_xla.core.devices import xla_device as xla_device
-from unisono.compat.torch_xla.core.devices import xla_device_hw as xla_device_hw
-from unisono.compat.torch_xla.core.devices import xla_real_devices as xla_real_devices
-from unisono.compat.torch_xla.core.devices import xla_replication_devices as xla_replication_devices
-from unisono.compat.torch_xla.core.meeting import do_on_ordinals as do_on_ordinals
-from unisono.compat.torch_xla.core.meeting import mesh_reduce as mesh_reduce
-from unisono.compat.torch_xla.core.meeting import rendezvous as rendezvous
-from unisono.compat.torch_xla.core.meeting import save as save
-from unisono.compat.torch_xla.core.ordinals import get_local_ordinal as get_local_ordinal
-from unisono.compat.torch_xla.core.ordinals import get_ordinal as get_ordinal
-from unisono.compat.torch_xla.core.ordinals import is_master_ordinal as is_master_ordinal
-from unisono.compat.torch_xla.core.ordinals import master_print as master_print
-from unisono.compat.torch_xla.core.ordinals import xrt_world_size as xrt_world_size
-from unisono.compat.torch_xla.core.rates import RateTracker as RateTracker
-from unisono.compat.torch_xla.core.steps import add_step_closure as add_step_closure
-from unisono.compat.torch_xla.core.steps import mark_step as mark_step
-from unisono.compat.torch_xla.core.views import check_view_sharing as check_view_sharing
+from unisono.compat.torch_xla.core.devices import *
+from unisono.compat.torch_xla.core.meeting import *
+from unisono.compat.torch_xla.core.steps import *
+from unisono.compat.torch_xla.utils.utils import for_each_instance, getenv_as
+from unisono.torch_private import STORAGE_ADDRESS
 
-_NO_MODEL_PARALLELISM = (
-    "it moves parts of a model between devices, and this framework runs whole models, one per device"
-)
-
-_INSTEAD = {
-    "all_to_all": f"{_NO_MODEL_PARALLELISM}; all_gather gives every replica all parts",
-    "collective_permute": f"{_NO_MODEL_PARALLELISM}; all_gather gives every replica all parts",
-    "ToXlaTensorArena": "send_cpu_data_to_device moves the tensors of a structure",
-    "unlazy": "call mark_step(), after which tensors have their values",
-    "get_memory_info": "unisono.gather_report() has each rank's memory",
-    "parse_xla_device": "a torch.device has `type` and `index`",
-    "xla_rendezvous": "call rendezvous, for all replicas or for groups of them",
-    "optimization_barrier_": "nothing is reordered across the end of a step, which mark_step() marks",
-}
+__getattr__ = left_out(__name__)
 
 
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, _INSTEAD)
+class RateTracker:
+    """Counts, and computes the rate per second.
+
+    Args:
+        smooth_factor: from 0 to 1, the weight of the last rate in the next; None uses the environment variable
+            RATE_TRACKER_SMOOTHING, or 0.4.
+    """
+
+    def __init__(self, smooth_factor: float | None = None) -> None:
+        if smooth_factor is None:
+            smooth_factor = getenv_as("RATE_TRACKER_SMOOTHING", float, 0.4)
+        if not 0 <= smooth_factor <= 1:
+            raise ValueError(
+                f"smooth_factor={smooth_factor} is not a fraction; pass a number from 0 (not smoothed) to 1"
+            )
+        self._smooth_factor = smooth_factor
+        self._began = self._last_time = time.monotonic()
+        self._total = self._last_total = 0.0
+        self._rate: float | None = None
+
+    def add(self, count: float) -> None:
+        """Add to the count."""
+        self._total += count
+
+    def rate(self) -> float:
+        """The rate per second since the last call, smoothed by earlier rates; 0 if no time has passed."""
+        now = time.monotonic()
+        passed = now - self._last_time
+        if passed <= 0:
+            return 0.0
+        rate = (self._total - self._last_total) / passed
+        if self._rate is not None:
+            rate += self._smooth_factor * (self._rate - rate)
+        self._last_time, self._last_total, self._rate = now, self._total, rate
+        return rate
+
+    def global_rate(self) -> float:
+        """The rate per second since the beginning."""
+        passed = time.monotonic() - self._began
+        return self._total / passed if passed > 0 else 0.0
+
+
+def check_view_sharing(obj: Any) -> None:
+    """A RuntimeError, if two different tensors of the structure share memory, which they would not on a device."""
+    owners: dict[int, torch.Tensor] = {}
+
+    def check(tensor: torch.Tensor) -> None:
+        owner = owners.setdefault(getattr(tensor.untyped_storage(), STORAGE_ADDRESS), tensor)
+        if owner is not tensor:
+            raise RuntimeError(
+                f"tensors of shape {tuple(owner.shape)} and {tuple(tensor.shape)} share memory, and would no longer "
+                "share it after a move; clone() one of them, or move the tensor that they are views of"
+            )
+
+    for_each_instance(obj, torch.is_tensor, check)

@@ -8,42 +8,57 @@ Metrics are the phases of its loops ("fetch", "compute", "reduce", "step", "move
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import left_out
 from unisono.timeline import PHASES
-from unisono.world import World, current_world
+from unisono.world import current_world
+
+__getattr__ = left_out(__name__)
 
 _RUNTIME_NAMES = {"graphs compiled": "UncachedCompile", "graphs found compiled": "CachedCompile"}
 
 
-class _Seen(NamedTuple):
-    """What was counted up to a point in time: counters, the total nanoseconds of each phase, and the end of the last
-    span."""
+@dataclass
+class _Counted:
+    """What a replica has counted: counters, the total nanoseconds of each phase, and the end of the last span."""
 
-    counts: Counter[str]
-    totals: Counter[str]
-    stop: int
-
-
-class _Cleared:
-    """What a replica had counted when it cleared its metrics."""
-
-    seen = _Seen(Counter(), Counter(), 0)
+    counts: Counter[str] = field(default_factory=Counter)
+    totals: Counter[str] = field(default_factory=Counter)
+    stop: int = 0
 
 
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {"executed_fallback_ops": "nothing falls back here: an operation runs, or raises an error"})
+class _Cleared(_Counted):
+    """What it had counted when it cleared its metrics."""
+
+
+def _count_all() -> _Counted:
+    world, found = current_world(), _Counted()
+    for track in world.timeline.tracks():
+        found.counts.update(track.counts.copy())
+        found.totals.update(track.totals.copy())
+        found.stop = max([found.stop, *(span.stop for span in list(track.spans.copy())[-1:])])
+    for name, value in world.backend.counters().items():
+        found.counts[_RUNTIME_NAMES.get(name, name)] += value
+    return found
+
+
+def _count_since_cleared() -> tuple[_Counted, int]:
+    """What was counted since, and the end of the last span before."""
+    found, before = _count_all(), current_world().state.part(_Cleared)
+    found.counts.subtract(before.counts)
+    found.totals.subtract(before.totals)
+    return found, before.stop
 
 
 def counter_names() -> list[str]:
     """The counters with a nonzero value."""
-    return sorted(name for name, value in _counts().items() if value)
+    return sorted(name for name, value in _count_since_cleared()[0].counts.items() if value)
 
 
 def counter_value(counter_name: str) -> int | None:
     """The value of a counter; None if it is zero."""
-    return _counts()[counter_name] or None
+    return _count_since_cleared()[0].counts[counter_name] or None
 
 
 def metric_names() -> list[str]:
@@ -56,15 +71,14 @@ def metric_data(metric_name: str) -> tuple[int, float, list[tuple[float, float]]
 
     None if the phase has taken no time.
     """
-    world, before = current_world(), _before()
-    tracks = world.timeline.tracks()
-    total = sum(track.totals.get(metric_name, 0) for track in tracks) - before.totals[metric_name]
-    spans = [span for track in tracks for span in track.spans.copy()]
+    found, cleared_at = _count_since_cleared()
+    spans = [span for track in current_world().timeline.tracks() for span in track.spans.copy()]
     samples = [
         (span.stop / 1e9, float(span.stop - span.start))
         for span in sorted(spans, key=lambda span: span.stop)
-        if span.phase == metric_name and span.stop > before.stop
+        if span.phase == metric_name and span.stop > cleared_at
     ]
+    total = found.totals[metric_name]
     return (len(samples), float(total), samples) if total > 0 else None
 
 
@@ -74,48 +88,13 @@ def metrics_report() -> str:
     for name in metric_names():
         count, total, _ = metric_data(name) or (0, 0.0, [])
         parts.append(f"Metric: {name}\n  TotalSamples: {count}\n  Accumulator: {total / 1e6:.3f}ms\n")
-    counts = _counts()
-    parts += [f"Counter: {name}\n  Value: {counts[name]}\n" for name in counter_names()]
+    parts += [f"Counter: {name}\n  Value: {counter_value(name)}\n" for name in counter_names()]
     return "".join(parts)
-
-
-def short_metrics_report(counter_names: list[str] | None = None, metric_names: list[str] | None = None) -> str:
-    """One line for each of the given counters and metrics; by default for all of them."""
-    names = counter_names if counter_names is not None else sorted(_counts())
-    phases = metric_names if metric_names is not None else list(PHASES)
-    lines = [f"Counter: {name} Value: {value}\n" for name in names if (value := counter_value(name))]
-    lines += [f"Metric: {name} Accumulator: {data[1] / 1e6:.3f}ms\n" for name in phases if (data := metric_data(name))]
-    return "".join(lines)
 
 
 def clear_all() -> None:
     """Restart counting. Reports of this framework (`unisono.gather_report`) are not affected."""
-    world = current_world()
-    tracks = world.timeline.tracks()
-    totals: Counter[str] = Counter()
-    for track in tracks:
-        totals.update(track.totals.copy())
-    stop = max((track.spans[-1].stop for track in tracks if track.spans), default=0)
-    world.state.part(_Cleared).seen = _Seen(_counted(world), totals, stop)
+    vars(current_world().state.part(_Cleared)).update(vars(_count_all()))
 
 
 clear_counters = clear_metrics = clear_all
-
-
-def _before() -> _Seen:
-    return current_world().state.part(_Cleared).seen
-
-
-def _counts() -> Counter[str]:
-    counts = _counted(current_world())
-    counts.subtract(_before().counts)
-    return counts
-
-
-def _counted(world: World) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for track in world.timeline.tracks():
-        counts.update(track.counts.copy())
-    for name, value in world.backend.counters().items():
-        counts[_RUNTIME_NAMES.get(name, name)] += value
-    return counts

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import left_out
 
 _METRIC = re.compile(r"Metric: (\S+)\s+TotalSamples: (\d+)\s+Accumulator: ([\d.]+)ms")
 _COUNTER = re.compile(r"Counter: (.+?)\s+Value: (\d+)")
 
 
-def __getattr__(name: str) -> Any:
-    own = "compare the numbers that parse_metrics_report returns, by your own rule"
-    refuse(__name__, name, dict.fromkeys(["compare_metrics", "get_data_points_from_metrics_reports"], own))
+__getattr__ = left_out(__name__)
 
 
 def parse_metrics_report(report: str) -> dict[str, float]:

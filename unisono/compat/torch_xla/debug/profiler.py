@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
-from unisono.compat.absent import refuse
-from unisono.compat.torch_xla.core.ordinals import get_ordinal
+from unisono.compat.left_out import left_out
+from unisono.compat.torch_xla.core.devices import get_ordinal
 from unisono.compat.torch_xla.core.steps import mark_step
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_LOCAL = "a replica traces itself: start_trace(folder) before the steps in question, stop_trace() after them"
 
 _running: tuple[torch.profiler.profile, Path] | None = None  # torch has one profiler per process
 
 
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {"trace": _LOCAL, "trace_detached": _LOCAL})
+__getattr__ = left_out(__name__)
 
 
 class Trace(torch.profiler.record_function):
@@ -36,11 +28,7 @@ class Trace(torch.profiler.record_function):
 
 
 class StepTrace(Trace):
-    """Like `Trace`, for a whole step, which ends with the block.
-
-    Args:
-        step_num: appended to the name.
-    """
+    """Like `Trace`, for a whole step, which ends with the block; its number is appended to the name."""
 
     def __init__(self, name: str, step_num: int | None = None, **kwargs: Any) -> None:
         super().__init__(name if step_num is None else f"{name}#{step_num}")
@@ -51,34 +39,15 @@ class StepTrace(Trace):
         super().__exit__(exc_type, exc_value, traceback)
 
 
-def trace_me(scope: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: each call of the function is a `Trace` of that name."""
-
-    def traced(fn: Callable[P, R]) -> Callable[P, R]:
-        @wraps(fn)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Trace(scope):
-                return fn(*args, **kwargs)
-
-        return call
-
-    return traced
-
-
 def start_server(port: int, only_on_master: bool = True) -> None:
     """Has no effect except a log message: profilers cannot connect to a replica here."""
-    logging.getLogger("unisono").info("no profiler listens at port %s: %s", port, _LOCAL)
+    logging.getLogger("unisono").info(
+        "no profiler listens at port %s: a replica traces itself, by start_trace(folder)", port
+    )
 
 
 def start_trace(log_dir: str | os.PathLike[str]) -> None:
-    """Record what this process does, until `stop_trace`.
-
-    Args:
-        log_dir: a folder for `trace-ORDINAL.json`, created if it is missing.
-
-    Raises:
-        RuntimeError: a trace is already being recorded.
-    """
+    """Record what this process does, until `stop_trace`, which writes `trace-ORDINAL.json` into that folder."""
     global _running
     if _running is not None:
         raise RuntimeError("a trace is already being recorded in this process; call stop_trace() first")
@@ -88,11 +57,7 @@ def start_trace(log_dir: str | os.PathLike[str]) -> None:
 
 
 def stop_trace() -> None:
-    """Write the trace.
-
-    Raises:
-        RuntimeError: no trace is being recorded.
-    """
+    """Write the trace; the folder is created if it is missing."""
     global _running
     if _running is None:
         raise RuntimeError("no trace is being recorded in this process; call start_trace(log_dir) first")

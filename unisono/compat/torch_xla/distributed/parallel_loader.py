@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from unisono.arguments import check_integer
 from unisono.backends import resolve_device
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core.devices import send_attributes
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.loaders import parallel_loader as native
@@ -35,8 +35,7 @@ Place = str | torch.device
 PASSES = Sources()  # over each DataLoader, whichever loaders of these modules make them
 
 
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {"BatchDataLoader": "take a DataLoader's own batch_size"})
+__getattr__ = left_out(__name__)
 
 
 class PerDeviceLoader:

@@ -7,38 +7,18 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from unisono.launch import spawn as native
-from unisono.launch.context import ProcessContext
 
 R = TypeVar("R")
 
 START_METHODS = ("spawn", "fork", "forkserver")
 
 
-@overload
-def spawn(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = ...,
-    nprocs: int | None = ...,
-    join: Literal[True] = ...,
-    daemon: bool = ...,
-    start_method: str = ...,
-) -> list[Any]: ...
-@overload
-def spawn(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = ...,
-    nprocs: int | None = ...,
-    *,
-    join: Literal[False],
-    daemon: bool = ...,
-    start_method: str = ...,
-) -> ProcessContext: ...
 def spawn(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -46,7 +26,7 @@ def spawn(
     join: bool = True,
     daemon: bool = False,
     start_method: str = "spawn",
-) -> list[Any] | ProcessContext:
+) -> Any:
     """Call `fn(index, *args)` in one worker process per device, as `unisono.spawn` does, with the same errors.
 
     Args:
@@ -56,17 +36,12 @@ def spawn(
             safe for accelerators: `fn` and `args` are pickled by value, with what `fn` uses of its module.
 
     Returns:
-        What the calls returned, by ordinal.
-
-    Raises:
-        ValueError: there is no such start method.
+        What the calls returned, by ordinal; or the `ProcessContext`.
     """
     if start_method not in START_METHODS:
-        known = ", ".join(map(repr, START_METHODS))
-        raise ValueError(f"start_method={start_method!r} does not exist; choose one of {known}")
-    if join:
-        return native.spawn(fn, args, nprocs, True, daemon)
-    return native.spawn(fn, args, nprocs, join=False, daemon=daemon)
+        raise ValueError(f"start_method={start_method!r} does not exist; choose one of {', '.join(START_METHODS)}")
+    start: Any = native.spawn  # for a type checker, either of the two values of `join` is a signature
+    return start(fn, args, nprocs, join, daemon)
 
 
 class MpSerialExecutor:
@@ -75,7 +50,7 @@ class MpSerialExecutor:
     def __init__(self) -> None:
         descriptor, self._path = tempfile.mkstemp(prefix="unisono-serial-")
         os.close(descriptor)
-        weakref.finalize(self, _remove, self._path, os.getpid())
+        weakref.finalize(self, _remove_own_file, self._path, os.getpid())
 
     def run(self, fn: Callable[[], R]) -> R:
         """Return `fn()`; every worker that calls this runs it, one at a time."""
@@ -98,6 +73,6 @@ class MpModelWrapper:
         return self._turns.run(partial(self._model.to, device))
 
 
-def _remove(path: str, pid: int) -> None:
+def _remove_own_file(path: str, pid: int) -> None:
     if pid == os.getpid() and os.path.exists(path):
         os.unlink(path)

@@ -8,23 +8,15 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from unisono.compat.absent import refuse
-from unisono.compat.torch_xla.core.ordinals import get_ordinal
+from unisono.compat.left_out import left_out
+from unisono.compat.torch_xla.core.devices import Place, get_ordinal
 from unisono.compat.torch_xla.debug import metrics, metrics_compare_utils
 
-
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {"XlaTestCase": "torch.testing.assert_close compares tensors on any device"})
+__getattr__ = left_out(__name__)
 
 
 def get_summary_writer(logdir: str | None) -> Any:
-    """TensorBoard's writer for that folder; None if no folder is given.
-
-    Raises:
-        ModuleNotFoundError: the package tensorboard is missing.
-    """
+    """TensorBoard's writer for that folder; None if no folder is given."""
     if not logdir:
         return None
     from torch.utils.tensorboard import SummaryWriter
@@ -40,11 +32,8 @@ def write_to_summary(
     dict_to_write: Mapping[str, float] = MappingProxyType({}),
     write_xla_metrics: bool = False,
 ) -> None:
-    """Write scalars under their names; does nothing if the writer is None.
-
-    Args:
-        write_xla_metrics: also write this replica's metrics and counters.
-    """
+    """Write scalars under their names, and this replica's metrics and counters if asked for; nothing, if the writer is
+    None."""
     if summary_writer is None:
         return
     scalars = dict(dict_to_write)
@@ -67,7 +56,7 @@ def now(format: str = "%H:%M:%S") -> str:
 
 
 def print_training_update(
-    device: str | torch.device,
+    device: Place,
     step: int,
     loss: float,
     rate: float,
@@ -76,26 +65,18 @@ def print_training_update(
     summary_writer: Any = None,
 ) -> None:
     """Print training progress: the replica, the step, its loss, samples per second now and since the beginning."""
-    _print(
-        "Training",
-        device,
-        Epoch=epoch,
-        Step=step,
-        Loss=f"{loss:.5f}",
-        Rate=f"{rate:.2f}",
-        GlobalRate=f"{global_rate:.2f}",
-    )
+    values = {"Epoch": epoch, "Step": step, "Loss": f"{loss:.5f}"}
+    _print_line("Training", device, values | {"Rate": f"{rate:.2f}", "GlobalRate": f"{global_rate:.2f}"})
     write_to_summary(summary_writer, None, {"examples/sec": rate, "average_examples/sec": global_rate})
 
 
-def print_test_update(
-    device: str | torch.device, accuracy: float | None, epoch: int | None = None, step: int | None = None
-) -> None:
+def print_test_update(device: Place, accuracy: float | None, epoch: int | None = None, step: int | None = None) -> None:
     """Print the progress of an evaluation."""
-    _print("Test", device, Step=step, Epoch=epoch, Accuracy=None if accuracy is None else f"{accuracy:.2f}")
+    shown = None if accuracy is None else f"{accuracy:.2f}"
+    _print_line("Test", device, {"Step": step, "Epoch": epoch, "Accuracy": shown})
 
 
-def _print(what: str, device: str | torch.device, **values: Any) -> None:
+def _print_line(what: str, device: Place, values: Mapping[str, Any]) -> None:
     ordinal = get_ordinal(None)
     place = device if ordinal is None else f"{device}/{ordinal}"
     parts = [f"{name}={value}" for name, value in values.items() if value is not None]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import tempfile
 import time
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from unisono.compat.absent import refuse
+from unisono.compat.left_out import left_out
 from unisono.loaders import sample_generator
 from unisono.tree import leaves, tree_map
 
@@ -24,8 +23,7 @@ T = TypeVar("T")
 _OPAQUE = (type, types.ModuleType, types.FunctionType, torch.Tensor)  # their attributes are not visited
 
 
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name, {"Cleaner": "use contextlib.ExitStack", "LazyProperty": "use functools.cached_property"})
+__getattr__ = left_out(__name__)
 
 
 class SampleGenerator(sample_generator.SampleGenerator[T]):
@@ -55,25 +53,23 @@ class FnDataGenerator:
         dims: Sequence[int] | None = None,
         count: int = 1,
     ) -> None:
-        self._func = func
-        self._shape = (batch_size, *(dims or [1]))
-        self._gen_tensor = gen_tensor
+        self._func, self._make = func, partial(gen_tensor, batch_size, *(dims or [1]))
         self._counter = sample_generator.SampleGenerator(None, count)
 
     def __len__(self) -> int:
         return len(self._counter)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Any]]:
-        return (self._made() for _ in self._counter)
+        return (self._make_pair() for _ in self._counter)
 
     def __next__(self) -> tuple[torch.Tensor, Any]:
         next(self._counter)
-        return self._made()
+        return self._make_pair()
 
     next = __next__
 
-    def _made(self) -> tuple[torch.Tensor, Any]:
-        data = self._gen_tensor(*self._shape)
+    def _make_pair(self) -> tuple[torch.Tensor, Any]:
+        data = self._make()
         return data, self._func(data)
 
 
@@ -93,47 +89,14 @@ class DataWrapper:
         return self.from_tensors([tensor.to(device) for tensor in self.get_tensors()])
 
 
-class TimedScope:
-    """A `with` block that reports how long it took.
-
-    Args:
-        msg: printed before the time.
-        printfn: called with one string.
-    """
-
-    def __init__(self, msg: str = "", printfn: Callable[[str], Any] = print) -> None:
-        self._msg = msg
-        self._printfn = printfn
-        self._start = 0.0
-
-    def __enter__(self) -> TimedScope:
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._printfn(f"{self._msg}{1000 * (time.perf_counter() - self._start):.3f}ms")
-
-
-class TmpFolder:
-    """A new folder, which is removed with this object.
-
-    Attributes:
-        name: its path.
-    """
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True)
-        weakref.finalize(self, self._folder.cleanup)
-        self.name = self._folder.name
-
-
-def as_list(t: Any) -> list[Any]:
-    """A list or a tuple as a list; anything else as a list with that one element."""
-    return list(t) if isinstance(t, list | tuple) else [t]
-
-
-def null_print(*args: Any, **options: Any) -> None:
-    """Print nothing."""
+@contextmanager
+def TimedScope(msg: str = "", printfn: Callable[[str], Any] = print) -> Iterator[None]:  # noqa: N802
+    """A `with` block that reports how long it took: `printfn` is called with `msg` and the time."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        printfn(f"{msg}{1000 * (time.perf_counter() - start):.3f}ms")
 
 
 def eprint(*args: Any, **options: Any) -> None:
@@ -148,17 +111,14 @@ def timed(fn: Callable[[], T], msg: str = "", printfn: Callable[[str], Any] = ep
 
 
 def getenv_as(name: str, type: Callable[[str], Any], defval: Any = None) -> Any:
-    """The environment variable, converted by `type`; `defval`, unconverted, if the variable is unset.
-
-    Raises:
-        ValueError: its text cannot be converted.
-    """
+    """The environment variable, converted by `type`; `defval`, unconverted, if the variable is unset. A note of the
+    error names it, if its text cannot be converted."""
     text = os.environ.get(name)
     try:
         return defval if text is None else type(text)
     except ValueError as error:
-        kind = getattr(type, "__name__", type)
-        raise ValueError(f"{name}={text!r} in the environment is no {kind}; set another value or unset it") from error
+        error.add_note(f"{name}={text!r} in the environment; set another value or unset it")
+        raise
 
 
 def for_each_instance(value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]) -> None:
@@ -212,12 +172,6 @@ def for_each_instance_rewrite(value: Any, select_fn: Callable[[Any], bool], fn: 
         return twin
 
     return tree_map(image_of, value)
-
-
-def parallel_work(num_workers: int, fn: Callable[..., T], *args: Sequence[Any]) -> list[T]:
-    """Call `fn` with the arguments concurrently, in threads; return the results in order, or raise the first error."""
-    with ThreadPoolExecutor(num_workers, thread_name_prefix="unisono-parallel-work") as pool:
-        return list(pool.map(fn, *args))
 
 
 def _has_attributes(leaf: Any) -> bool:

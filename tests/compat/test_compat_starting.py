@@ -1,0 +1,163 @@
+"""`DataParallel`, `spawn` and what workers share, by the names of PyTorch/XLA."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from families import DEVICES, FAMILY, PROCESSES, RANKS, on_processes
+from torch import nn
+
+import unisono.compat.torch_xla as torch_xla
+import unisono.compat.torch_xla.core.xla_model as xm
+import unisono.compat.torch_xla.distributed.data_parallel as dp
+import unisono.compat.torch_xla.distributed.xla_multiprocessing as xmp
+
+
+def numbered(count):
+    return [(torch.full((3,), float(number)), number) for number in range(count)]
+
+
+def test_no_devices_named_are_all_devices(monkeypatch):
+    if FAMILY == "cpu":
+        monkeypatch.setenv("CPU_NUM_DEVICES", str(RANKS))
+    assert dp.DataParallel(nn.Linear(2, 2)).devices == xm.get_xla_supported_devices() == DEVICES
+
+
+def test_results_come_in_device_order_of_loops_over_plain_batches():
+    def loop(model, loader, device, context):
+        numbers = []
+        for data, number in loader:
+            assert data.device.type == device.type
+            numbers.append(number)
+        return str(device), numbers
+
+    count = 2 * RANKS
+    expected = [(device, list(range(rank, count, RANKS))) for rank, device in enumerate(DEVICES)]
+    replicas = dp.DataParallel(nn.Linear(2, 2), DEVICES)
+    assert replicas(loop, numbered(count)) == expected
+    assert replicas(loop, numbered(count + RANKS - 1)) == expected, "an incomplete last group is dropped"
+
+
+def test_a_native_run_has_the_very_module_this_thread_and_plain_batches_too():
+    module = nn.Linear(2, 2)
+    seen = []
+
+    def loop(model, loader, device, context):
+        seen.append(model)
+        return [number for _, number in loader]
+
+    assert dp.DataParallel(module, [])(loop, numbered(3)) == [[0, 1, 2]]
+    assert seen == [module]
+
+
+def test_any_one_device_will_do():
+    device = DEVICES[-1]
+    found = dp.DataParallel(nn.Linear(2, 2), [device])(lambda model, loader, *_: len(list(loader)), numbered(3))
+    assert found == [3]
+
+
+def test_a_failing_replica_raises_in_the_caller_and_the_object_goes_on():
+    replicas = dp.DataParallel(nn.Linear(2, 2), DEVICES)
+
+    def loop(model, loader, device, context):
+        for _, number in loader:
+            if number == RANKS - 1:
+                raise LookupError(f"number {number}")
+            xm.rendezvous("together")
+        return True
+
+    with pytest.raises(LookupError, match=f"number {RANKS - 1}") as caught:
+        replicas(loop, numbered(4 * RANKS))
+    assert any(DEVICES[-1] in note for note in caught.value.__notes__)
+    assert replicas(lambda *_: True, numbered(RANKS)) == [True] * RANKS
+
+
+def test_a_step_closure_belongs_to_its_replica():
+    def loop(model, loader, device, context):
+        heard = []
+        for data, number in loader:
+            xm.add_step_closure(lambda data, number: heard.append((data[0].item(), number)), args=(data, number))
+        return heard
+
+    found = dp.DataParallel(nn.Linear(2, 2), DEVICES)(loop, numbered(2 * RANKS))
+    assert found == [[(float(number), number) for number in (rank, rank + RANKS)] for rank in range(RANKS)]
+
+
+def test_the_function_gets_its_ordinal_and_the_arguments():
+    found = on_processes(lambda index, *args: (index, xm.get_ordinal(), args), "a", [1])
+    assert found == [(rank, rank, ("a", [1])) for rank in range(RANKS)]
+
+
+def _raise(error):
+    raise error
+
+
+def test_a_failing_worker_is_told_by_its_own_error_and_not_by_its_victims():
+    def fail():
+        if xm.get_ordinal() == RANKS - 1:
+            raise FileNotFoundError(f"file of {xm.get_ordinal()}")
+        xm.rendezvous("never")
+
+    with pytest.raises(FileNotFoundError, match=f"file of {RANKS - 1}") as caught:
+        PROCESSES.run(fail)
+    assert any(f"rank {RANKS - 1} of {RANKS}" in note for note in caught.value.__notes__)
+
+
+def test_without_join_there_is_a_context():
+    with xmp.spawn(abs, nprocs=1, join=False) as context:
+        assert context.join() == [0]
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_every_start_method_of_the_original_is_taken(start_method):
+    assert xmp.spawn(abs, nprocs=1, start_method=start_method) == [0]
+    with pytest.raises(ValueError, match="start_method='thread' does not exist; choose one of spawn"):
+        xmp.spawn(abs, nprocs=1, start_method="thread")
+
+
+def test_launch_calls_the_function_once_in_this_process_for_debugging():
+    assert torch_xla.launch(
+        lambda index, pid: (index, os.getpid() == pid), (os.getpid(),), debug_single_process=True
+    ) == [(0, True)]
+
+
+def test_a_wrapped_model_reaches_all_workers_with_one_set_of_weights():
+    wrapper = xmp.MpModelWrapper(nn.Linear(2, 2))
+    expected = wrapper._model.weight.tolist()
+
+    def look():
+        return wrapper.to(xm.xla_device()).weight.tolist()
+
+    assert PROCESSES.run(look) == [expected] * RANKS
+
+
+def test_a_serial_executor_lets_one_run_at_a_time_and_all_run(several, tmp_path):
+    serial = xmp.MpSerialExecutor()
+
+    def work():
+        inside = tmp_path / "inside"
+        inside.mkdir()  # fails where another one is inside
+        inside.rmdir()
+        return xm.get_ordinal()
+
+    def run():
+        xm.rendezvous("all at once")
+        return [serial.run(work) for _ in range(20)]
+
+    assert several.run(run) == [[rank] * 20 for rank in range(RANKS)]
+
+
+def test_a_serial_executor_goes_on_behind_an_error_and_leaves_no_file():
+    serial = xmp.MpSerialExecutor()
+    with pytest.raises(LookupError):
+        serial.run(lambda: _raise(LookupError()))
+    assert serial.run(lambda: 3) == 3
+    path = Path(serial._path)
+    assert path.exists()
+    del serial
+    gc.collect()
+    assert not path.exists()
