@@ -9,7 +9,6 @@ import time
 
 import psutil
 import pytest
-import torch
 from faults import SOON_S, Script, stand_still, survivors
 from recorded_runs import read_run
 
@@ -188,14 +187,6 @@ def test_a_peer_that_fails_after_a_request_ends_the_others_at_once(line, ear):
     assert survivors(list(pids.values())) == []
 
 
-def test_stop_still_stops_those_that_handle_sigterm(line, ear):
-    context = spawn(train, args=(line,), nprocs=2, join=False)
-    ear.hear_all(2)
-    context.stop()
-    with pytest.raises(StoppedError):
-        context.join()
-
-
 def test_stop_kills_after_the_grace_those_that_handle_sigterm_and_never_ask_again(line, ear):
     def work(index):
         should_stop()
@@ -207,12 +198,6 @@ def test_stop_kills_after_the_grace_those_that_handle_sigterm_and_never_ask_agai
     context.stop()
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         context.join()
-
-
-def test_the_handler_of_the_caller_is_as_it_was():
-    before = signal.getsignal(signal.SIGTERM)
-    spawn(lambda index: current_world().comm.all_reduce(torch.ones(1)), nprocs=2)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 ALONE = """
@@ -299,18 +284,3 @@ def test_an_agreed_stop_whose_save_fails_is_not_restarted(line, ear):
     with pytest.raises(OSError, match="no space left") as caught:
         context.join()
     assert caught.value.__notes__[0].endswith("restart 0")
-
-
-@pytest.mark.slow
-def test_an_agreed_stop_of_an_inner_group_passes_through_the_outer_one():
-    def inner(index):
-        should_stop()
-        if index == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        while not should_stop():
-            pass
-        return index
-
-    with pytest.raises(StoppedError) as caught:
-        spawn(lambda index: spawn(inner, nprocs=2), nprocs=2)
-    assert caught.value.results == [0, 1]

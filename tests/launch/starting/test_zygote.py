@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
-import resource
 import signal
 import socket
 import sys
 import threading
 import time
-import weakref
 
 import psutil
 import pytest
@@ -23,7 +20,6 @@ from unisono.errors import UnisonoError, WorkerDiedError
 from unisono.launch import group as group_module
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import wire, zygote_client
-from unisono.launch.starting.zygote import Zygote
 from unisono.launch.starting.zygote_client import warm
 from unisono.world import current_world
 
@@ -96,17 +92,6 @@ def test_a_signal_to_everything_at_once_leaves_the_zygote_to_serve(signum):
     os.kill(zygote, signum)
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
     assert zygote_client.zygote_pid() == zygote
-
-
-@pytest.mark.slow
-def test_a_zygote_that_died_between_two_spawns_is_replaced():
-    spawn(lambda index: index, nprocs=2)
-    zygote = psutil.Process(zygote_client.zygote_pid())
-    fds = psutil.Process().num_fds()
-    zygote.kill()
-    zygote.wait()
-    assert spawn(lambda index: index, nprocs=2) == [0, 1]
-    assert psutil.Process().num_fds() == fds
 
 
 @pytest.mark.slow
@@ -232,27 +217,6 @@ def test_no_fn_begins_before_all_ranks_have_joined(tmp_path, monkeypatch, new_zy
     assert ear.hear_all(2) == [["0"], ["1"]]
 
 
-def test_a_caller_without_descriptors_to_spare_gets_an_error_and_nothing_runs():
-    spawn(lambda index: index, nprocs=2)
-    process = psutil.Process()
-    before = process.num_fds()
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = highest + 1 - before
-    fillers = [os.open(os.devnull, os.O_RDONLY) for _ in range(free)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, hard))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            spawn(lambda index: index, nprocs=8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for filler in fillers:
-            os.close(filler)
-    assert process.num_fds() == before
-    assert psutil.Process(zygote_client.zygote_pid()).children() == []
-    assert spawn(lambda index: index, nprocs=2) == [0, 1]
-
-
 CLOSED = """
 import os, sys
 inner = '''
@@ -298,24 +262,6 @@ def test_forks_of_the_caller_wait_for_a_group_that_is_just_being_opened():
         assert not forked.wait(0.1)
     thread.join()
     assert codes == [0]
-
-
-def test_what_the_zygote_imports_after_its_first_workers_is_shared_with_the_next(monkeypatch):
-    monkeypatch.setattr(weakref.finalize, "_registry", {})  # whose members are left out of the ends of workers
-    zygote = object.__new__(Zygote)
-    zygote.start_method, zygote.is_frozen = "spawn", True
-    zygote.working = threading.Thread(target=lambda: None)
-    zygote.working.start()
-    zygote.working.join()  # it has ended before the next fork
-    imported = [[] for _ in range(1000)]
-    try:
-        zygote._settle()
-        assert not any(each is imported for each in gc.get_objects())
-        fresh = [[]]
-        zygote._settle()  # nothing was imported since
-        assert any(each is fresh for each in gc.get_objects())
-    finally:
-        gc.unfreeze()
 
 
 @pytest.fixture
@@ -374,23 +320,3 @@ def test_what_cannot_be_preloaded_is_an_error_at_once(preloading, options, error
     with pytest.raises(error, match=message):
         warm(**options)
     assert zygote_client.zygote_pid() is None
-
-
-def test_a_zygote_that_has_forked_often_moves_its_memory_when_it_is_idle(monkeypatch):
-    done = []
-    monkeypatch.setattr("unisono.launch.starting.zygote.collapse_memory", lambda: done.append("moved"))
-    monkeypatch.setattr("unisono.launch.starting.zygote._import_optimizers", lambda: done.append("imported"))
-    control, other = socket.socketpair()
-    with control, other:
-        zygote = Zygote(control, os.getpid(), "zygote")
-        try:
-            for _ in range(2):
-                zygote._begin_work()
-            zygote.working.join()
-        finally:
-            zygote.selector.close()
-            for fd in (zygote.children_r, zygote.children_w, zygote.caller_fd):
-                os.close(fd)
-    assert done == ["imported", "moved"]
-    assert zygote.idle_work == []
-    assert zygote.forks_before_work > 0
