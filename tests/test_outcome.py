@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError, WorkerDiedError
-from unisono.outcome import Outcome, add_note_once, copy_error, first_cause
+from unisono.outcome import Outcome, copy_error, first_cause
 
 
 def raising(error: BaseException) -> Any:
@@ -159,13 +159,6 @@ def test_unwrapping_adds_where_it_happened_once():
         with pytest.raises(ValueError, match="bad") as raised:
             outcome.unwrap()
     assert raised.value.__notes__ == ["rank 1 of 4"]
-
-
-def test_a_note_is_added_once_and_an_empty_one_never():
-    error = ValueError("bad")
-    for note in ("here", "", "here", "there"):
-        add_note_once(error, note)
-    assert error.__notes__ == ["here", "there"]
 
 
 # The journey to another process.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -326,12 +325,7 @@ def a_report() -> Report:
     return Report([RankSummary(rank, f"cpu:{rank}", 1, seconds, 400, 10, 10, 2**20, []) for rank in range(2)])
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_the_table_names_every_phase_and_the_rate(
-    has_rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_the_table_names_every_phase_and_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
     a_report().print()
     output = capsys.readouterr().out
     words = output.split()
@@ -342,7 +336,7 @@ def test_the_table_names_every_phase_and_the_rate(
     assert "compute-bound: 0% of the step waits for data, 12% for other ranks" in " ".join(words)
     assert "dropped" not in output
     assert "repeated" not in output
-    table = output[: None if has_rich else output.index("200 samples/s")]  # rich folds the lines below it
+    table = output[: output.index("200 samples/s")]
     assert max(map(len, table.splitlines())) <= 80
 
 

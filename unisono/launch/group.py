@@ -96,7 +96,7 @@ class Group:
         self._is_stop_wanted = False  # the caller has asked for an early end
         self._was_stopped = False  # by the caller, which gives the workers their grace period
         self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
-        ask = partial(self._signal, TELL_STACKS, to_sessions=False)
+        ask = partial(self._signal_workers, TELL_STACKS, to_sessions=False)
         self._standstill = StackCollection(hang_watch, job.ranks, place.directory, ask, others)
 
     @property
@@ -110,12 +110,12 @@ class Group:
         self._place.write_job(self._job)
         with selectors.DefaultSelector() as self._selector:
             self._zygote = open_group(self._place.directory, self._job.options.chosen_start_method)
-            self._selector.register(self._zygote, selectors.EVENT_READ, self._hear)
+            self._selector.register(self._zygote, selectors.EVENT_READ, self._hear_zygote)
             self._selector.register(wake, selectors.EVENT_READ, obey)
             try:
-                self._start()
+                self._start_workers()
                 while not all(worker.has_ended for worker in self.workers):
-                    self._step()
+                    self._handle_events()
             finally:
                 for worker in self.workers:
                     self._close_pipe(worker)
@@ -137,11 +137,13 @@ class Group:
         """Ask the workers that handle a stop to stop at their next step; those that begin to handle it later are asked
         then."""
         self._is_stop_wanted = True
-        self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.handles_stop], to_sessions=False)
+        self._signal_workers(
+            signal.SIGTERM, [worker for worker in self.workers if worker.handles_stop], to_sessions=False
+        )
 
     def hear(self, report: MachineReport) -> None:
         """Handle a report of another machine: its workers' progress, or that its part of the group has failed."""
-        self._standstill.hear(report, time.monotonic(), self._running())
+        self._standstill.hear(report, time.monotonic(), self._running_workers())
         if report.verdict:
             self.give_up(Outcome.from_bytes(report.verdict), _SETTLE_S)
 
@@ -161,7 +163,7 @@ class Group:
             self._signals[0] = signum
         self._set_deadline(0.0)
 
-    def _start(self) -> None:
+    def _start_workers(self) -> None:
         assert self._zygote is not None
         for rank in self._job.ranks:
             reading, writing = os.pipe()
@@ -181,14 +183,14 @@ class Group:
                 self._output.handed_over(rank)
         # A worker that could not be started has ended without a pid.
         while any(worker.pid is None and not worker.has_ended for worker in self.workers):
-            self._step()
+            self._handle_events()
         self._on_started()
 
-    def _step(self) -> None:
+    def _handle_events(self) -> None:
         events = self._selector.select(self._time_left())
         for key, _ in events:
             if isinstance(key.data, Worker):
-                self._read(key.data)
+                self._read_reports(key.data)
         for key, _ in events:  # after the pipes: an outcome explains an exit better than its status does
             if not isinstance(key.data, Worker):
                 key.data()
@@ -199,7 +201,7 @@ class Group:
             self._slow_at = None
             self._say_who_is_slow()
         if (hung_at := self._hung_at()) is not None and now >= hung_at:
-            hung = self._standstill.face(now, self._running())
+            hung = self._standstill.face(now, self._running_workers())
             if hung is not None:
                 self.give_up(Outcome(error=hung))
 
@@ -225,17 +227,17 @@ class Group:
     def _hung_at(self) -> float | None:
         return None if self.is_stopping else self._standstill.due()
 
-    def _read(self, worker: Worker) -> None:
+    def _read_reports(self, worker: Worker) -> None:
         with contextlib.suppress(BlockingIOError):
             while worker.pipe >= 0:
                 is_open = worker.inbox.read(worker.pipe)
                 for message in worker.inbox.take():
-                    self._take(worker, message)
+                    self._handle_message(worker, message)
                 # The outcome is the last message. A child of the worker may still hold the write end.
                 if not is_open or worker.outcome is not None:
                     self._close_pipe(worker)
 
-    def _take(self, worker: Worker, message: Message) -> None:
+    def _handle_message(self, worker: Worker, message: Message) -> None:
         kind = message.kind
         if kind is Kind.PULSE:
             pulse: Pulse = pickle.loads(message.data)
@@ -246,7 +248,7 @@ class Group:
             worker.handles_stop = True
             # The request came before this worker could be asked: SIGTERM would have ended it.
             if self._is_stop_wanted:
-                self._signal(signal.SIGTERM, [worker], to_sessions=False)
+                self._signal_workers(signal.SIGTERM, [worker], to_sessions=False)
         elif kind is Kind.BEGUN:
             worker.has_begun = True
         elif kind is Kind.NOTE:
@@ -266,7 +268,7 @@ class Group:
             elif all(each.outcome is not None for each in self.workers):
                 self._set_deadline(_END_S)  # done; a worker that does not end by itself is then signalled
 
-    def _hear(self) -> None:
+    def _hear_zygote(self) -> None:
         assert self._zygote is not None
         try:
             message, _ = wire.receive(self._zygote)
@@ -278,9 +280,9 @@ class Group:
             worker.pid = message["pid"]
             self._monitor.watch(worker.rank, message["pid"])
         elif message["op"] == "exit":
-            self._end(worker, message["status"], describe_exit(message["status"]))
+            self._note_end(worker, message["status"], describe_exit(message["status"]))
         else:
-            self._end(worker, None, f"could not be started ({message['text']})")
+            self._note_end(worker, None, f"could not be started ({message['text']})")
 
     def _lose_zygote(self) -> None:
         """Handle the zygote's death: the parent-death signal has killed the workers, but not the processes they had
@@ -298,12 +300,12 @@ class Group:
                     # Each worker leads a process group, with its loader workers in it.
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(worker.pid, signal.SIGKILL)
-                self._end(worker, None, "ended because the process that it was forked from died")
+                self._note_end(worker, None, "ended because the process that it was forked from died")
         # Processes that have left these groups still carry the group's directory in their environment.
         kill_marked(psutil.process_iter(), OUTER_DIRECTORY, str(self._place.directory))
 
-    def _end(self, worker: Worker, status: int | None, how: str) -> None:
-        self._read(worker)  # what it wrote before it ended is still in the pipe
+    def _note_end(self, worker: Worker, status: int | None, how: str) -> None:
+        self._read_reports(worker)  # what it wrote before it ended is still in the pipe
         worker.has_ended = True
         if worker.outcome is None:
             # With an outcome, it was forgotten when that arrived.
@@ -316,11 +318,11 @@ class Group:
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
             # A write to shared memory raises SIGBUS when /dev/shm is full.
             memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
-            worker.outcome = Outcome.failure(death(worker, status, how, memory), self._where(worker))
+            worker.outcome = Outcome.failure(death(worker, status, how, memory), self._describe_place(worker))
             if not worker.was_stopped:  # a transport's abort is explained by what its peers report
                 self._note_failure(is_secondary=status == -signal.SIGABRT)
 
-    def _where(self, worker: Worker) -> str:
+    def _describe_place(self, worker: Worker) -> str:
         """Like `str(world)` of that rank; with the device and node that it would have had."""
         its = self._job.place_of(worker.rank)
         place = f"rank {its.rank} of {its.world_size}, {self._job.backend}:{its.local_rank}"
@@ -331,7 +333,7 @@ class Group:
         if not self._sent:
             self._set_deadline(_SETTLE_S if is_secondary else 0.0)
 
-    def _running(self) -> list[Worker]:
+    def _running_workers(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.has_ended and worker.outcome is None]
 
     def _set_deadline(self, seconds: float) -> None:
@@ -350,12 +352,12 @@ class Group:
             deaf = [worker for worker in self.workers if worker.handles_stop and is_deaf]
             # Both are recorded: a death by a signal in `_sent` was caused by us.
             self._sent += [signum, signal.SIGKILL] if deaf else [signum]
-            self._signal(signal.SIGKILL, deaf)
-            self._signal(signum, [worker for worker in self.workers if worker not in deaf])
+            self._signal_workers(signal.SIGKILL, deaf)
+            self._signal_workers(signum, [worker for worker in self.workers if worker not in deaf])
             # For the next signal, SIGKILL, if there is one left.
             self._set_deadline(self._job.options.grace_s)
 
-    def _signal(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
+    def _signal_workers(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
         """Signal workers; with `to_sessions`, also their loader workers and other processes that they have started."""
         assert self._zygote is not None
         ranks = [worker.rank for worker in workers]

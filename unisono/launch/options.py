@@ -20,11 +20,6 @@ from unisono.backends.cores import disjoint_cores, fair_num_threads
 logger = logging.getLogger(__name__)
 
 _YEAR_S = 365 * 24 * 3600
-_REFUSED = {
-    "fork": "a fork of this process hangs at its first parallel operation once torch has run one here, since OpenMP's "
-    "threads do not survive it",
-    "forkserver": "its workers outlive a killed caller",
-}
 
 
 @dataclass(frozen=True)
@@ -141,14 +136,10 @@ class Options:
     checked: bool = False
 
     def __post_init__(self) -> None:
-        if self.start_method in _REFUSED:
-            raise ValueError(
-                f"start_method={self.start_method!r} is refused: {_REFUSED[self.start_method]}; the default, "
-                "'zygote', is as fast and safe"
-            )
         if self.start_method not in ("zygote", "spawn", None):
             raise ValueError(
-                f"start_method={self.start_method!r} does not exist; choose one of 'zygote', 'spawn', or None"
+                f"start_method={self.start_method!r} does not exist; choose 'zygote', which is as fast as 'fork' and "
+                "safe, 'spawn', or None"
             )
         check_type(self.cores, "cores", "pass CPU threads per worker, or unisono.Cores(...)", int, Cores, NoneType)
         self.shared_cores  # noqa: B018 # checks an integer

@@ -63,7 +63,7 @@ def check_target(target: Target) -> None:
         return
     _set_first_path(os.getcwd())
     # Only this part of the name can be looked up without importing anything.
-    package = (target.name if target.is_module else _split(target.name)[0]).partition(".")[0]
+    package = (target.name if target.is_module else _split_name(target.name)[0]).partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
             f"{target.name!r}: there is no module {package!r} here or in the import path; name it as in an import"
@@ -77,7 +77,7 @@ def find_function(name: str) -> Any:
         UnisonoError: the module has no such function.
         Exception: an error of its import.
     """
-    module_name, path = _split(name)
+    module_name, path = _split_name(name)
     found: Any = importlib.import_module(module_name)
     for part in path.split("."):
         if not hasattr(found, part):
@@ -199,7 +199,7 @@ def _place_of(world: World, variables: Mapping[str, str] | None = None) -> Place
     )
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     module_name, _, path = name.partition(":")
     if not module_name or not path:
         raise ValueError(

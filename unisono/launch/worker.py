@@ -82,7 +82,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()
         with beating(world, reporter, job.pulse_s):
-            outcome = Outcome.capture(_call, job, world, reporter)
+            outcome = Outcome.capture(_call_fn, job, world, reporter)
             # Inside the block, so threads that `fn` has left running still count as progress.
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
@@ -145,7 +145,7 @@ def refuse_while_loading() -> None:
         )
 
 
-def _call(job: Job, world: World, reporter: Reporter) -> Any:
+def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
     global _is_loading
     _is_loading = True
     try:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,9 +15,8 @@ import warm_scripts
 from faults import SOON_S, Script, grandchild, stand_still, survivors
 
 from unisono.errors import UnisonoError, WorkerDiedError
-from unisono.launch import group as group_module
 from unisono.launch.spawn import spawn
-from unisono.launch.starting import wire, zygote_client
+from unisono.launch.starting import zygote_client
 from unisono.launch.starting.zygote_client import warm
 from unisono.world import current_world
 
@@ -48,22 +45,6 @@ def running(line, ear):
     context = spawn(work, nprocs=2, join=False)
     yield context, [int(pid) for words in ear.hear_all(2) for pid in words]
     context.stop()
-
-
-def test_a_message_that_comes_in_parts_is_waited_for_whatever_time_out_the_callers_sockets_have():
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(5.0)
-    try:
-        pair = wire.socket_pair()
-    finally:
-        socket.setdefaulttimeout(before)
-    with pair[0] as ours, socket.socket(fileno=pair[1].detach()) as theirs:  # as the zygote opens it
-        data = pickle.dumps({"number": 7})
-        ours.sendall(len(data).to_bytes(4, "big"))
-        rest = threading.Timer(0.1, ours.sendall, (data,))
-        rest.start()
-        assert wire.receive(theirs) == ({"number": 7}, [])
-        rest.join()
 
 
 @pytest.mark.slow
@@ -171,24 +152,6 @@ def test_a_fork_that_fails_stops_the_group_and_costs_no_descriptor(faulty):
 
 def stand_still_at(index):
     stand_still()
-
-
-@pytest.mark.slow
-def test_a_zygote_that_dies_while_a_group_is_opened_is_an_error(monkeypatch):
-    spawn(lambda index: index, nprocs=2)
-    zygote = psutil.Process(zygote_client.zygote_pid())
-
-    def open_and_kill(*arguments):
-        group = zygote_client.open_group(*arguments)
-        zygote.kill()
-        zygote.wait()
-        return group
-
-    with monkeypatch.context() as patch:
-        patch.setattr(group_module, "open_group", open_and_kill)
-        with pytest.raises(UnisonoError, match="ended before it forked one"):
-            spawn(lambda index: index, nprocs=2)
-    assert spawn(lambda index: index, nprocs=2) == [0, 1]
 
 
 SLOW_TO_JOIN = """
