@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import selectors
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from unisono.errors import UnisonoError, describe_exit
+from unisono.launch.ending import Ending
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import HangWatch
 from unisono.launch.job import Job
@@ -89,20 +89,11 @@ class Group:
         self._on_started = on_started
         self._oom_watch = OomWatch()
         self._zygote: socket.socket | None = None
-        self._signals = [signal.SIGTERM, signal.SIGKILL]  # what to send next
-        self._deadline: float | None = None  # when to send it
-        self._sent: list[signal.Signals] = []
-        self._stopped_at = math.inf  # when the first was sent, by `time.monotonic()`, a clock shared with the workers
+        self._ending = Ending(job.options.grace_s)
         self._is_stop_wanted = False  # the caller has asked for an early end
-        self._was_stopped = False  # by the caller, which gives the workers their grace period
         self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
         ask = partial(self._signal_workers, TELL_STACKS, to_sessions=False)
         self._standstill = StackCollection(hang_watch, job.ranks, place.directory, ask, others)
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether a signal that is to end the group has been sent, or is about to be."""
-        return bool(self._sent) or self._deadline is not None
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
         """Start the workers and return when all have ended; `obey` is called when `wake` is readable."""
@@ -127,11 +118,11 @@ class Group:
 
     def interrupt(self) -> None:
         """Stop as Ctrl-C does; kill on the second call."""
-        self._stop_with(signal.SIGINT)
+        self._ending.ask(signal.SIGINT)
 
     def stop(self) -> None:
         """Stop with SIGTERM; kill on the second call."""
-        self._stop_with(signal.SIGTERM)
+        self._ending.ask(signal.SIGTERM)
 
     def ask_to_stop(self) -> None:
         """Ask the workers that handle a stop to stop at their next step; those that begin to handle it later are asked
@@ -152,16 +143,8 @@ class Group:
         reason = replace(reason, at=time.monotonic())  # another machine has another clock
         if self._reason is None or first_cause({"before": self._reason, "now": reason}) == "now":
             self._reason = reason
-        if not self._sent:
-            self._set_deadline(within_s)
-
-    def _stop_with(self, signum: signal.Signals) -> None:
-        self._was_stopped = True
-        if self._sent:  # asked before: no more patience
-            self._signals = [signal.SIGKILL]
-        else:
-            self._signals[0] = signum
-        self._set_deadline(0.0)
+        if not self._ending.sent:
+            self._ending.begin_within(within_s)
 
     def _start_workers(self) -> None:
         assert self._zygote is not None
@@ -195,20 +178,20 @@ class Group:
             if not isinstance(key.data, Worker):
                 key.data()
         now = time.monotonic()
-        if self._deadline is not None and now >= self._deadline:
+        if self._ending.due is not None and now >= self._ending.due:
             self._send_next_signal()
         if self._slow_at is not None and now >= self._slow_at:
             self._slow_at = None
             self._say_who_is_slow()
         if (hung_at := self._hung_at()) is not None and now >= hung_at:
-            hung = self._standstill.face(now, self._running_workers())
+            hung = self._standstill.examine(now, self._running_workers())
             if hung is not None:
                 self.give_up(Outcome(error=hung))
 
     def _time_left(self) -> float | None:
         if self._slow_at is not None and self._have_begun():
             self._slow_at = None
-        deadlines = [each for each in (self._deadline, self._hung_at(), self._slow_at) if each is not None]
+        deadlines = [each for each in (self._ending.due, self._hung_at(), self._slow_at) if each is not None]
         return max(0.0, min(*deadlines, _LONG_S + time.monotonic()) - time.monotonic()) if deadlines else None
 
     def _have_begun(self) -> bool:
@@ -216,7 +199,7 @@ class Group:
 
     def _say_who_is_slow(self) -> None:
         late = [worker for worker in self.workers if not (worker.has_begun or worker.has_ended)]
-        if late and not self.is_stopping:
+        if late and not self._ending.is_under_way:
             joining = sum(worker.pid is not None for worker in late)
             reason = (
                 "they are joining their peers and importing the modules of fn" if joining else "torch is being imported"
@@ -225,7 +208,7 @@ class Group:
             say_if_watched(text if joining else f"{text}; unisono.warm() at the top of a script does that meanwhile")
 
     def _hung_at(self) -> float | None:
-        return None if self.is_stopping else self._standstill.due()
+        return None if self._ending.is_under_way else self._standstill.due()
 
     def _read_reports(self, worker: Worker) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -242,7 +225,7 @@ class Group:
         if kind is Kind.PULSE:
             pulse: Pulse = pickle.loads(message.data)
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
-            self._standstill.tell_progress()
+            self._standstill.report_progress()
             self._monitor.tell_pulse(worker.rank, pulse)
         elif kind is Kind.HANDLES_STOP:
             worker.handles_stop = True
@@ -260,13 +243,13 @@ class Group:
             is_failure = worker.outcome.error is not None
             # A rank that has returned makes no more progress, and is no hang.
             self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
-            self._standstill.tell_progress()
+            self._standstill.report_progress()
             # An error after our first signal is a consequence of it, and never the first cause.
-            worker.was_stopped = is_failure and worker.outcome.at > self._stopped_at
+            worker.was_stopped = is_failure and worker.outcome.at > self._ending.began_at
             if is_failure:
                 self._note_failure(worker.outcome.is_secondary)
             elif all(each.outcome is not None for each in self.workers):
-                self._set_deadline(_END_S)  # done; a worker that does not end by itself is then signalled
+                self._ending.begin_within(_END_S)  # done; a worker that does not end by itself is then signalled
 
     def _hear_zygote(self) -> None:
         assert self._zygote is not None
@@ -311,8 +294,8 @@ class Group:
             # With an outcome, it was forgotten when that arrived.
             self._hang_watch.forget(worker.rank, time.monotonic())
             # A signal that we have not sent is a cause of its own, even while the group is being stopped.
-            is_foreign = status is not None and status < 0 and -status not in self._sent
-            worker.was_stopped = bool(self._sent) and not is_foreign
+            is_foreign = status is not None and status < 0 and -status not in self._ending.sent
+            worker.was_stopped = bool(self._ending.sent) and not is_foreign
             # Only an unexplained SIGKILL can be the out-of-memory killer's.
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
@@ -330,32 +313,21 @@ class Group:
 
     def _note_failure(self, is_secondary: bool) -> None:
         # A secondary failure only reports a broken world: the peer's own error is still on its way.
-        if not self._sent:
-            self._set_deadline(_SETTLE_S if is_secondary else 0.0)
+        if not self._ending.sent:
+            self._ending.begin_within(_SETTLE_S if is_secondary else 0.0)
 
     def _running_workers(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.has_ended and worker.outcome is None]
 
-    def _set_deadline(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        # The earlier one counts: a primary failure ends the wait that a secondary one has begun.
-        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
-
     def _send_next_signal(self) -> None:
-        self._deadline = None
-        if self._signals:
-            signum = self._signals.pop(0)
-            self._stopped_at = min(self._stopped_at, time.monotonic())
+        if (signum := self._ending.take_signal()) is not None:
             # A worker that handles SIGTERM treats it as a request. The caller's stop is one; after a failure none is
             # answered.
-            is_deaf = signum == signal.SIGTERM and not self._was_stopped
-            deaf = [worker for worker in self.workers if worker.handles_stop and is_deaf]
-            # Both are recorded: a death by a signal in `_sent` was caused by us.
-            self._sent += [signum, signal.SIGKILL] if deaf else [signum]
-            self._signal_workers(signal.SIGKILL, deaf)
+            is_deaf = signum == signal.SIGTERM and not self._ending.was_asked
+            if deaf := [worker for worker in self.workers if worker.handles_stop and is_deaf]:
+                self._ending.sent.append(signal.SIGKILL)
+                self._signal_workers(signal.SIGKILL, deaf)
             self._signal_workers(signum, [worker for worker in self.workers if worker not in deaf])
-            # For the next signal, SIGKILL, if there is one left.
-            self._set_deadline(self._job.options.grace_s)
 
     def _signal_workers(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
         """Signal workers; with `to_sessions`, also their loader workers and other processes that they have started."""

@@ -19,9 +19,6 @@ from unisono.launch.reports import Inbox
 from unisono.outcome import Outcome, add_note_once, first_cause
 from unisono.stacks import describe_call, frames_of, main_stack
 
-_ADVICE: dict[int | None, str] = {
-    0: "; its result is missing, so this does not count as success: return from fn instead",
-}
 _ABORTED = "gloo::EnforceNotMet"  # the transport ends the process if a peer sends unexpected data
 _TAIL = 20  # lines
 _OUTSIDE = -1  # in place of a rank
@@ -45,7 +42,8 @@ class Worker:
 
 def death(worker: Worker, status: int | None, how: str, what_else: str = "") -> WorkerDiedError:
     """Make the error of a worker that ended without an outcome."""
-    text = f"rank {worker.rank} (pid {worker.pid}) {how} before fn returned{_ADVICE.get(status, '')}{what_else}"
+    advice = "; its result is missing, so this does not count as success: return from fn instead" if status == 0 else ""
+    text = f"rank {worker.rank} (pid {worker.pid}) {how} before fn returned{advice}{what_else}"
     return WorkerDiedError(text, worker.rank, status)
 
 

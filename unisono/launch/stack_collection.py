@@ -63,12 +63,12 @@ class StackCollection:
         self._reported: dict[int, tuple[int, str]] = {}  # what the other machines last got about this machine's ranks
 
     def due(self) -> float | None:
-        """When to call `face`, unless something happens before."""
+        """When to call `examine`, unless something happens before."""
         if self._due is not None:
             return self._due
         return min((each for each in (self._watch.deadline(), self._watch.doubt()) if each), default=None)
 
-    def tell_progress(self) -> None:
+    def report_progress(self) -> None:
         """Report the progress of this machine's ranks to the others; it invalidates stacks collected before."""
         pulses = {rank: (its.progress, its.doing) for rank, its in self._watch.pulses.items() if rank in self._here}
         if self._others is not None and pulses != self._reported:
@@ -91,7 +91,7 @@ class StackCollection:
         if self._stacks is not None and self._is_answered():
             self._due = now
 
-    def face(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
+    def examine(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
         """Request the stacks; on a later call, unless a rank has moved, return the error that names the late ranks.
 
         Args:

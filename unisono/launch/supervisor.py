@@ -66,7 +66,7 @@ class Supervisor:
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[Callable[[Group], None]] = []
         self._readings: list[threading.Event] = []  # set once the workers' pipes have been read
-        self._was_asked = self._was_preempted = self._was_interrupted = False
+        self._asked_for: set[Callable[[Group], None]] = set()  # of `interrupt`, `stop` and `ask_to_stop`
         self._has_begun = False
         # reentrant: a signal handler may make a request while the code it interrupted does
         self._lock = threading.RLock()
@@ -110,7 +110,7 @@ class Supervisor:
 
     def may_restart(self, error: BaseException | None) -> bool:
         """Whether, after a group has ended with that error, another attempt is wanted and could succeed."""
-        if error is None or self._was_asked or self._has_agreed_to_stop():
+        if error is None or self._asked_for or self._has_agreed_to_stop():
             return False
         return not isinstance(error, UnpicklableError | StoppedError)
 
@@ -129,7 +129,6 @@ class Supervisor:
 
     def interrupt(self) -> None:
         """Ask the workers to stop as Ctrl-C does; kill them on the second call."""
-        self._was_interrupted = True
         self._request_end(Group.interrupt)
 
     def stop(self) -> None:
@@ -139,7 +138,6 @@ class Supervisor:
     def ask_to_stop(self) -> None:
         """Ask the workers that handle it to stop early; if they are past their last check, their end counts as an early
         one."""
-        self._was_preempted = True
         self._request_end(Group.ask_to_stop)
 
     def end(self, ask: Callable[[Supervisor], None]) -> None:
@@ -177,7 +175,7 @@ class Supervisor:
 
     def _request_end(self, request: Callable[[Group], None]) -> None:
         with self._lock:
-            self._was_asked = True
+            self._asked_for.add(request)
             if not self._has_begun and self._thread.ident is None:  # the caller was interrupted in `start`
                 self._has_ended.set()
         self._queue_request(request)
@@ -255,13 +253,13 @@ class Supervisor:
             has_read.set()
 
     def _conclude_job(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
-        if verdict.error is None and (self._has_agreed_to_stop() or self._was_preempted):
+        if verdict.error is None and (self._has_agreed_to_stop() or Group.ask_to_stop in self._asked_for):
             stopped = StoppedError(verdict.value or [])
             logger.warning("%s", stopped)
             verdict = Outcome(error=stopped)
         if self._run is not None and self._ends_run:
-            code = INTERRUPTED if self._was_interrupted else exit_code_of(verdict.error)
-            self._run.finish_with(verdict, code, is_asked=self._was_asked)
+            code = INTERRUPTED if Group.interrupt in self._asked_for else exit_code_of(verdict.error)
+            self._run.finish_with(verdict, code, is_asked=bool(self._asked_for))
         return verdict
 
 
