@@ -40,6 +40,11 @@ REFUSALS: list[Refusal] = [
     (TypeError, lambda: spawn(3), "fn=3 is of type int; pass a function that takes the index"),
     (TypeError, lambda: spawn(work, "data"), r"args='data' is of type str; pass a tuple, with one argument as \("),
     (TypeError, lambda: spawn(work, {1}), r"args=\{1\} is of type set; pass a tuple"),
+    (
+        TypeError,
+        lambda: spawn(work, num_threads=2),
+        "spawn has no argument 'num_threads'; there are backend, start_method,",
+    ),
     (ValueError, lambda: spawn(work, backend="tpu9"), "backend 'tpu9' does not exist; choose one of cpu, cuda, mps"),
     (ValueError, lambda: spawn(work, cores=0), "num_threads=0 is too small; pass an integer of at least 1"),
     (TypeError, lambda: spawn(work, cores=True), "cores=True is of type bool; pass CPU threads per worker, or unisono"),

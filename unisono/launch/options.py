@@ -142,7 +142,8 @@ class Options:
                 "safe, 'spawn', or None"
             )
         check_type(self.cores, "cores", "pass CPU threads per worker, or unisono.Cores(...)", int, Cores, NoneType)
-        self.shared_cores  # noqa: B018 # checks an integer
+        if not isinstance(self.cores, Cores):
+            Cores(num_threads=self.cores)  # checks it
         _check_seconds(self.timeout_s if isinstance(self.timeout, timedelta) else self.timeout, "timeout")
         if self.hang_timeout_s is not None:
             _check_seconds(self.hang_timeout_s, "hang_timeout_s")
@@ -167,7 +168,7 @@ class Options:
         return self.start_method or ("zygote" if sys.platform == "linux" else "spawn")
 
     @property
-    def need_process(self) -> bool:
+    def needs_process(self) -> bool:
         """Whether a single worker needs a process of its own."""
         is_output_plain = not self.output.prefix and self.output == Output(prefix=self.output.prefix)
         wanted = (self.max_restarts, self.start_method, self.cores, self.hang_timeout_s)
