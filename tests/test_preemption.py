@@ -14,8 +14,6 @@ from textwrap import dedent
 import pytest
 import warm_scripts
 
-from unisono.errors import STOP_EXIT_CODE
-
 PATIENCE_S = 60
 TERM = """
 import os, signal, sys, threading, time
@@ -59,10 +57,6 @@ def run(source: str, beginning: str = TERM) -> tuple[int, list[str], str]:
         program.write_text(beginning + dedent(source))
         code, output, errors = warm_scripts.complete(program)
     return code, output.splitlines(), errors
-
-
-def test_a_shell_shows_the_code_of_a_stop_for_a_process_that_sigterm_ended():
-    assert STOP_EXIT_CODE == 143
 
 
 def test_before_it_is_handled_sigterm_ends_the_process_shielded_loader_workers_or_not():
@@ -128,19 +122,6 @@ def test_the_first_call_from_another_thread_is_refused_with_the_way_out_and_late
     assert lines[1:] == ["handled"]
 
 
-def test_who_asked_is_told_once_that_it_is_handled_and_at_once_where_it_is_already():
-    code, lines, _ = run(
-        """
-        preemption.on_handling(lambda: print("before"))
-        print("handle")
-        preemption.handle()
-        preemption.handle()
-        preemption.on_handling(lambda: print("after"))
-        """
-    )
-    assert (code, lines) == (0, ["handle", "before", "after"])
-
-
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_other_children_are_ended_by_sigterm_as_ever(context, tmp_path):
     program = tmp_path / "program.py"
@@ -163,22 +144,6 @@ def test_other_children_are_ended_by_sigterm_as_ever(context, tmp_path):
     )
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout.split()) == (0, ["-15"] * 4), done.stderr
-
-
-def test_a_fork_from_another_thread_is_as_if_nobody_handled():
-    code, lines, _ = run(
-        """
-        def fork():
-            if (pid := os.fork()) == 0:
-                term()
-                os._exit(0)
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        preemption.handle()
-        thread = threading.Thread(target=fork)
-        thread.start(); thread.join()
-        """
-    )
-    assert (code, lines) == (0, ["-15"])
 
 
 def test_a_signal_that_comes_before_a_fork_knows_what_it_is_is_not_lost():

@@ -22,6 +22,7 @@ rank, and accessing it would start a runtime and allocate memory on that device.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import linecache
@@ -42,16 +43,10 @@ _LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # names in code that may 
 
 @dataclass(frozen=True)
 class Call:
-    """A call rebuilt by `loads_call`.
-
-    Attributes:
-        fn, args: the function and its arguments.
-        left_out: the names in the caller's `__main__` that `fn` might look up and that could not be pickled, and why.
-    """
+    """A function and its arguments, rebuilt by `loads_call`."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    left_out: dict[str, str]
 
 
 def dumps(value: Any) -> bytes:
@@ -99,8 +94,8 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None)
         # One pickler for both dumps: its memo keeps shared objects shared.
         pickler = _ByValue(file)
         pickler.dump(first)
-        # The last four are filled while the ones before are pickled.
-        pickler.dump((fn, args, pickler.looked_up, pickler.names, pickler.left_out, pickler.lines))
+        # The last three are filled while the ones before are pickled.
+        pickler.dump((fn, args, pickler.looked_up, pickler.names, pickler.lines))
         return file.getvalue()
 
 
@@ -112,7 +107,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
     """
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
-    fn, args, looked_up, names, left_out, lines = unpickler.load()
+    fn, args, looked_up, names, lines = unpickler.load()
     main = sys.modules["__main__"].__dict__
     main.update(looked_up)
     for name, each in names.items():
@@ -122,7 +117,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
             main[name] = each
     for file, text in lines.items():
         linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not checked against the disk
-    return Call(fn, args, left_out)
+    return Call(fn, args)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations
@@ -158,7 +153,6 @@ class _ByValue(_Pickler):
     Attributes:
         names: the classes and functions of `__main__` found while pickling, by their qualified names.
         looked_up: the globals of `__main__`, if code was found that may look up any of them.
-        left_out: the names that are missing from `looked_up`, and why.
         lines: the source lines of code that is in no file, by the code's file name.
     """
 
@@ -166,7 +160,6 @@ class _ByValue(_Pickler):
         super().__init__(file)
         self.names: dict[str, Any] = {}
         self.looked_up: dict[str, Any] = {}
-        self.left_out: dict[str, str] = {}
         self.lines: dict[str, list[str]] = {}
         self._carries_all = carries_all
         self._main = sys.modules["__main__"].__dict__
@@ -191,12 +184,8 @@ class _ByValue(_Pickler):
             for name, value in list(self._main.items()):
                 if name.startswith("_") or name in _OF_NOTEBOOKS:
                     continue
-                try:
-                    # A trial, because one global that cannot be pickled must not fail the call.
+                with contextlib.suppress(Exception):  # one global that cannot be pickled must not fail the call
                     _ByValue(io.BytesIO(), carries_all=False).dump(value)
-                except Exception as error:
-                    self.left_out[name] = f"{type(error).__name__}: {error}"
-                else:
                     self.looked_up[name] = value
 
 

@@ -62,7 +62,7 @@ def handle() -> None:
             "outside of DataParallel"
         )
     shield_loader_workers()
-    before = signal.signal(signal.SIGTERM, _note)
+    before = signal.signal(signal.SIGTERM, _note_signal)
     _previous = signal.SIG_DFL if before is None else before  # None: installed by native code, and cannot be restored
     _is_handled = True
     for callback in _callbacks:
@@ -91,7 +91,7 @@ def scope() -> Iterator[None]:
 
 def takes(handler: object) -> bool:
     """Whether that is the handler of a process that handles SIGTERM."""
-    return handler is _note
+    return handler is _note_signal
 
 
 def is_requested() -> bool:
@@ -137,7 +137,7 @@ def shield_loader_workers() -> None:
         os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_child)
 
 
-def _note(signum: int, frame: FrameType | None) -> None:
+def _note_signal(signum: int, frame: FrameType | None) -> None:
     """The handler of SIGTERM."""
     request()
     # SIG_DFL and SIG_IGN are not callable.

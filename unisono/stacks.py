@@ -17,7 +17,6 @@ PACKAGE = f"{Path(__file__).parent}/"
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
-_TRACEBACK = "Traceback (most recent call last):"
 _WRAPPERS = ("wrapper", "wrapped", "inner", "decorate_context", *WRAPPING_FRAMES)
 
 
@@ -47,11 +46,6 @@ def main_stack(stacks: str) -> str:
 def frames_of(stack: str) -> list[Frame]:
     """The frames in the stack of one thread, in the order of the text."""
     return [Frame(each["file"], int(each["line"]), each["name"]) for each in _FRAME.finditer(stack)]
-
-
-def tracebacks_in(text: str) -> list[str]:
-    """The tracebacks of a chain of exceptions, the innermost cause first."""
-    return text.split(_TRACEBACK)[1:]
 
 
 def own_frames() -> list[Frame]:

@@ -9,11 +9,9 @@ import time
 
 import psutil
 import pytest
-import torch
 from faults import SOON_S, Script, stand_still, survivors
 from recorded_runs import read_run
 
-from unisono import preemption
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.parallel.stopping import should_stop
@@ -167,35 +165,6 @@ def test_a_rank_that_handles_sigterm_is_stopped_all_the_same_when_a_peer_fails(l
     assert survivors([int(pid) for [pid] in ear.hear_all(2)]) == []
 
 
-def test_a_peer_that_fails_after_a_request_ends_the_others_at_once(line, ear):
-    def work(index):
-        should_stop()
-        line.say(index, os.getpid())
-        while index == 1 and not preemption.is_requested():
-            time.sleep(0.01)
-        if index == 1:
-            raise OSError("no space left")
-        while True:
-            time.sleep(0.01)
-
-    context = spawn(work, nprocs=2, join=False, grace_s=60.0)
-    pids = {int(rank): int(pid) for rank, pid in ear.hear_all(2)}
-    began = time.monotonic()
-    context._supervisor.ask_to_stop()
-    with pytest.raises(OSError, match="no space left"):
-        context.join()
-    assert time.monotonic() - began < SOON_S
-    assert survivors(list(pids.values())) == []
-
-
-def test_stop_still_stops_those_that_handle_sigterm(line, ear):
-    context = spawn(train, args=(line,), nprocs=2, join=False)
-    ear.hear_all(2)
-    context.stop()
-    with pytest.raises(StoppedError):
-        context.join()
-
-
 def test_stop_kills_after_the_grace_those_that_handle_sigterm_and_never_ask_again(line, ear):
     def work(index):
         should_stop()
@@ -207,12 +176,6 @@ def test_stop_kills_after_the_grace_those_that_handle_sigterm_and_never_ask_agai
     context.stop()
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         context.join()
-
-
-def test_the_handler_of_the_caller_is_as_it_was():
-    before = signal.getsignal(signal.SIGTERM)
-    spawn(lambda index: current_world().comm.all_reduce(torch.ones(1)), nprocs=2)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 ALONE = """
@@ -242,13 +205,8 @@ def plain(index):
             -signal.SIGTERM,
             "",
         ),
-        (
-            "try: spawn(train, nprocs=1)\nexcept SystemExit: pass\nprint(spawn(lambda i: should_stop(), nprocs=1))",
-            0,
-            "[False]\n",
-        ),
     ],
-    ids=["its exit code", "its results", "afterwards SIGTERM ends", "afterwards nothing is asked"],
+    ids=["its exit code", "its results", "afterwards SIGTERM ends"],
 )
 def test_a_group_of_one_in_the_calling_process_stops_alike(tmp_path, rest, code, output):
     with Script(ALONE + rest, tmp_path) as script:
@@ -299,18 +257,3 @@ def test_an_agreed_stop_whose_save_fails_is_not_restarted(line, ear):
     with pytest.raises(OSError, match="no space left") as caught:
         context.join()
     assert caught.value.__notes__[0].endswith("restart 0")
-
-
-@pytest.mark.slow
-def test_an_agreed_stop_of_an_inner_group_passes_through_the_outer_one():
-    def inner(index):
-        should_stop()
-        if index == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        while not should_stop():
-            pass
-        return index
-
-    with pytest.raises(StoppedError) as caught:
-        spawn(lambda index: spawn(inner, nprocs=2), nprocs=2)
-    assert caught.value.results == [0, 1]

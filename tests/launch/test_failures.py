@@ -19,7 +19,7 @@ import torch.distributed as dist
 from faults import SOON_S, stand_still, survivors
 
 from unisono import Accelerator, is_rank_zero
-from unisono.errors import BrokenWorldError, CollectiveMismatchError, RemoteError, UnpicklableError, WorkerDiedError
+from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnpicklableError, WorkerDiedError
 from unisono.launch import spawn as spawning
 from unisono.outcome import RemoteTraceback, this_process
 from unisono.world import current_world
@@ -63,51 +63,6 @@ def test_an_error_keeps_its_type_and_tells_where_it_came_from():
     assert shown.index("The above exception was the direct cause") < shown.index("in spawn")
 
 
-def test_an_awkward_error_arrives_with_what_can_travel():
-    def fail(index):
-        raise AwkwardError(code=index)
-
-    with pytest.raises(AwkwardError, match=r"code [01]") as caught:
-        spawn(fail, nprocs=2)
-    assert caught.value.code in (0, 1)
-    assert caught.value.lock.startswith("<unlocked _thread.lock")
-
-
-def test_an_error_raised_while_another_is_handled_shows_both():
-    def fail(index):
-        try:
-            {}["first"]
-        except KeyError as error:
-            raise ValueError("second") from error
-
-    with pytest.raises(ValueError, match="second") as caught:
-        spawn(fail, nprocs=2)
-    text = str(caught.value.__cause__)
-    assert text.index("KeyError: 'first'") < text.index("ValueError: second")
-
-
-def test_a_group_of_errors_arrives_as_one():
-    def fail(index):
-        raise ExceptionGroup("several", [ValueError("one"), KeyError("two")])
-
-    with pytest.raises(ExceptionGroup, match="several") as caught:
-        spawn(fail, nprocs=2)
-    assert [type(error) for error in caught.value.exceptions] == [ValueError, KeyError]
-
-
-def test_an_error_whose_class_cannot_be_rebuilt_keeps_its_words(tmp_path):
-    (tmp_path / "only_there.py").write_text("class Strange(Exception):\n    pass\n")
-
-    def fail(index):
-        sys.path.insert(0, str(tmp_path))
-        import only_there
-
-        raise only_there.Strange("as it was")
-
-    with pytest.raises(RemoteError, match=r"only_there.Strange: as it was"):
-        spawn(fail, nprocs=2)
-
-
 def test_an_unpicklable_fn_is_named_before_anything_starts():
     lock = threading.Lock()
     with pytest.raises(UnpicklableError, match=r"fn, a function, cannot be sent to the workers \(TypeError: .*lock"):
@@ -139,17 +94,7 @@ def test_an_unpicklable_result_is_an_error_that_stops_the_others(soon):
     assert "rank 0 of 2" in caught.value.__notes__[0]
 
 
-def test_a_result_that_cannot_be_rebuilt_is_told():
-    class Unloadable:
-        def __reduce__(self):
-            return int, ("not a number",)
-
-    with pytest.raises(UnpicklableError, match="the result cannot be rebuilt in the calling process"):
-        spawn(lambda index: Unloadable(), nprocs=2)
-
-
-@pytest.mark.parametrize("repetition", range(3))
-def test_the_error_of_one_rank_wins_over_the_broken_world_of_the_others(soon, repetition):
+def test_the_error_of_one_rank_wins_over_the_broken_world_of_the_others(soon):
     def work(index):
         current_world().comm.barrier()
         if index == 1:
@@ -179,8 +124,7 @@ def test_an_own_error_around_a_broken_world_is_still_secondary(soon):
         spawn(work, nprocs=3)
 
 
-@pytest.mark.parametrize("repetition", range(3))
-def test_a_killed_rank_wins_over_what_gloo_tells_its_peers(soon, repetition):
+def test_a_killed_rank_wins_over_what_gloo_tells_its_peers(soon):
     def work(index):
         current_world().comm.barrier()
         if index == 1:
@@ -225,8 +169,7 @@ DEATHS = {
     "os._exit(0)": (lambda index: os._exit(0), "exited with code 0", 0),
     "os._exit(3)": (lambda index: os._exit(3), "exited with code 3", 3),
     "sys.exit(0)": (lambda index: sys.exit(0), "called sys.exit(0)", 0),
-    "sys.exit(3)": (lambda index: sys.exit(3), "called sys.exit(3)", 3),
-    "sys.exit()": (lambda index: sys.exit(), "called sys.exit(None)", 0),
+    "sys.exit(-1)": (lambda index: sys.exit(-1), "called sys.exit(-1)", 255),
     "sys.exit('text')": (lambda index: sys.exit("text"), "called sys.exit('text')", 1),
     "SIGABRT": (lambda index: os.abort(), "was killed by SIGABRT", -signal.SIGABRT),
     "SIGSEGV": (lambda index: ctypes.string_at(0), "was killed by SIGSEGV", -signal.SIGSEGV),
@@ -295,8 +238,8 @@ def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls
             continue  # it was not in a collective yet
         assert found is not None, text
         lines.append(int(found[1]))
+    assert lines
     assert lines == sorted(set(lines))
-    # gloo ends the process that gets what it does not expect.
     assert isinstance(caught.value.__cause__, WorkerDiedError) == (process_group == "gloo")
     assert caught.value.failures.keys() == {0, 1}
 
@@ -349,22 +292,17 @@ def test_a_world_of_one_fails_as_a_worker_does():
     with pytest.raises(AwkwardError) as caught:
         spawn(fail, nprocs=1)
     assert caught.value.__notes__ == [f"rank 0 of 1, cpu:0, {this_process()}, restart 0"]
-    for code, kept in ((None, 0), (3, 3), ("text", 1)):
-        with pytest.raises(WorkerDiedError, match=rf"rank 0 called sys.exit\({code!r}\)") as died:
-            spawn(lambda index, code=code: sys.exit(code), nprocs=1)
-        assert died.value.exit_code == kept
-        assert type(died.value.__cause__) is SystemExit
+    with pytest.raises(WorkerDiedError, match=r"rank 0 called sys.exit\(3\)") as died:
+        spawn(lambda index: sys.exit(3), nprocs=1)
+    assert died.value.exit_code == 3
 
 
 def test_a_worker_that_cannot_join_its_peers_says_so(monkeypatch, soon):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0") as caught:
         spawn(lambda index: None, nprocs=2, process_group="gloo")
-    told, limit, where = caught.value.__notes__[:3]
+    told, where = caught.value.__notes__[:2]
     assert re.fullmatch("rank [01] could not join the process group of its peers", told)
-    assert limit.startswith(
-        "workers of one machine meet over its interface 'nowhere0', which does not exist or is down"
-    )
     assert re.fullmatch(r"rank [01], pid \d+ on \S+, before it joined the world", where)
 
 
@@ -409,10 +347,3 @@ def test_an_open_file_is_no_argument_and_no_result(tmp_path, mode):
         spawn(lambda index, file: None, args=(file,), nprocs=2)
     with pytest.raises(UnpicklableError, match="the result, a TextIOWrapper, cannot be sent"):
         spawn(lambda index: (tmp_path / "data").open(mode), nprocs=2)
-
-
-def test_sys_exit_with_any_code_is_told_with_what_the_system_makes_of_it():
-    for code, seen in ((-1, 255), (256, 0), ("no data", 1)):
-        with pytest.raises(WorkerDiedError, match=re.escape(f"called sys.exit({code!r})")) as caught:
-            spawn(lambda index, code: sys.exit(code), args=(code,), nprocs=2)
-        assert caught.value.exit_code == seen

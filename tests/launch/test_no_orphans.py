@@ -286,17 +286,6 @@ def test_what_a_worker_has_started_ends_with_it_though_its_peers_go_on(line, ear
     context.join()
 
 
-def test_an_interrupt_right_after_the_forks_is_not_lost():
-    for _ in range(5):
-        context = spawn(lambda index: stand_still(), nprocs=4, join=False, grace_s=60)
-        context.pids()
-        context._supervisor.interrupt()
-        began = time.monotonic()
-        with pytest.raises((KeyboardInterrupt, WorkerDiedError)):
-            context.join()
-        assert time.monotonic() - began < SOON_S
-
-
 def test_what_left_its_session_ends_with_its_group_though_another_group_goes_on(line, ear, gate, let_pass):
     other = spawn(lambda index: gate.wait(), nprocs=2, join=False)
     other.pids()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import os
 import signal
 import sys
@@ -41,16 +39,6 @@ def test_the_number_of_threads_that_the_user_has_set_in_the_environment_holds(mo
     assert spawn(lambda index: torch.get_num_threads(), nprocs=2) == [3, 3]
 
 
-def test_what_was_decided_is_logged(no_omp, caplog):
-    with caplog.at_level(logging.INFO, "unisono"):
-        spawn(lambda index: None, nprocs=2)
-    told = [record.getMessage() for record in caplog.records if "CPU threads" in record.getMessage()]
-    assert told == [
-        f"{fair_num_threads(2)} CPU threads per worker, a fair share of the cores for 2 workers; "
-        "spawn(..., cores=n) sets another number"
-    ]
-
-
 def test_pinned_workers_keep_to_cores_of_their_own():
     if usable_cores() < 2:
         pytest.skip("this machine has one core")
@@ -63,17 +51,6 @@ def test_pinned_workers_keep_to_cores_of_their_own():
 def test_more_pinned_workers_than_cores_are_refused():
     with pytest.raises(ValueError, match="1000 workers cannot have a CPU of their own each"):
         spawn(lambda index: None, nprocs=1000, cores=Cores(pin=True))
-
-
-def test_log_records_carry_the_rank():
-    def work(index):
-        handler = logging.StreamHandler(io.StringIO())
-        handler.setFormatter(logging.Formatter("[%(rank)s] %(message)s"))
-        logging.getLogger("train").addHandler(handler)
-        logging.getLogger("train").error("loss is %s", "nan")
-        return handler.stream.getvalue()
-
-    assert spawn(work, nprocs=2) == ["[0] loss is nan\n", "[1] loss is nan\n"]
 
 
 def test_a_run_with_a_log_directory_leaves_each_ranks_output_and_its_story(tmp_path):
@@ -124,22 +101,6 @@ def test_the_last_lines_on_stderr_belong_to_the_error():
         spawn(work, nprocs=2)
     [tail] = [note for note in caught.value.__notes__ if note.startswith("the last lines of rank 1 on stderr:\n")]
     assert tail.splitlines()[-2:] == ["  line 28", "  line 29"]
-
-
-def test_every_ranks_error_is_at_hand():
-    def fail(index):
-        raise [KeyError("a"), ValueError("b"), TypeError("c")][index]
-
-    with pytest.raises((KeyError, ValueError, TypeError)) as caught:
-        spawn(fail, nprocs=3)
-    failures = caught.value.failures
-    assert caught.value in failures.values()
-    assert {rank: type(error) for rank, error in failures.items()}.items() <= {
-        (0, KeyError),
-        (1, ValueError),
-        (2, TypeError),
-        *((rank, WorkerDiedError) for rank in range(3)),
-    }
 
 
 SHOW = """

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import stat
 from pathlib import Path
 
 import torch
 from faults import Script
 
-from unisono.launch import rendezvous as rendezvous_module
 from unisono.launch.rendezvous import rendezvous, sweep
 from unisono.launch.spawn import spawn
 
@@ -101,20 +99,6 @@ def test_only_what_is_known_to_be_deserted_is_removed(tmp_path, monkeypatch):
         left = {path.name for path in tmp_path.iterdir()} - {place.directory.name}
     assert left == {"unisono-1-nobody-says-so", "unisono-mine", "unisono-1-link"}
     assert not place.directory.exists()
-
-
-def test_torchs_sharing_process_is_left_alone_while_it_listens(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous_module, "_OLD_S", 0.0)
-    monkeypatch.chdir(tmp_path)  # the path of a socket is short
-    (old := Path("torch-shm-dir-old")).mkdir()
-    (living := Path("torch-shm-dir-living")).mkdir()
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(old / "manager.sock"))
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(living / "manager.sock"))
-        listening.listen()
-        sweep(Path())
-    assert (old.exists(), living.exists()) == (False, True)
 
 
 def test_a_directory_that_cannot_be_searched_stops_nobody(tmp_path):

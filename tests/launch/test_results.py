@@ -13,7 +13,6 @@ from faults import Script
 
 from unisono import pickling
 from unisono.launch.reports import Inbox, Kind, Message, Reporter
-from unisono.launch.spawn import spawn
 from unisono.outcome import Outcome
 
 LARGE = 100_000  # elements
@@ -140,12 +139,6 @@ print("done")
 def test_the_caller_holds_one_copy_of_a_result(tmp_path):
     with Script(MEMORY, tmp_path) as script:
         assert script.end() == (0, "done\n", "")
-
-
-def test_a_result_that_is_too_large_for_the_pipe_stops_nobody():
-    first, second = spawn(lambda index: {"rank": index, "weights": torch.full((3 * LARGE,), index)}, nprocs=2)
-    assert (first["rank"], second["rank"]) == (0, 1)
-    assert (int(first["weights"].sum()), int(second["weights"].sum())) == (0, 3 * LARGE)
 
 
 def test_memory_of_a_device_travels_as_its_copy_in_main_memory():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
-import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -22,13 +20,8 @@ from unisono.launch.spawn import spawn
 
 # By the name of a setting: a line that sets it, and an expression that shows it.
 HOW: dict[str, tuple[str, str]] = {
-    "resource.setrlimit": (
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (345, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
-        "resource.getrlimit(resource.RLIMIT_NOFILE)[0]",
-    ),
     "random.seed": ("random.seed(5)", "random.random()"),
     "numpy.random.seed": ("numpy.random.seed(5)", "numpy.random.rand()"),
-    "numpy.seterr": ("numpy.seterr(over='raise')", "numpy.geterr()"),
     "warnings.filterwarnings": ("warnings.filterwarnings('error', category=UserWarning)", "warned()"),
     "logging.captureWarnings": ("logging.captureWarnings(True)", "logging._warnings_showwarning is not None"),
     "sys.setrecursionlimit": ("sys.setrecursionlimit(4321)", "sys.getrecursionlimit()"),
@@ -84,7 +77,7 @@ for path in SETTINGS.keys() - HOW.keys():  # switches that are on or off
         HOW[path] = (f"{path} = not {path}", path)
 
 SCRIPT = """
-import logging, multiprocessing, os, random, resource, sys, tempfile, warnings
+import logging, multiprocessing, os, random, sys, tempfile, warnings
 import numpy, torch, torch._dynamo
 from unisono.launch.spawn import spawn
 
@@ -98,7 +91,7 @@ def warned():
     return False
 
 def show(index=0):
-    used = (logging, multiprocessing, os, random, resource, sys, tempfile, warnings, numpy, torch, torch._dynamo)
+    used = (logging, multiprocessing, os, random, sys, tempfile, warnings, numpy, torch, torch._dynamo)
     used = (*used, warned)
     # Drawing comes last: what is drawn by others first does not matter then.
     return {{name: eval(shown) for name, (_, shown) in HOW.items()}}
@@ -164,14 +157,6 @@ def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
     assert told[0].startswith(
         "workers do not have what sys.setrecursionlimit has set in the calling process (ValueError: "
     )
-
-
-def test_a_limit_that_cannot_be_set_is_named():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    settings = Settings({"resource.setrlimit": {"RLIMIT_NOFILE": (10, 5)}}, read_loggers(), 0)
-    refused = settings.adopt(get_backend("cpu"))
-    assert re.match(r"OSError: RLIMIT_NOFILE=\(10, 5\): ", refused["resource.setrlimit"])
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 OWN_WARNING = """

@@ -112,19 +112,6 @@ def count(index):
 assert spawn(count, nprocs=2) == [("seen0", "seen0"), ("seen1", "seen1")]
 assert NAME == "seen"
 
-for wrong, kind in (lambda index: globals()["lock"], KeyError), (lambda index: eval("lock"), NameError):
-    try:
-        spawn(wrong, nprocs=2)
-    except kind as error:
-        note = error.__notes__[0]
-        assert note.startswith("'lock' is a global of the caller's __main__ that cannot be sent to workers ("), note
-    else:
-        raise AssertionError("nothing was raised")
-
-try:
-    spawn(lambda index: globals()["nothing"], nprocs=2)
-except KeyError as error:
-    assert not any("caller's __main__" in note for note in error.__notes__), error.__notes__
 print("done")
 """
 

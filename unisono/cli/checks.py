@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
-import os
 import platform
 import shutil
 import socket
@@ -26,6 +25,7 @@ from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, u
 from unisono.comm.selection import group_backend
 from unisono.launch.hosts.addresses import interface_of, is_loopback
 from unisono.launch.hosts.environment import announced_agent, announced_place
+from unisono.launch.hosts.environment_risks import environment_risks
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import memory_limit
 from unisono.parallel.collectives import all_reduce
@@ -44,8 +44,6 @@ _LONGEST_SOCKET_PATH = 107
 _CONNECT_S = 3.0
 _SLOW_LOOKUP_S = 1.0
 _LARGE_BYTES = 64 << 20
-_PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_", "CUDA_")
-_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
 
 State = Literal["ok", "note", "warning", "problem"]
 
@@ -174,28 +172,13 @@ def check_temporary_files() -> Iterator[Finding]:
 
 def check_environment() -> Iterator[Finding]:
     """Which launcher started this process, and which environment variables affect a run."""
-    environ = os.environ
-    if found := describe_launcher():
+    found = describe_launcher()
+    if found:
         yield Finding("launcher", "note", found, "if these variables are left over, unset them")
-    elif environ.get("WORLD_SIZE", "1") != "1":
-        text = f"WORLD_SIZE={environ['WORLD_SIZE']} announces ranks, but no launcher is recognised"
-        yield Finding("launcher", "warning", text, "a plain script would not train alone: unset it if it is left over")
     else:
         yield Finding("launcher", "ok", "none: a plain process, whose spawn starts the workers")
-    interfaces = psutil.net_if_addrs()
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = [each.strip() for each in environ.get(name, "").lstrip("^=").split(",") if each.strip()]
-        if wanted and not any(here.startswith(each) for each in wanted for here in interfaces):
-            text = f"{name}={environ[name]} names no network interface of this machine, so workers cannot meet"
-            yield Finding("environment", "warning", text, "name an existing one, or unset it")
-    if bound := [
-        name for name in _BINDING if environ.get(name, "false").lower() not in ("", "false", "none", "disabled")
-    ]:
-        text = f"{' '.join(bound)}: threads are bound to cores, and those of each worker to the same ones"
-        yield Finding("environment", "warning", text, "unset it; spawn(..., cores=Cores(pin=True)) gives each its own")
-    if others := sorted(name for name in environ if name.startswith(_PASSED_ON)):
-        text = " ".join(f"{name}={environ[name]}" for name in others)
-        yield Finding("environment", "note", f"{text} is passed on to every worker")
+    for text, advice in environment_risks(is_launched=bool(found)):
+        yield Finding("environment", "warning" if advice else "note", text, advice)
 
 
 def describe_launcher() -> str:

@@ -94,7 +94,7 @@ def examine(
     from unisono.cli.checks import Finding
 
     found: list[Outcome[list[Finding]]] = []
-    thread = threading.Thread(target=_look, args=(check, found), name="unisono-check", daemon=True)
+    thread = threading.Thread(target=_run_check, args=(check, found), name="unisono-check", daemon=True)
     thread.start()
     thread.join(limit_s)
     if not found:
@@ -104,7 +104,7 @@ def examine(
     return found[0].unwrap()
 
 
-def _look(check: Callable[[], Iterable[Finding]], found: list[Outcome[list[Finding]]]) -> None:
+def _run_check(check: Callable[[], Iterable[Finding]], found: list[Outcome[list[Finding]]]) -> None:
     """Body of a check's thread: adds exactly one outcome."""
     found.append(Outcome.capture(lambda: list(check())))
 

@@ -60,7 +60,7 @@ def run(parsed: argparse.Namespace) -> int:
         place = announced_agent()
         machines = _machine_options(parsed, place)
     except (ValueError, ImportError) as error:
-        return _refuse(parsed, error)
+        return _print_refusal(parsed, error)
     if parsed.log_format == "json":
         log_as_json()
     try:
@@ -69,7 +69,7 @@ def run(parsed: argparse.Namespace) -> int:
         else:
             _run_on_machines(parsed, target, machines, place)
     except Exception as error:
-        return _tell(error, parsed.log_format) if _has_run(error) else _refuse(parsed, error)
+        return _print_failure(error, parsed.log_format) if _has_run(error) else _print_refusal(parsed, error)
     return 0
 
 
@@ -165,7 +165,7 @@ def _number_from(parsed: argparse.Namespace, place: AgentPlace | None, name: str
     return found if found is not None else getattr(place, name, None)
 
 
-def _refuse(parsed: argparse.Namespace, error: Exception) -> int:
+def _print_refusal(parsed: argparse.Namespace, error: Exception) -> int:
     print(f"unisono run: {error}\n`unisono run --help` shows how it is used", file=sys.stderr)
     return 2
 
@@ -177,7 +177,7 @@ def _has_run(error: Exception) -> bool:
     return any(frame.name == "run_target" for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _tell(error: Exception, log_format: str) -> int:
+def _print_failure(error: Exception, log_format: str) -> int:
     """Print what ended the run, once, without the launcher's own frames; return the exit code."""
     from unisono.launch.exit_codes import exit_code_of
     from unisono.launch.watching import clock

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _EXAMPLES = """
@@ -40,12 +42,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_workers(parser.add_argument_group("workers"))
-    _add_cores(parser.add_argument_group("CPU cores"))
-    _add_collectives(parser.add_argument_group("collectives"))
-    _add_failing(parser.add_argument_group("failing and restarting"))
-    _add_output(parser.add_argument_group("output"))
-    _add_machines(parser.add_argument_group("more than one machine"))
+    _add_workers(partial(_add_option, parser.add_argument_group("workers")))
+    _add_cores(partial(_add_option, parser.add_argument_group("CPU cores")))
+    _add_collectives(partial(_add_option, parser.add_argument_group("collectives")))
+    _add_failing(partial(_add_option, parser.add_argument_group("failing and restarting")))
+    _add_output(partial(_add_option, parser.add_argument_group("output")))
+    _add_machines(partial(_add_option, parser.add_argument_group("more than one machine")))
     parser.add_argument(
         "target", help="script.py; with -m a module; or package.module:function, which is called with the rank"
     )
@@ -61,7 +63,7 @@ def endpoint_of(parsed: argparse.Namespace) -> str | None:
     return endpoint
 
 
-def _add(group: Any, *names: str, **settings: Any) -> None:
+def _add_option(group: Any, *names: str, **settings: Any) -> None:
     """Add an option, with a hidden second spelling, which torchrun accepts as well."""
     group.add_argument(*names, **settings)
     spelled = [f"--{name[2:].replace('-', '_')}" for name in names if "-" in name[2:]]
@@ -70,79 +72,71 @@ def _add(group: Any, *names: str, **settings: Any) -> None:
         group.add_argument(*spelled, **{**settings, "help": argparse.SUPPRESS})
 
 
-def _add_workers(group: Any) -> None:
-    _add(
-        group,
+def _add_workers(add: Callable[..., None]) -> None:
+    add(
         *("-n", "--nproc", "--nprocs", "--nproc-per-node"),
         dest="nproc",
-        type=_workers,
+        type=_parse_workers,
         metavar="N",
         help="workers on this machine, else one per device; gpu: one per accelerator, cpu: one per core, auto: the "
         "first that this machine has",
     )
-    _add(group, "-m", "--module", action="store_true", help="the target is a module, which is run as `python -m` does")
-    _add(group, "--backend", metavar="B", help="the device family; else the first that has devices")
-    _add(group, "--start-method", metavar="M", help="how workers are started, zygote or spawn; see `spawn`")
+    add("-m", "--module", action="store_true", help="the target is a module, which is run as `python -m` does")
+    add("--backend", metavar="B", help="the device family; else the first that has devices")
+    add("--start-method", metavar="M", help="how workers are started, zygote or spawn; see `spawn`")
 
 
-def _add_cores(group: Any) -> None:
-    help = "CPU threads of each worker; else its share of the cores"
-    _add(group, "--num-threads", type=_count, metavar="N", help=help)
-    help = "of each worker's DataLoader, which then get their share of the cores, too"
-    _add(group, "--num-loader-workers", type=_number, default=0, metavar="N", help=help)
-    _add(group, "--pin-cores", action="store_true", help="keep each worker to cores of its own")
+def _add_cores(add: Callable[..., None]) -> None:
+    text = "CPU threads of each worker; else its share of the cores"
+    add("--num-threads", type=_parse_count, metavar="N", help=text)
+    text = "of each worker's DataLoader, which then get their share of the cores, too"
+    add("--num-loader-workers", type=_parse_number, default=0, metavar="N", help=text)
+    add("--pin-cores", action="store_true", help="keep each worker to cores of its own")
 
 
-def _add_collectives(group: Any) -> None:
-    _add(group, "--timeout", type=_seconds, default=1800.0, metavar="S", help="their time limit (%(default)s)")
-    help = "gloo: let ranks on the CPU reduce over the network, and not in memory that they share"
-    _add(group, "--process-group", metavar="G", help=help)
-    _add(group, "--checked", action="store_true", help="with several machines: compare each one before it runs")
+def _add_collectives(add: Callable[..., None]) -> None:
+    add("--timeout", type=_parse_seconds, default=1800.0, metavar="S", help="their time limit (%(default)s)")
+    text = "gloo: let ranks on the CPU reduce over the network, and not in memory that they share"
+    add("--process-group", metavar="G", help=text)
+    add("--checked", action="store_true", help="with several machines: compare each one before it runs")
 
 
-def _add_failing(group: Any) -> None:
-    _add(group, "--max-restarts", type=_number, metavar="N", help="restart all workers, at most N times")
-    _add(group, "--hang-timeout", type=_seconds, metavar="S", help="stop when no rank makes progress for S seconds")
-    _add(group, "--grace", type=_seconds, metavar="S", help="between SIGTERM and SIGKILL (5; 25 with several machines)")
+def _add_failing(add: Callable[..., None]) -> None:
+    add("--max-restarts", type=_parse_number, metavar="N", help="restart all workers, at most N times")
+    add("--hang-timeout", type=_parse_seconds, metavar="S", help="stop when no rank makes progress for S seconds")
+    add("--grace", type=_parse_seconds, metavar="S", help="between SIGTERM and SIGKILL (5; 25 with several machines)")
 
 
-def _add_output(group: Any) -> None:
-    _add(group, "--log-dir", metavar="DIR", help="also keep each worker's output there")
-    _add(group, "--log-ranks", type=_ranks, metavar="R,..", help="show the output of these ranks only")
-    _add(
-        group,
+def _add_output(add: Callable[..., None]) -> None:
+    add("--log-dir", metavar="DIR", help="also keep each worker's output there")
+    add("--log-ranks", type=_parse_ranks, metavar="R,..", help="show the output of these ranks only")
+    add(
         "--log-format",
         choices=["text", "json"],
         default="text",
         help="json: each line as an object with time, rank, stream and text",
     )
-    _add(group, "--no-prefix", action="store_true", help="do not begin each line with its [rank 0]")
+    add("--no-prefix", action="store_true", help="do not begin each line with its [rank 0]")
 
 
-def _add_machines(group: Any) -> None:
-    _add(group, "--standalone", action="store_true", help="one machine, whatever the environment says")
-    _add(group, "--nnodes", type=node_range, metavar="A[:B]", help="machines; with A:B any number between")
-    _add(group, "--node-rank", type=_number, metavar="R", help="the number of this one, where they have numbers")
-    _add(
-        group,
-        "--rdzv-endpoint",
-        metavar="H:P",
-        help=("where the agents meet, host:port; the host is one of the machines"),
-    )
-    _add(group, "--master-addr", metavar="H", help="the same as --rdzv-endpoint H:P, with")
-    _add(group, "--master-port", type=_count, metavar="P", help=f"the port ({_PORT})")
-    _add(group, "--rdzv-backend", choices=["c10d", "static"], help="only c10d; static is treated as c10d")
-    _add(group, "--rdzv-id", metavar="ID", help="the name of the run, the same on all")
-    _add(group, "--rdzv-conf", type=_settings, default={}, metavar="K=V,..", help="settings of torch's rendezvous")
-    _add(
-        group,
+def _add_machines(add: Callable[..., None]) -> None:
+    add("--standalone", action="store_true", help="one machine, whatever the environment says")
+    add("--nnodes", type=node_range, metavar="A[:B]", help="machines; with A:B any number between")
+    add("--node-rank", type=_parse_number, metavar="R", help="the number of this one, where they have numbers")
+    add("--rdzv-endpoint", metavar="H:P", help=("where the agents meet, host:port; the host is one of the machines"))
+    add("--master-addr", metavar="H", help="the same as --rdzv-endpoint H:P, with")
+    add("--master-port", type=_parse_count, metavar="P", help=f"the port ({_PORT})")
+    add("--rdzv-backend", choices=["c10d", "static"], help="only c10d; static is treated as c10d")
+    add("--rdzv-id", metavar="ID", help="the name of the run, the same on all")
+    add("--rdzv-conf", type=_parse_settings, default={}, metavar="K=V,..", help="settings of torch's rendezvous")
+    add(
         "--lost-after",
-        type=_seconds,
+        type=_parse_seconds,
         default=60.0,
         metavar="S",
         help="continue without a machine that is silent for S seconds (%(default)s), or end where too few are left",
     )
-    _add(group, "--local-addr", metavar="A", help="this machine's address for the others")
+    add("--local-addr", metavar="A", help="this machine's address for the others")
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -154,7 +148,7 @@ def node_range(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _workers(text: str) -> int | str:
+def _parse_workers(text: str) -> int | str:
     if text.isalpha():
         return text  # auto, gpu or cpu: checked and resolved later, where torch has been imported
     if not text.isdecimal() or int(text) < 1:
@@ -162,19 +156,19 @@ def _workers(text: str) -> int | str:
     return int(text)
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -184,11 +178,11 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _ranks(text: str) -> tuple[int, ...]:
-    return tuple(_number(rank) for rank in text.split(","))
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    return tuple(_parse_number(rank) for rank in text.split(","))
 
 
-def _settings(text: str) -> dict[str, str]:
+def _parse_settings(text: str) -> dict[str, str]:
     pairs = [each.partition("=") for each in text.split(",") if each]
     if not all(name and equals for name, equals, _ in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like last_call_timeout=5,keep_alive_interval=2")

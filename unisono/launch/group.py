@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import selectors
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from unisono.errors import UnisonoError, describe_exit
+from unisono.launch.ending import Ending
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import HangWatch
 from unisono.launch.job import Job
@@ -89,20 +89,11 @@ class Group:
         self._on_started = on_started
         self._oom_watch = OomWatch()
         self._zygote: socket.socket | None = None
-        self._signals = [signal.SIGTERM, signal.SIGKILL]  # what to send next
-        self._deadline: float | None = None  # when to send it
-        self._sent: list[signal.Signals] = []
-        self._stopped_at = math.inf  # when the first was sent, by `time.monotonic()`, a clock shared with the workers
+        self._ending = Ending(job.options.grace_s)
         self._is_stop_wanted = False  # the caller has asked for an early end
-        self._was_stopped = False  # by the caller, which gives the workers their grace period
         self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
-        ask = partial(self._signal, TELL_STACKS, to_sessions=False)
+        ask = partial(self._signal_workers, TELL_STACKS, to_sessions=False)
         self._standstill = StackCollection(hang_watch, job.ranks, place.directory, ask, others)
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether a signal that is to end the group has been sent, or is about to be."""
-        return bool(self._sent) or self._deadline is not None
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
         """Start the workers and return when all have ended; `obey` is called when `wake` is readable."""
@@ -110,12 +101,12 @@ class Group:
         self._place.write_job(self._job)
         with selectors.DefaultSelector() as self._selector:
             self._zygote = open_group(self._place.directory, self._job.options.chosen_start_method)
-            self._selector.register(self._zygote, selectors.EVENT_READ, self._hear)
+            self._selector.register(self._zygote, selectors.EVENT_READ, self._hear_zygote)
             self._selector.register(wake, selectors.EVENT_READ, obey)
             try:
-                self._start()
+                self._start_workers()
                 while not all(worker.has_ended for worker in self.workers):
-                    self._step()
+                    self._handle_events()
             finally:
                 for worker in self.workers:
                     self._close_pipe(worker)
@@ -127,21 +118,23 @@ class Group:
 
     def interrupt(self) -> None:
         """Stop as Ctrl-C does; kill on the second call."""
-        self._stop_with(signal.SIGINT)
+        self._ending.ask(signal.SIGINT)
 
     def stop(self) -> None:
         """Stop with SIGTERM; kill on the second call."""
-        self._stop_with(signal.SIGTERM)
+        self._ending.ask(signal.SIGTERM)
 
     def ask_to_stop(self) -> None:
         """Ask the workers that handle a stop to stop at their next step; those that begin to handle it later are asked
         then."""
         self._is_stop_wanted = True
-        self._signal(signal.SIGTERM, [worker for worker in self.workers if worker.handles_stop], to_sessions=False)
+        self._signal_workers(
+            signal.SIGTERM, [worker for worker in self.workers if worker.handles_stop], to_sessions=False
+        )
 
     def hear(self, report: MachineReport) -> None:
         """Handle a report of another machine: its workers' progress, or that its part of the group has failed."""
-        self._standstill.hear(report, time.monotonic(), self._running())
+        self._standstill.hear(report, time.monotonic(), self._running_workers())
         if report.verdict:
             self.give_up(Outcome.from_bytes(report.verdict), _SETTLE_S)
 
@@ -150,18 +143,10 @@ class Group:
         reason = replace(reason, at=time.monotonic())  # another machine has another clock
         if self._reason is None or first_cause({"before": self._reason, "now": reason}) == "now":
             self._reason = reason
-        if not self._sent:
-            self._set_deadline(within_s)
+        if not self._ending.sent:
+            self._ending.begin_within(within_s)
 
-    def _stop_with(self, signum: signal.Signals) -> None:
-        self._was_stopped = True
-        if self._sent:  # asked before: no more patience
-            self._signals = [signal.SIGKILL]
-        else:
-            self._signals[0] = signum
-        self._set_deadline(0.0)
-
-    def _start(self) -> None:
+    def _start_workers(self) -> None:
         assert self._zygote is not None
         for rank in self._job.ranks:
             reading, writing = os.pipe()
@@ -181,32 +166,32 @@ class Group:
                 self._output.handed_over(rank)
         # A worker that could not be started has ended without a pid.
         while any(worker.pid is None and not worker.has_ended for worker in self.workers):
-            self._step()
+            self._handle_events()
         self._on_started()
 
-    def _step(self) -> None:
+    def _handle_events(self) -> None:
         events = self._selector.select(self._time_left())
         for key, _ in events:
             if isinstance(key.data, Worker):
-                self._read(key.data)
+                self._read_reports(key.data)
         for key, _ in events:  # after the pipes: an outcome explains an exit better than its status does
             if not isinstance(key.data, Worker):
                 key.data()
         now = time.monotonic()
-        if self._deadline is not None and now >= self._deadline:
+        if self._ending.due is not None and now >= self._ending.due:
             self._send_next_signal()
         if self._slow_at is not None and now >= self._slow_at:
             self._slow_at = None
             self._say_who_is_slow()
         if (hung_at := self._hung_at()) is not None and now >= hung_at:
-            hung = self._standstill.face(now, self._running())
+            hung = self._standstill.examine(now, self._running_workers())
             if hung is not None:
                 self.give_up(Outcome(error=hung))
 
     def _time_left(self) -> float | None:
         if self._slow_at is not None and self._have_begun():
             self._slow_at = None
-        deadlines = [each for each in (self._deadline, self._hung_at(), self._slow_at) if each is not None]
+        deadlines = [each for each in (self._ending.due, self._hung_at(), self._slow_at) if each is not None]
         return max(0.0, min(*deadlines, _LONG_S + time.monotonic()) - time.monotonic()) if deadlines else None
 
     def _have_begun(self) -> bool:
@@ -214,7 +199,7 @@ class Group:
 
     def _say_who_is_slow(self) -> None:
         late = [worker for worker in self.workers if not (worker.has_begun or worker.has_ended)]
-        if late and not self.is_stopping:
+        if late and not self._ending.is_under_way:
             joining = sum(worker.pid is not None for worker in late)
             reason = (
                 "they are joining their peers and importing the modules of fn" if joining else "torch is being imported"
@@ -223,30 +208,30 @@ class Group:
             say_if_watched(text if joining else f"{text}; unisono.warm() at the top of a script does that meanwhile")
 
     def _hung_at(self) -> float | None:
-        return None if self.is_stopping else self._standstill.due()
+        return None if self._ending.is_under_way else self._standstill.due()
 
-    def _read(self, worker: Worker) -> None:
+    def _read_reports(self, worker: Worker) -> None:
         with contextlib.suppress(BlockingIOError):
             while worker.pipe >= 0:
                 is_open = worker.inbox.read(worker.pipe)
                 for message in worker.inbox.take():
-                    self._take(worker, message)
+                    self._handle_message(worker, message)
                 # The outcome is the last message. A child of the worker may still hold the write end.
                 if not is_open or worker.outcome is not None:
                     self._close_pipe(worker)
 
-    def _take(self, worker: Worker, message: Message) -> None:
+    def _handle_message(self, worker: Worker, message: Message) -> None:
         kind = message.kind
         if kind is Kind.PULSE:
             pulse: Pulse = pickle.loads(message.data)
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
-            self._standstill.tell_progress()
+            self._standstill.report_progress()
             self._monitor.tell_pulse(worker.rank, pulse)
         elif kind is Kind.HANDLES_STOP:
             worker.handles_stop = True
             # The request came before this worker could be asked: SIGTERM would have ended it.
             if self._is_stop_wanted:
-                self._signal(signal.SIGTERM, [worker], to_sessions=False)
+                self._signal_workers(signal.SIGTERM, [worker], to_sessions=False)
         elif kind is Kind.BEGUN:
             worker.has_begun = True
         elif kind is Kind.NOTE:
@@ -258,15 +243,15 @@ class Group:
             is_failure = worker.outcome.error is not None
             # A rank that has returned makes no more progress, and is no hang.
             self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
-            self._standstill.tell_progress()
+            self._standstill.report_progress()
             # An error after our first signal is a consequence of it, and never the first cause.
-            worker.was_stopped = is_failure and worker.outcome.at > self._stopped_at
+            worker.was_stopped = is_failure and worker.outcome.at > self._ending.began_at
             if is_failure:
                 self._note_failure(worker.outcome.is_secondary)
             elif all(each.outcome is not None for each in self.workers):
-                self._set_deadline(_END_S)  # done; a worker that does not end by itself is then signalled
+                self._ending.begin_within(_END_S)  # done; a worker that does not end by itself is then signalled
 
-    def _hear(self) -> None:
+    def _hear_zygote(self) -> None:
         assert self._zygote is not None
         try:
             message, _ = wire.receive(self._zygote)
@@ -278,9 +263,9 @@ class Group:
             worker.pid = message["pid"]
             self._monitor.watch(worker.rank, message["pid"])
         elif message["op"] == "exit":
-            self._end(worker, message["status"], describe_exit(message["status"]))
+            self._note_end(worker, message["status"], describe_exit(message["status"]))
         else:
-            self._end(worker, None, f"could not be started ({message['text']})")
+            self._note_end(worker, None, f"could not be started ({message['text']})")
 
     def _lose_zygote(self) -> None:
         """Handle the zygote's death: the parent-death signal has killed the workers, but not the processes they had
@@ -298,29 +283,29 @@ class Group:
                     # Each worker leads a process group, with its loader workers in it.
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(worker.pid, signal.SIGKILL)
-                self._end(worker, None, "ended because the process that it was forked from died")
+                self._note_end(worker, None, "ended because the process that it was forked from died")
         # Processes that have left these groups still carry the group's directory in their environment.
         kill_marked(psutil.process_iter(), OUTER_DIRECTORY, str(self._place.directory))
 
-    def _end(self, worker: Worker, status: int | None, how: str) -> None:
-        self._read(worker)  # what it wrote before it ended is still in the pipe
+    def _note_end(self, worker: Worker, status: int | None, how: str) -> None:
+        self._read_reports(worker)  # what it wrote before it ended is still in the pipe
         worker.has_ended = True
         if worker.outcome is None:
             # With an outcome, it was forgotten when that arrived.
             self._hang_watch.forget(worker.rank, time.monotonic())
             # A signal that we have not sent is a cause of its own, even while the group is being stopped.
-            is_foreign = status is not None and status < 0 and -status not in self._sent
-            worker.was_stopped = bool(self._sent) and not is_foreign
+            is_foreign = status is not None and status < 0 and -status not in self._ending.sent
+            worker.was_stopped = bool(self._ending.sent) and not is_foreign
             # Only an unexplained SIGKILL can be the out-of-memory killer's.
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
             memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
             # A write to shared memory raises SIGBUS when /dev/shm is full.
             memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
-            worker.outcome = Outcome.failure(death(worker, status, how, memory), self._where(worker))
+            worker.outcome = Outcome.failure(death(worker, status, how, memory), self._describe_place(worker))
             if not worker.was_stopped:  # a transport's abort is explained by what its peers report
                 self._note_failure(is_secondary=status == -signal.SIGABRT)
 
-    def _where(self, worker: Worker) -> str:
+    def _describe_place(self, worker: Worker) -> str:
         """Like `str(world)` of that rank; with the device and node that it would have had."""
         its = self._job.place_of(worker.rank)
         place = f"rank {its.rank} of {its.world_size}, {self._job.backend}:{its.local_rank}"
@@ -328,34 +313,23 @@ class Group:
 
     def _note_failure(self, is_secondary: bool) -> None:
         # A secondary failure only reports a broken world: the peer's own error is still on its way.
-        if not self._sent:
-            self._set_deadline(_SETTLE_S if is_secondary else 0.0)
+        if not self._ending.sent:
+            self._ending.begin_within(_SETTLE_S if is_secondary else 0.0)
 
-    def _running(self) -> list[Worker]:
+    def _running_workers(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.has_ended and worker.outcome is None]
 
-    def _set_deadline(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        # The earlier one counts: a primary failure ends the wait that a secondary one has begun.
-        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
-
     def _send_next_signal(self) -> None:
-        self._deadline = None
-        if self._signals:
-            signum = self._signals.pop(0)
-            self._stopped_at = min(self._stopped_at, time.monotonic())
+        if (signum := self._ending.take_signal()) is not None:
             # A worker that handles SIGTERM treats it as a request. The caller's stop is one; after a failure none is
             # answered.
-            is_deaf = signum == signal.SIGTERM and not self._was_stopped
-            deaf = [worker for worker in self.workers if worker.handles_stop and is_deaf]
-            # Both are recorded: a death by a signal in `_sent` was caused by us.
-            self._sent += [signum, signal.SIGKILL] if deaf else [signum]
-            self._signal(signal.SIGKILL, deaf)
-            self._signal(signum, [worker for worker in self.workers if worker not in deaf])
-            # For the next signal, SIGKILL, if there is one left.
-            self._set_deadline(self._job.options.grace_s)
+            is_deaf = signum == signal.SIGTERM and not self._ending.was_asked
+            if deaf := [worker for worker in self.workers if worker.handles_stop and is_deaf]:
+                self._ending.sent.append(signal.SIGKILL)
+                self._signal_workers(signal.SIGKILL, deaf)
+            self._signal_workers(signum, [worker for worker in self.workers if worker not in deaf])
 
-    def _signal(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
+    def _signal_workers(self, signum: int, workers: list[Worker], to_sessions: bool = True) -> None:
         """Signal workers; with `to_sessions`, also their loader workers and other processes that they have started."""
         assert self._zygote is not None
         ranks = [worker.rank for worker in workers]

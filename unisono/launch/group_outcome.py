@@ -9,23 +9,17 @@ every rank's error.
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unisono.errors import CollectiveMismatchError, RemoteTraceback, WorkerDiedError
+from unisono.errors import CollectiveMismatchError, WorkerDiedError
 from unisono.launch.reports import Inbox
 from unisono.outcome import Outcome, add_note_once, first_cause
-from unisono.stacks import describe_call, frames_of, main_stack, tracebacks_in
+from unisono.stacks import describe_call, frames_of, main_stack
 
-_ADVICE: dict[int | None, str] = {
-    0: "; its result is missing, so this does not count as success: return from fn instead",
-}
 _ABORTED = "gloo::EnforceNotMet"  # the transport ends the process if a peer sends unexpected data
-_SIZES = re.compile(r"op\.nbytes\. (\d+) vs (\d+)")
-_WOKEN = re.compile(r"rank \d+ cannot complete ([^:]*?):")
 _TAIL = 20  # lines
 _OUTSIDE = -1  # in place of a rank
 
@@ -48,7 +42,8 @@ class Worker:
 
 def death(worker: Worker, status: int | None, how: str, what_else: str = "") -> WorkerDiedError:
     """Make the error of a worker that ended without an outcome."""
-    text = f"rank {worker.rank} (pid {worker.pid}) {how} before fn returned{_ADVICE.get(status, '')}{what_else}"
+    advice = "; its result is missing, so this does not count as success: return from fn instead" if status == 0 else ""
+    text = f"rank {worker.rank} (pid {worker.pid}) {how} before fn returned{advice}{what_else}"
     return WorkerDiedError(text, worker.rank, status)
 
 
@@ -75,7 +70,7 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
         assert reason is not None
         _with_failures(reason.error, errors)
         return reason
-    if (lost := _lost_step(cause, failures, tails)) is not None:
+    if (lost := _lost_step(cause, failures[cause].error, tails.get(cause, []))) is not None:
         failures[cause] = replace(failures[cause], error=lost)
         errors[cause], tails = lost, {}
     error = failures[cause].error
@@ -92,45 +87,23 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
     return failures[cause]
 
 
-def _lost_step(
-    rank: int, failures: dict[int, Outcome[Any]], tails: dict[int, list[str]]
-) -> CollectiveMismatchError | None:
+def _lost_step(rank: int, died: BaseException | None, tail: list[str]) -> CollectiveMismatchError | None:
     """Make the error of a rank that its transport has ended because it and a peer had called different collectives.
 
     Our own collectives are compared before they are sent. Torch's are not, including those of sharded tensors and of
-    checkpoints; those calls are on the stack that the worker has written at its end.
+    checkpoints; this rank's call is on the stack that the worker has written at its end.
     """
-    died = failures[rank].error
-    text = "\n".join(tails.get(rank, []))
+    text = "\n".join(tail)
     if not (isinstance(died, WorkerDiedError) and died.exit_code == -signal.SIGABRT and _ABORTED in text):
         return None
-    actions = {rank: f"called {describe_call(frames_of(main_stack(text))) or 'a collective of torch'}"}
-    actions.update(
-        (peer, action) for peer, each in failures.items() if peer != rank and (action := _action_in(each.error))
-    )
-    parts = [f"rank {each} {action}" for each, action in actions.items()]
-    if len(parts) == 1:
-        parts.append("its peers called another one")
-    sizes = _SIZES.search(text)
     lost = CollectiveMismatchError(
-        f"{' while '.join(parts)}{f' ({sizes[1]} bytes came for {sizes[2]})' if sizes else ''}; every rank must call "
-        "the same collectives in the same order with the same shapes. Torch's own collectives, such as this one, do "
-        "not compare them; full_tensor() of sharded parameters and functions that save checkpoints are among them: "
-        "call them on all ranks, not in `if is_rank_zero():`"
+        f"rank {rank} called {describe_call(frames_of(main_stack(text))) or 'a collective of torch'} while its peers "
+        "called another one; every rank must call the same collectives in the same order with the same shapes. Torch's "
+        "own collectives, such as this one, do not compare them; full_tensor() of sharded parameters and functions "
+        "that save checkpoints are among them: call them on all ranks, not in `if is_rank_zero():`"
     )
     lost.__cause__ = died
     return lost
-
-
-def _action_in(error: BaseException | None) -> str:
-    """What a rank that was woken by the end of a peer was doing; "" if that is not known."""
-    cause = getattr(error, "__cause__", None)
-    if isinstance(cause, RemoteTraceback):
-        for part in tracebacks_in(cause.text):
-            if call := describe_call(frames_of(part)[::-1]):
-                return f"called {call}"
-    found = _WOKEN.match(str(error))
-    return f"came to {found[1]}" if found else ""
 
 
 def _with_failures(error: BaseException | None, errors: dict[int, BaseException | None]) -> None:

@@ -26,7 +26,7 @@ def beating(world: World, reporter: Reporter, interval_s: float) -> Iterator[Non
     """Report the pulse of `world` during the block."""
     is_over = threading.Event()
     thread = threading.Thread(
-        target=_beat, args=(world, reporter, interval_s, is_over), name="unisono-pulse", daemon=True
+        target=_send_pulses, args=(world, reporter, interval_s, is_over), name="unisono-pulse", daemon=True
     )
     thread.start()
     try:
@@ -55,17 +55,17 @@ class HeartbeatSender:
             doing=current or "",
             device_bytes=None if not world.backend.moves_in_background else world.backend.memory(world.device),
             step=sum(track.counts.get("steps", 0) for track in tracks),
-            samples_per_s=self._rate(sum(track.counts.get("samples", 0) for track in tracks)),
-            loss=None if world.backend.is_lazy else self._loss_of(tracks),
+            samples_per_s=self._samples_per_s(sum(track.counts.get("samples", 0) for track in tracks)),
+            loss=None if world.backend.is_lazy else self._latest_loss(tracks),
         )
 
-    def _rate(self, samples: int) -> float:
+    def _samples_per_s(self, samples: int) -> float:
         now = time.monotonic()
         rate = (samples - self._samples) / max(now - self._at, 1e-9)
         self._at, self._samples = now, samples
         return round(rate, 1)
 
-    def _loss_of(self, tracks: list[Track]) -> float | None:
+    def _latest_loss(self, tracks: list[Track]) -> float | None:
         """The latest loss that is available without waiting: a device may never get to it.
 
         A lazy device is not asked, since that would make it compute.
@@ -83,7 +83,7 @@ class HeartbeatSender:
         return self._loss
 
 
-def _beat(world: World, reporter: Reporter, interval_s: float, is_over: threading.Event) -> None:
+def _send_pulses(world: World, reporter: Reporter, interval_s: float, is_over: threading.Event) -> None:
     """Body of the pulse's thread."""
     # The current device is a property of a thread.
     world.backend.activate(world.device)

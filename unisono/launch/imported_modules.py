@@ -34,12 +34,7 @@ _MAX_ITEMS = 10_000  # the most items of plain data to visit in one global
 _SHOWN = 5  # names in one message
 _WIDTH = 60  # the longest text of a value in it
 
-
 _not_users: set[str] = set()  # modules that are no part of the program
-
-
-class _NotPlainError(Exception):
-    """A value that cannot be compared between processes."""
 
 
 def describe_modules() -> dict[str, dict[str, str]]:
@@ -61,7 +56,7 @@ def describe_module(module: ModuleType) -> dict[str, str]:
         kind = type(value)  # `isinstance` would ask a proxy for its object's class
         if name.startswith("_") or issubclass(kind, ModuleType):
             continue
-        with suppress(Exception):  # `_NotPlainError`, and whatever a proxy raises for its attributes
+        with suppress(Exception):  # TypeError for other than plain data, and whatever a proxy raises for its attributes
             if not issubclass(kind, FunctionType | type):
                 texts[name] = _text_of(value, [_MAX_ITEMS])
             elif value.__module__ == module.__name__:
@@ -76,22 +71,17 @@ def compare_modules(theirs: Mapping[str, Mapping[str, str]], report: Callable[[s
     for name, texts in theirs.items():
         ours = describe_module(sys.modules[name]) if name in sys.modules else texts
         changed = [each for each, text in texts.items() if ours.get(each) != text]
-        if not changed:
-            continue
-        shown = [
-            f"{name}.{each} is {_cut(texts[each])} in the calling process, and {_cut(ours.get(each, 'missing'))} in "
-            "workers"
+        shown = "; ".join(
+            f"{name}.{each} is {texts[each]:.{_WIDTH}} in the calling process, and "
+            f"{ours.get(each, 'missing'):.{_WIDTH}} in workers"
             for each in changed[:_SHOWN]
-        ]
-        more = f"; {len(changed) - _SHOWN} further globals of it differ" if len(changed) > _SHOWN else ""
-        report(
-            f"{'; '.join(shown)}{more}: workers import {name} themselves. Pass values to fn, or set them in fn; if the "
-            "file was edited, reload the module in the calling process, or start that again"
         )
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+        more = f"; {len(changed) - _SHOWN} further globals of it differ" if len(changed) > _SHOWN else ""
+        if changed:
+            report(
+                f"{shown}{more}: workers import {name} themselves. Pass values to fn, or set them in fn; if the file "
+                "was edited, reload the module in the calling process, or start that again"
+            )
 
 
 def _is_users(name: str, module: object) -> bool:
@@ -124,23 +114,25 @@ def _text_of(value: Any, left: list[int]) -> str:
     """The text of plain data; `left` counts the items that may still be visited.
 
     The values' own methods are not called: those of a lazy mapping may import a whole library.
+
+    Raises:
+        TypeError: it is, or holds, other than plain data, or too much of it.
     """
     kind = type(value)
     left[0] -= 1
     if left[0] < 0 or issubclass(kind, type | Enum):  # members of an Enum also hold what Python has computed of them
-        raise _NotPlainError
+        raise TypeError(f"{kind} is no plain data, or there is too much of it")
     if kind in _PLAIN or issubclass(kind, PurePath):
         return repr(value)
     if issubclass(kind, dict):
         items = dict.items(value)
         return "{" + ", ".join(f"{_text_of(key, left)}: {_text_of(each, left)}" for key, each in items) + "}"
-    if kind in (list, tuple):
-        return "[" + ", ".join(_text_of(each, left) for each in value) + "]"
-    if kind in (set, frozenset):
-        return "{" + ", ".join(sorted(_text_of(each, left) for each in value)) + "}"
+    if kind in (list, tuple, set, frozenset):
+        texts = [_text_of(each, left) for each in value]
+        return f"[{', '.join(texts)}]" if kind in (list, tuple) else f"{{{', '.join(sorted(texts))}}}"
     held = getattr(value, "__dict__", None)
     if not isinstance(held, dict) or not held:
-        raise _NotPlainError
+        raise TypeError(f"{kind} is no plain data")
     return f"{kind.__qualname__}({', '.join(f'{name}={_text_of(each, left)}' for name, each in held.items())})"
 
 

@@ -8,41 +8,17 @@ server, to memory, or one that rotates its files) stays with the caller, and `re
 from __future__ import annotations
 
 import logging
-import logging.handlers
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from unisono.launch.imported_modules import is_users_file
 from unisono.launch.unpicklable import is_picklable
 
-_STREAMS = ("stdout", "stderr")
-_FILES = (logging.FileHandler, logging.handlers.WatchedFileHandler)
-_KNOWN = (logging.StreamHandler, logging.NullHandler, *_FILES)
+Handler = tuple[type[logging.Handler], str, dict[str, Any]]
+"""A handler's class; "stdout" or "stderr", if it writes to one of them; its attributes."""
 
-
-class HandlerFacts(NamedTuple):
-    """The description of a handler.
-
-    Attributes:
-        kind: its class.
-        stream: "stdout" or "stderr", if it writes to one of them.
-        attributes: the others.
-    """
-
-    kind: type[logging.Handler]
-    stream: str
-    attributes: dict[str, Any]
-
-    def make(self) -> logging.Handler:
-        """Make an equivalent handler in this process."""
-        handler = self.kind.__new__(self.kind)
-        logging.Handler.__init__(handler)  # its lock
-        vars(handler).update(self.attributes)
-        if self.stream:
-            vars(handler)["stream"] = getattr(sys, self.stream)
-        return handler
+_KNOWN = (logging.StreamHandler, logging.FileHandler, logging.NullHandler)
 
 
 @dataclass(frozen=True)
@@ -58,7 +34,7 @@ class Logging:
     """
 
     attributes: dict[str, dict[str, Any]]
-    handlers: dict[str, list[HandlerFacts]]
+    handlers: dict[str, list[Handler]]
     disabled: int
     level_names: dict[int, str]
     left_out: list[str]
@@ -66,10 +42,16 @@ class Logging:
 
 def read_loggers() -> Logging:
     """Describe the loggers of this process."""
-    attributes, handlers, left_out = {}, {}, []
-    for logger in _changed_loggers():
+    names = {level: name for name, level in logging.getLevelNamesMapping().items()}
+    found = Logging({}, {}, logging.root.manager.disable, names, [])
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        if not isinstance(logger, logging.Logger):
+            continue
+        is_plain = logger.level == logging.NOTSET and logger.propagate and not logger.disabled
+        if is_plain and not logger.handlers and not logger.filters:
+            continue
         name = logger.name
-        attributes[name] = {
+        found.attributes[name] = {
             "level": logger.level,
             "propagate": logger.propagate,
             "disabled": logger.disabled,
@@ -77,12 +59,13 @@ def read_loggers() -> Logging:
         }
         if name.partition(".")[0] == "torch":  # torch adds its own handlers wherever it is imported
             continue
-        described = [(each, _describe_handler(each)) for each in logger.handlers]
-        handlers[name] = [facts for _, facts in described if facts is not None]
-        if not _is_of_library(name):
-            left_out += [f"the handler {each!r} of logger {name!r}" for each, facts in described if facts is None]
-    names = {level: name for name, level in logging.getLevelNamesMapping().items()}
-    return Logging(attributes, handlers, logging.root.manager.disable, names, left_out)
+        found.handlers[name] = []
+        for handler in logger.handlers:
+            if (described := _describe_handler(handler)) is not None:
+                found.handlers[name].append(described)
+            elif not _is_of_library(name):
+                found.left_out.append(f"the handler {handler!r} of logger {name!r}")
+    return found
 
 
 def adopt_loggers(facts: Logging) -> None:
@@ -98,17 +81,8 @@ def adopt_loggers(facts: Logging) -> None:
         if name in facts.handlers:
             # of a library that is imported here as well
             kept = [own for own in logger.handlers if type(own) not in _KNOWN]
-            logger.handlers[:] = [*(handler.make() for handler in facts.handlers[name]), *kept]
+            logger.handlers[:] = [*map(_make_handler, facts.handlers[name]), *kept]
     logging.root.setLevel(logging.root.level)  # clears what all loggers have cached of the levels
-
-
-def _changed_loggers() -> Iterator[logging.Logger]:
-    yield logging.root
-    for each in list(logging.root.manager.loggerDict.values()):
-        if isinstance(each, logging.Logger):
-            is_plain = each.level == logging.NOTSET and each.propagate and not each.disabled
-            if not is_plain or each.handlers or each.filters:
-                yield each
 
 
 def _is_of_library(name: str) -> bool:
@@ -117,19 +91,26 @@ def _is_of_library(name: str) -> bool:
     return isinstance(file, str) and not is_users_file(file)
 
 
-def _describe_handler(handler: logging.Handler) -> HandlerFacts | None:
+def _describe_handler(handler: logging.Handler) -> Handler | None:
     """Describe a handler; None if a worker cannot have an equivalent one."""
     attributes = {name: value for name, value in vars(handler).items() if name not in ("lock", "stream")}
-    if type(handler) not in _KNOWN or not is_picklable(attributes):
-        return None
+    stream = ""
     if type(handler) is logging.StreamHandler:
-        stream = _standard_stream(handler.stream)
-        return HandlerFacts(logging.StreamHandler, stream, attributes) if stream else None
-    if isinstance(handler, logging.FileHandler):
+        known = {id(getattr(sys, name)): name.strip("_") for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
+        stream = known.get(id(handler.stream), "")
+        if not stream:
+            return None
+    elif type(handler) is logging.FileHandler:
         # It is opened with its first record. The caller's lines are already in the file, so append.
         attributes |= {"stream": None, "mode": "a"}
-    return HandlerFacts(type(handler), "", attributes)
+    return (type(handler), stream, attributes) if type(handler) in _KNOWN and is_picklable(attributes) else None
 
 
-def _standard_stream(stream: object) -> str | None:
-    return next((name for name in _STREAMS if stream in (getattr(sys, name), getattr(sys, f"__{name}__"))), None)
+def _make_handler(described: Handler) -> logging.Handler:
+    kind, stream, attributes = described
+    handler = kind.__new__(kind)
+    logging.Handler.__init__(handler)  # its lock
+    vars(handler).update(attributes)
+    if stream:
+        vars(handler)["stream"] = getattr(sys, stream)
+    return handler

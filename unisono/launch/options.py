@@ -20,11 +20,6 @@ from unisono.backends.cores import disjoint_cores, fair_num_threads
 logger = logging.getLogger(__name__)
 
 _YEAR_S = 365 * 24 * 3600
-_REFUSED = {
-    "fork": "a fork of this process hangs at its first parallel operation once torch has run one here, since OpenMP's "
-    "threads do not survive it",
-    "forkserver": "its workers outlive a killed caller",
-}
 
 
 @dataclass(frozen=True)
@@ -141,17 +136,14 @@ class Options:
     checked: bool = False
 
     def __post_init__(self) -> None:
-        if self.start_method in _REFUSED:
-            raise ValueError(
-                f"start_method={self.start_method!r} is refused: {_REFUSED[self.start_method]}; the default, "
-                "'zygote', is as fast and safe"
-            )
         if self.start_method not in ("zygote", "spawn", None):
             raise ValueError(
-                f"start_method={self.start_method!r} does not exist; choose one of 'zygote', 'spawn', or None"
+                f"start_method={self.start_method!r} does not exist; choose 'zygote', which is as fast as 'fork' and "
+                "safe, 'spawn', or None"
             )
         check_type(self.cores, "cores", "pass CPU threads per worker, or unisono.Cores(...)", int, Cores, NoneType)
-        self.shared_cores  # noqa: B018 # checks an integer
+        if not isinstance(self.cores, Cores):
+            Cores(num_threads=self.cores)  # checks it
         _check_seconds(self.timeout_s if isinstance(self.timeout, timedelta) else self.timeout, "timeout")
         if self.hang_timeout_s is not None:
             _check_seconds(self.hang_timeout_s, "hang_timeout_s")
@@ -176,7 +168,7 @@ class Options:
         return self.start_method or ("zygote" if sys.platform == "linux" else "spawn")
 
     @property
-    def need_process(self) -> bool:
+    def needs_process(self) -> bool:
         """Whether a single worker needs a process of its own."""
         is_output_plain = not self.output.prefix and self.output == Output(prefix=self.output.prefix)
         wanted = (self.max_restarts, self.start_method, self.cores, self.hang_timeout_s)

@@ -22,9 +22,7 @@ import os
 import pickle
 import re
 import shutil
-import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,9 +33,7 @@ from unisono.launch.job import Job
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 
 _NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
-_SHARING = "torch-shm-dir-"  # of the process in which torch manages tensors in files, which is killed with its worker
 _MAX_DEPTH = 3  # nested groups; each level multiplies the workers
-_OLD_S = 60.0
 _swept: set[str] = set()
 
 
@@ -84,10 +80,10 @@ def rendezvous() -> Iterator[Rendezvous]:
 def sweep(parent: Path) -> None:
     """Remove what killed processes of this user have left in that directory; never raises."""
     with contextlib.suppress(OSError):
-        for path in [*parent.glob("unisono-*-*"), *parent.glob(f"{_SHARING}*")]:
+        for path in parent.glob("unisono-*-*"):
             with contextlib.suppress(OSError):
                 is_ours = path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.geteuid()
-                if is_ours and (_is_deserted(path) if _NAME.match(path.name) else _is_deaf(path)):
+                if is_ours and _NAME.match(path.name) and _is_deserted(path):
                     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -116,15 +112,3 @@ def _is_deserted(directory: Path) -> bool:
         except BlockingIOError:
             return False
     return True
-
-
-def _is_deaf(directory: Path) -> bool:
-    """Whether the directory's socket has no listener, and is not just being created."""
-    if time.time() - directory.stat().st_mtime < _OLD_S:
-        return False
-    with socket.socket(socket.AF_UNIX) as sock:
-        try:
-            sock.connect(str(directory / "manager.sock"))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True
-    return False

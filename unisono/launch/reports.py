@@ -81,10 +81,10 @@ class Reporter:
                 return
             lengths = struct.pack(f"!{len(buffers)}Q", *(each.nbytes for each in buffers))
             if buffers:
-                _widen(self._descriptor)
-            self._write(_HEADER.pack(kind, len(data), len(buffers)) + lengths + data)
+                _widen_pipe(self._descriptor)
+            self._write_all(_HEADER.pack(kind, len(data), len(buffers)) + lengths + data)
             for each in buffers:
-                self._write(each)
+                self._write_all(each)
             if kind is Kind.OUTCOME:
                 os.close(self._descriptor)
                 self._descriptor = -1
@@ -92,7 +92,7 @@ class Reporter:
     def send_pulse(self, pulse: Pulse) -> None:
         self.send(Kind.PULSE, pickle.dumps(pulse))
 
-    def _write(self, data: bytes | memoryview) -> None:
+    def _write_all(self, data: bytes | memoryview) -> None:
         left = memoryview(data).cast("B")
         while left:
             left = left[os.write(self._descriptor, left[:_CHUNK]) :]
@@ -125,7 +125,7 @@ class Inbox:
 
     def take(self) -> Iterator[Message]:
         """Yield the messages that are complete now."""
-        while self._data is not None or self._begin():
+        while self._data is not None or self._parse_message():
             while not self._left and self._lengths:
                 self._add_buffer(self._lengths.pop(0))
             if self._left:
@@ -135,7 +135,7 @@ class Inbox:
             self._data, self._buffers = None, []
             yield message
 
-    def _begin(self) -> bool:
+    def _parse_message(self) -> bool:
         """Parse the header and data of the next message; return whether they have arrived."""
         if len(self._received) < _HEADER.size:
             return False
@@ -158,7 +158,7 @@ class Inbox:
         self._left = view[taken:]
 
 
-def _widen(descriptor: int) -> None:
+def _widen_pipe(descriptor: int) -> None:
     """Enlarge the pipe's buffer, which halves the time of large results; the total of a user's pipes is limited."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         import fcntl

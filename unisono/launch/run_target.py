@@ -12,16 +12,14 @@ The command itself imports none of the user's code: that is left to the workers.
 
 from __future__ import annotations
 
-import difflib
-import importlib
+import importlib.util
 import os
 import runpy
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 from unisono import preemption
@@ -61,13 +59,15 @@ def check_target(target: Target) -> None:
     """
     if target.is_script:
         if not os.path.isfile(target.name):
-            raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}{_similar_files(target.name)}")
+            raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}")
         return
     _set_first_path(os.getcwd())
-    if target.is_module:
-        _check_module(target.name, target.name)
-    else:
-        _check_module(_split(target.name)[0], target.name)
+    # Only this part of the name can be looked up without importing anything.
+    package = (target.name if target.is_module else _split_name(target.name)[0]).partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"{target.name!r}: there is no module {package!r} here or in the import path; name it as in an import"
+        )
 
 
 def find_function(name: str) -> Any:
@@ -77,13 +77,11 @@ def find_function(name: str) -> Any:
         UnisonoError: the module has no such function.
         Exception: an error of its import.
     """
-    module_name, path = _split(name)
+    module_name, path = _split_name(name)
     found: Any = importlib.import_module(module_name)
     for part in path.split("."):
         if not hasattr(found, part):
-            close = difflib.get_close_matches(part, dir(found), 1)
-            hint = f"; is it {close[0]!r}?" if close else ""
-            raise UnisonoError(f"{name!r}: {module_name} has no {part!r}{hint}")
+            raise UnisonoError(f"{name!r}: {module_name} has no {part!r}")
         found = getattr(found, part)
     if not callable(found):
         raise UnisonoError(f"{name!r} is of type {type(found).__name__}; name a function that takes the rank")
@@ -201,7 +199,7 @@ def _place_of(world: World, variables: Mapping[str, str] | None = None) -> Place
     )
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     module_name, _, path = name.partition(":")
     if not module_name or not path:
         raise ValueError(
@@ -210,40 +208,7 @@ def _split(name: str) -> tuple[str, str]:
     return module_name, path
 
 
-def _check_module(name: str, target: str) -> None:
-    """Find a module without importing it or its parent packages.
-
-    Raises:
-        ModuleNotFoundError: there is no such module; the message says which part of the name exists.
-    """
-    found: ModuleSpec | None = None
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        path = ".".join(parts[:count])
-        if found is not None and found.submodule_search_locations is None:
-            hint = "a script runs without -m" if target == name else f"a function in it is {found.name}:function"
-            raise ModuleNotFoundError(f"{target!r}: {found.name} is a module, and no package with {path!r}; {hint}")
-        found = _spec_of(path, None if found is None else found.submodule_search_locations)
-        if found is None:
-            raise ModuleNotFoundError(
-                f"{target!r}: there is no module {path!r} here or in the import path; name it as in an import"
-            )
-
-
-def _spec_of(path: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    specs = (finder.find_spec(path, places) for finder in sys.meta_path)
-    return next((spec for spec in specs if spec is not None), None)
-
-
 def _set_first_path(directory: str) -> None:
     """Put the directory first in `sys.path`, as `python` does with that of a script."""
     if sys.path and sys.path[0] != directory:
         sys.path.insert(0, directory)
-
-
-def _similar_files(target: str) -> str:
-    directory = os.path.dirname(target) or "."
-    if not os.path.isdir(directory):
-        return f"; there is no directory {directory!r} either"
-    close = difflib.get_close_matches(os.path.basename(target), os.listdir(directory), 1)
-    return f"; is it {os.path.join(os.path.dirname(target), close[0])!r}?" if close else ""

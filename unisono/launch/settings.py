@@ -1,4 +1,4 @@
-"""Settings that a script made before `spawn`, and its workers inherit: what changes numbers, warnings, and limits.
+"""Settings that a script made before `spawn`, and its workers inherit: what changes numbers, and warnings.
 
 A worker is forked from another process, and would have the defaults. So the caller reads each setting of `SETTINGS`,
 and a worker sets those in which it differs, before it imports the modules of `fn`. Loggers are handled separately
@@ -26,26 +26,6 @@ from unisono.backends.switches import SWITCHES, Switch
 from unisono.launch.loggers import Logging, adopt_loggers, read_loggers
 from unisono.launch.unpicklable import is_picklable
 from unisono.protocols import Backend
-
-try:
-    import resource
-except ImportError:  # not on Windows, where there are no workers
-    _LIMITS: dict[str, int] = {}
-else:
-    _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-
-
-def _limits() -> dict[str, tuple[int, int]]:
-    return {name: resource.getrlimit(number) for name, number in _LIMITS.items()}
-
-
-def _set_limits(limits: dict[str, tuple[int, int]]) -> None:
-    for name, wanted in limits.items():
-        if resource.getrlimit(_LIMITS[name]) != wanted:
-            try:
-                resource.setrlimit(_LIMITS[name], wanted)
-            except (OSError, ValueError) as error:
-                raise OSError(f"{name}={wanted}: {error}") from error
 
 
 def _set_warning_filters(filters: list[Any]) -> None:
@@ -84,23 +64,9 @@ def _set_numpy_generator(state: tuple[Any, ...] | None) -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _numpy_errors() -> dict[str, Any] | None:
-    """None if NumPy is not imported, and so unchanged."""
-    return sys.modules["numpy"].geterr() if "numpy" in sys.modules else None
-
-
-def _set_numpy_errors(handling: dict[str, Any] | None) -> None:
-    if handling is not None:
-        import numpy
-
-        numpy.seterr(**handling)
-
-
 SETTINGS: dict[str, Switch] = {
-    "resource.setrlimit": (_limits, _set_limits),
     "random.seed": (random.getstate, random.setstate),
     "numpy.random.seed": (_numpy_generator, _set_numpy_generator),
-    "numpy.seterr": (_numpy_errors, _set_numpy_errors),
     "warnings.filterwarnings": (lambda: list(warnings.filters), _set_warning_filters),
     "logging.captureWarnings": (_captures_warnings, logging.captureWarnings),
     "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),

@@ -108,6 +108,8 @@ def spawn(
     """
     refuse_while_loading()
     _check_call(fn, args)
+    if unknown := options.keys() - SpawnOptions.__annotations__.keys():
+        raise TypeError(f"spawn has no argument {min(unknown)!r}; there are {', '.join(SpawnOptions.__annotations__)}")
     chosen = Options(daemon=daemon, **options)
     family = pick_backend(chosen.backend)
     count = check_nprocs(nprocs, family, chosen.process_group)
@@ -117,7 +119,7 @@ def spawn(
         return run_announced(fn, args, nprocs, family, timedelta(seconds=chosen.timeout_s), chosen.process_group)
     if outside := [rank for rank in chosen.output.ranks or () if rank >= count]:
         raise ValueError(f"Output(ranks=...) names rank {outside[0]}; the ranks are 0 to {count - 1}")
-    if count == 1 and join and not chosen.need_process:
+    if count == 1 and join and not chosen.needs_process:
         return [_run_inline(fn, args, family)]
     context = ProcessContext(Supervisor(make_job(fn, args, count, family, chosen)))
     if join:

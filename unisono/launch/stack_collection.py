@@ -63,12 +63,12 @@ class StackCollection:
         self._reported: dict[int, tuple[int, str]] = {}  # what the other machines last got about this machine's ranks
 
     def due(self) -> float | None:
-        """When to call `face`, unless something happens before."""
+        """When to call `examine`, unless something happens before."""
         if self._due is not None:
             return self._due
         return min((each for each in (self._watch.deadline(), self._watch.doubt()) if each), default=None)
 
-    def tell_progress(self) -> None:
+    def report_progress(self) -> None:
         """Report the progress of this machine's ranks to the others; it invalidates stacks collected before."""
         pulses = {rank: (its.progress, its.doing) for rank, its in self._watch.pulses.items() if rank in self._here}
         if self._others is not None and pulses != self._reported:
@@ -87,32 +87,32 @@ class StackCollection:
         self._watch.returned.update(report.returned)
         # A counter, as machines see only the latest report of one another.
         if report.num_asks > (0 if before is None else before.num_asks) and self._due is None:
-            self._begin(now, running)
+            self._request_stacks(now, running)
         if self._stacks is not None and self._is_answered():
             self._due = now
 
-    def face(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
+    def examine(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
         """Request the stacks; on a later call, unless a rank has moved, return the error that names the late ranks.
 
         Args:
             running: the workers on this machine that have not ended.
         """
         if self._due is None:
-            self._begin(now, running)
+            self._request_stacks(now, running)
             if self._others is not None:
                 self._others.ask()
             return None
         if self._stacks is None:
-            self._stacks = self._read(running)
+            self._stacks = self._read_stacks(running)
             if self._others is not None:
                 self._others.say(stacks={rank: main_stack(text) for rank, text in self._stacks.items()})
                 if not self._is_answered():
                     self._due = now + _OTHERS_S
                     return None
         stacks, self._stacks, self._due = self._stacks, None, None
-        return self._judge(now, running, stacks)
+        return self._judge_stacks(now, running, stacks)
 
-    def _begin(self, now: float, running: Sequence[Worker]) -> None:
+    def _request_stacks(self, now: float, running: Sequence[Worker]) -> None:
         self._due = now + _STACKS_S
         paths = {worker.rank: stacks_path(self._directory, worker.rank) for worker in running}
         # Each request appends to these files; what comes after this size is the answer to this one.
@@ -120,7 +120,7 @@ class StackCollection:
         self._cpu_s = _cpu_seconds(running)
         self._ask(list(running))
 
-    def _read(self, running: Sequence[Worker]) -> dict[int, str]:
+    def _read_stacks(self, running: Sequence[Worker]) -> dict[int, str]:
         ranks = {worker.rank for worker in running}
         return {
             rank: stacks_path(self._directory, rank).read_bytes()[size:].decode(errors="replace")
@@ -128,7 +128,7 @@ class StackCollection:
             if rank in ranks
         }
 
-    def _judge(self, now: float, running: Sequence[Worker], stacks: dict[int, str]) -> WorkerHungError | None:
+    def _judge_stacks(self, now: float, running: Sequence[Worker], stacks: dict[int, str]) -> WorkerHungError | None:
         # A rank may have moved since the stacks were requested, so both limits are checked again.
         watch = self._watch
         is_over, is_in_doubt = (at is not None and now >= at for at in (watch.deadline(), watch.doubt()))

@@ -1,14 +1,14 @@
 """The supervisor: runs a job, one group of workers after another, until one succeeds or no restart is left.
 
-*Threads:* one thread, `unisono-supervisor`, runs `_watch`, and owns all state until it ends. The caller's threads only
-make requests (`interrupt`, `stop`, `ask_to_stop`), through a socket that wakes it, and wait on an event. There is no
-polling.
+*Threads:* one thread, `unisono-supervisor`, runs `_run_attempts`, and owns all state until it ends. The caller's
+threads only make requests (`interrupt`, `stop`, `ask_to_stop`), through a socket that wakes it, and wait on an event.
+There is no polling.
 
 Invariants:
 
 1. Each attempt has a rendezvous of its own, so nothing stale from a failed one is found.
 2. What the caller asked for ends the job: it is never restarted afterwards.
-3. When `_watch` ends, no worker of the job is running, and nothing is left of its rendezvous.
+3. When `_run_attempts` ends, no worker of the job is running, and nothing is left of its rendezvous.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Supervisor:
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[Callable[[Group], None]] = []
         self._readings: list[threading.Event] = []  # set once the workers' pipes have been read
-        self._was_asked = self._was_preempted = self._was_interrupted = False
+        self._asked_for: set[Callable[[Group], None]] = set()  # of `interrupt`, `stop` and `ask_to_stop`
         self._has_begun = False
         # reentrant: a signal handler may make a request while the code it interrupted does
         self._lock = threading.RLock()
@@ -110,7 +110,7 @@ class Supervisor:
 
     def may_restart(self, error: BaseException | None) -> bool:
         """Whether, after a group has ended with that error, another attempt is wanted and could succeed."""
-        if error is None or self._was_asked or self._has_agreed_to_stop():
+        if error is None or self._asked_for or self._has_agreed_to_stop():
             return False
         return not isinstance(error, UnpicklableError | StoppedError)
 
@@ -129,18 +129,16 @@ class Supervisor:
 
     def interrupt(self) -> None:
         """Ask the workers to stop as Ctrl-C does; kill them on the second call."""
-        self._was_interrupted = True
-        self._ask(Group.interrupt)
+        self._request_end(Group.interrupt)
 
     def stop(self) -> None:
         """Stop the workers with SIGTERM; kill them on the second call."""
-        self._ask(Group.stop)
+        self._request_end(Group.stop)
 
     def ask_to_stop(self) -> None:
         """Ask the workers that handle it to stop early; if they are past their last check, their end counts as an early
         one."""
-        self._was_preempted = True
-        self._ask(Group.ask_to_stop)
+        self._request_end(Group.ask_to_stop)
 
     def end(self, ask: Callable[[Supervisor], None]) -> None:
         """Request the end, by `stop` or `interrupt`, and wait; a signal meanwhile repeats the request, which kills."""
@@ -151,11 +149,11 @@ class Supervisor:
 
     def hear(self, report: MachineReport) -> None:
         """Handle another machine's report on its workers."""
-        self._request(lambda group: group.hear(report))
+        self._queue_request(lambda group: group.hear(report))
 
     def give_up(self, reason: BaseException) -> None:
         """End the workers for an external reason, which counts as a failure of theirs."""
-        self._request(lambda group: group.give_up(Outcome(error=reason)))
+        self._queue_request(lambda group: group.give_up(Outcome(error=reason)))
 
     def note_end(self, reason: str) -> None:
         """Record in the run's directory that this process, and with it its workers, is about to be ended."""
@@ -175,14 +173,14 @@ class Supervisor:
             self._wake_w.send(b"!")
             has_read.wait(_READING_S)
 
-    def _ask(self, request: Callable[[Group], None]) -> None:
+    def _request_end(self, request: Callable[[Group], None]) -> None:
         with self._lock:
-            self._was_asked = True
+            self._asked_for.add(request)
             if not self._has_begun and self._thread.ident is None:  # the caller was interrupted in `start`
                 self._has_ended.set()
-        self._request(request)
+        self._queue_request(request)
 
-    def _request(self, request: Callable[[Group], None]) -> None:
+    def _queue_request(self, request: Callable[[Group], None]) -> None:
         with self._lock:
             self._requests.append(request)
         with contextlib.suppress(OSError):
@@ -190,10 +188,10 @@ class Supervisor:
 
     # Everything below runs on the supervisor's thread.
 
-    def _watch(self) -> Outcome[list[Any]]:
+    def _run_attempts(self) -> Outcome[list[Any]]:
         with self._wake_r, self._wake_w:
             for restart_count in range(self._options.max_restarts + 1):
-                attempted = Outcome.capture(self._attempt, restart_count)
+                attempted = Outcome.capture(self._run_attempt, restart_count)
                 verdict = attempted.value or Outcome(error=attempted.error)
                 if attempted.error is not None:  # an error of this process: workers add notes to their own
                     add_limit_note(attempted.error)
@@ -201,7 +199,7 @@ class Supervisor:
                 if restart_count == self._options.max_restarts or not self.may_restart(verdict.error):
                     break
                 tell_restart(verdict, restart_count + 1, self._options.max_restarts, self._run)
-        return self._close(verdict)
+        return self._conclude_job(verdict)
 
     def _record_failures(self, verdict: Outcome[list[Any]]) -> None:
         """Append what ended the ranks to their logs, which contain only what they wrote themselves."""
@@ -215,7 +213,7 @@ class Supervisor:
     def _has_agreed_to_stop(self) -> bool:
         return self._group is not None and any(worker.has_agreed_to_stop for worker in self._group.workers)
 
-    def _attempt(self, restart_count: int) -> Outcome[list[Any]]:
+    def _run_attempt(self, restart_count: int) -> Outcome[list[Any]]:
         with rendezvous() as place:
             return self._run_group(place, restart_count)
 
@@ -233,7 +231,7 @@ class Supervisor:
         watch = HangWatch(self._options.hang_timeout_s, self._options.timeout_s, self._others is None)
         with contextlib.closing(monitor), contextlib.closing(output):
             self._group = Group(job, place, watch, output, monitor, self._note_start, self._others)
-            return self._group.run(self._wake_r, self._obey)
+            return self._group.run(self._wake_r, self._obey_requests)
 
     def _note_start(self) -> None:
         assert self._group is not None
@@ -241,7 +239,7 @@ class Supervisor:
         if self._run is not None:
             self._run.event("started", ranks=[*self._job.ranks], pids=[worker.pid for worker in self._group.workers])
 
-    def _obey(self) -> None:
+    def _obey_requests(self) -> None:
         assert self._group is not None
         # Read before the lists are taken: a request made meanwhile sends another byte. One made between two
         # groups is obeyed by the next.
@@ -254,24 +252,24 @@ class Supervisor:
         for has_read in readings:
             has_read.set()
 
-    def _close(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
-        if verdict.error is None and (self._has_agreed_to_stop() or self._was_preempted):
+    def _conclude_job(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
+        if verdict.error is None and (self._has_agreed_to_stop() or Group.ask_to_stop in self._asked_for):
             stopped = StoppedError(verdict.value or [])
             logger.warning("%s", stopped)
             verdict = Outcome(error=stopped)
         if self._run is not None and self._ends_run:
-            code = INTERRUPTED if self._was_interrupted else exit_code_of(verdict.error)
-            self._run.finish_with(verdict, code, is_asked=self._was_asked)
+            code = INTERRUPTED if Group.interrupt in self._asked_for else exit_code_of(verdict.error)
+            self._run.finish_with(verdict, code, is_asked=bool(self._asked_for))
         return verdict
 
 
 def _supervise(supervisor: Supervisor) -> None:
     """Body of the supervisor's thread: every end of the job becomes its verdict."""
     with supervisor._lock:
-        # Under the lock, as in `_ask`: a start that was interrupted either runs in full or not at all.
+        # Under the lock, as in `_request_end`: a start that was interrupted either runs in full or not at all.
         supervisor._has_begun = not supervisor._has_ended.is_set()
     if supervisor._has_begun:
-        watched = Outcome.capture(supervisor._watch)
+        watched = Outcome.capture(supervisor._run_attempts)
         supervisor._verdict = watched.value or Outcome(error=watched.error)
     # Also if no group was started: `pids` must not wait forever.
     supervisor._has_started.set()

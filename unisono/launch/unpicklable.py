@@ -108,9 +108,9 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if (value := _contents(cell)) is not None:
             yield f"the function {name!r} uses the variable {free!r} of the function around it", value
-    for place, value in enumerate(function.__defaults__ or ()):
-        yield f"the function {name!r} has a default for its argument {_argument(function, place)!r}", value
-    for each, value in (function.__kwdefaults__ or {}).items():
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = dict(zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False))
+    for each, value in {**defaults, **(function.__kwdefaults__ or {})}.items():
         yield f"the function {name!r} has a default for its argument {each!r}", value
     for each, value in vars(function).items():
         yield f"the function {name!r} has the attribute {each!r}", value
@@ -131,8 +131,3 @@ def _contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # nothing has been assigned yet
         return None
-
-
-def _argument(function: FunctionType, place: int) -> str:
-    count = function.__code__.co_argcount
-    return function.__code__.co_varnames[count - len(function.__defaults__ or ()) + place]

@@ -23,7 +23,6 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +48,7 @@ from unisono.launch.settings import Settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import name_process
 from unisono.launch.watching.monitor import SAMPLES_PATH
-from unisono.outcome import Outcome, add_note_once, chain_of, this_process
+from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
 
@@ -83,7 +82,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()
         with beating(world, reporter, job.pulse_s):
-            outcome = Outcome.capture(_call, job, world, reporter)
+            outcome = Outcome.capture(_call_fn, job, world, reporter)
             # Inside the block, so threads that `fn` has left running still count as progress.
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
@@ -94,7 +93,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
     # Decided on the original error, which `translate_error` may replace.
-    is_secondary = outcome.is_secondary or tells_of_a_peer(outcome.error)
+    is_secondary = outcome.is_secondary or is_about_a_peer(outcome.error)
     if world is not None and outcome.error is not None:
         outcome = replace(outcome, error=translate_error(outcome.error, world.comm))
     is_failure = outcome.error is not None
@@ -131,7 +130,7 @@ def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
     return died
 
 
-def tells_of_a_peer(error: BaseException | None) -> bool:
+def is_about_a_peer(error: BaseException | None) -> bool:
     """Whether an error came from torch's transport: the user's own torch.distributed calls raise those, or DDP."""
     return error is not None and any(map(is_of_transport, chain_of(error)))
 
@@ -146,7 +145,7 @@ def refuse_while_loading() -> None:
         )
 
 
-def _call(job: Job, world: World, reporter: Reporter) -> Any:
+def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
     global _is_loading
     _is_loading = True
     try:
@@ -163,8 +162,7 @@ def _call(job: Job, world: World, reporter: Reporter) -> Any:
         compare_modules(pickle.loads(job.caller.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
     # Sent after the imports, whose duration the supervisor reports as a slow start.
     reporter.send(Kind.BEGUN)
-    with _explaining_missing(loaded.left_out):
-        return loaded.fn(world.rank, *loaded.args)
+    return loaded.fn(world.rank, *loaded.args)
 
 
 def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) -> None:
@@ -172,22 +170,6 @@ def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) ->
     for name, reason in settings.adopt(world.backend).items():
         text = f"workers do not have what {name} has set in the calling process ({reason})"
         reporter.send(Kind.NOTE, text.encode())
-
-
-@contextlib.contextmanager
-def _explaining_missing(left_out: dict[str, str]) -> Iterator[None]:
-    """Add a note to the error of a global that was looked up at run time, saying why the worker does not have it."""
-    try:
-        yield
-    except (KeyError, NameError, AttributeError) as error:
-        name = error.args[0] if isinstance(error, KeyError) and error.args else getattr(error, "name", None)
-        if isinstance(name, str) and name in left_out:
-            add_note_once(
-                error,
-                f"{name!r} is a global of the caller's __main__ that cannot be sent to workers ({left_out[name]}); "
-                "create it inside fn, or pass what it is created from",
-            )
-        raise
 
 
 def _adopt_caller(caller: Caller, place: Place, directory: str) -> None:

@@ -138,10 +138,7 @@ class Report:
     ranks: list[RankSummary]
 
     def print(self) -> None:
-        """Print where the time of each rank went, in % of its time in loops, the rates, and what the run waited for.
-
-        The extra "report" (rich) draws the table with lines and colours.
-        """
+        """Print where the time of each rank went, in % of its time in loops, the rates, and what the run waited for."""
         from unisono.report.text import print_report
 
         print_report(self)

@@ -1,9 +1,8 @@
-"""A report as a table in a terminal. The extra "report" (rich) draws it with lines and colours."""
+"""A report as a table in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from unisono.report.summary import CAUSES, Report, label
 from unisono.timeline import PHASES
@@ -14,18 +13,10 @@ _CAPTION = "moving runs in the background, concurrently with the others"
 
 def print_report(report: Report) -> None:
     """As `Report.print`."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        print(_TITLE, _plain_table(report), _CAPTION, "", *_lines(report), sep="\n")
-        return
-    console = Console()
-    console.print(_rich_table(report))
-    for line in _lines(report):
-        console.print(line, highlight=False)
+    print(_TITLE, _format_table(report), _CAPTION, "", *_lines_below(report), sep="\n")
 
 
-def _rows(report: Report) -> list[list[str]]:
+def _table_rows(report: Report) -> list[list[str]]:
     """The rows of the table, from its headings on, which may have several lines."""
     phases = [label(phase).replace(" for", "\nfor").replace("loop ", "loop\n") for phase in PHASES]
     named = report.named_phases
@@ -38,22 +29,8 @@ def _rows(report: Report) -> list[list[str]]:
     return rows
 
 
-def _rich_table(report: Report) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    # No vertical lines: it has to fit into 80 columns, the width used if the terminal's is unknown.
-    table = Table(title=_TITLE, caption=_CAPTION, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    headings, *rows = _rows(report)
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=place < len(headings) - 2)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _plain_table(report: Report) -> str:
-    headings, *rows = _rows(report)
+def _format_table(report: Report) -> str:
+    headings, *rows = _table_rows(report)
     upper, lower = zip(*(("\n" + each).rsplit("\n", 1) for each in headings), strict=True)
     lines = [[each.strip() for each in upper], list(lower), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -61,7 +38,7 @@ def _plain_table(report: Report) -> str:
     return "\n".join("  ".join([line[0].strip().ljust(widths[0]), *line[1:]]) for line in padded)
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines_below(report: Report) -> Iterator[str]:
     """The lines below the table."""
     yield f"{report.samples_per_second:,.0f} samples/s over {len(report.ranks)} rank(s)"
     yield report.verdict

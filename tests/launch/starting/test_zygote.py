@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import pickle
-import resource
 import signal
-import socket
 import sys
 import threading
 import time
-import weakref
 
 import psutil
 import pytest
@@ -20,10 +15,8 @@ import warm_scripts
 from faults import SOON_S, Script, grandchild, stand_still, survivors
 
 from unisono.errors import UnisonoError, WorkerDiedError
-from unisono.launch import group as group_module
 from unisono.launch.spawn import spawn
-from unisono.launch.starting import wire, zygote_client
-from unisono.launch.starting.zygote import Zygote
+from unisono.launch.starting import zygote_client
 from unisono.launch.starting.zygote_client import warm
 from unisono.world import current_world
 
@@ -54,22 +47,6 @@ def running(line, ear):
     context.stop()
 
 
-def test_a_message_that_comes_in_parts_is_waited_for_whatever_time_out_the_callers_sockets_have():
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(5.0)
-    try:
-        pair = wire.socket_pair()
-    finally:
-        socket.setdefaulttimeout(before)
-    with pair[0] as ours, socket.socket(fileno=pair[1].detach()) as theirs:  # as the zygote opens it
-        data = pickle.dumps({"number": 7})
-        ours.sendall(len(data).to_bytes(4, "big"))
-        rest = threading.Timer(0.1, ours.sendall, (data,))
-        rest.start()
-        assert wire.receive(theirs) == ({"number": 7}, [])
-        rest.join()
-
-
 @pytest.mark.slow
 def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
     context, pids = running
@@ -96,17 +73,6 @@ def test_a_signal_to_everything_at_once_leaves_the_zygote_to_serve(signum):
     os.kill(zygote, signum)
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
     assert zygote_client.zygote_pid() == zygote
-
-
-@pytest.mark.slow
-def test_a_zygote_that_died_between_two_spawns_is_replaced():
-    spawn(lambda index: index, nprocs=2)
-    zygote = psutil.Process(zygote_client.zygote_pid())
-    fds = psutil.Process().num_fds()
-    zygote.kill()
-    zygote.wait()
-    assert spawn(lambda index: index, nprocs=2) == [0, 1]
-    assert psutil.Process().num_fds() == fds
 
 
 @pytest.mark.slow
@@ -188,24 +154,6 @@ def stand_still_at(index):
     stand_still()
 
 
-@pytest.mark.slow
-def test_a_zygote_that_dies_while_a_group_is_opened_is_an_error(monkeypatch):
-    spawn(lambda index: index, nprocs=2)
-    zygote = psutil.Process(zygote_client.zygote_pid())
-
-    def open_and_kill(*arguments):
-        group = zygote_client.open_group(*arguments)
-        zygote.kill()
-        zygote.wait()
-        return group
-
-    with monkeypatch.context() as patch:
-        patch.setattr(group_module, "open_group", open_and_kill)
-        with pytest.raises(UnisonoError, match="ended before it forked one"):
-            spawn(lambda index: index, nprocs=2)
-    assert spawn(lambda index: index, nprocs=2) == [0, 1]
-
-
 SLOW_TO_JOIN = """
 import os
 import torch.distributed as dist
@@ -230,27 +178,6 @@ def test_no_fn_begins_before_all_ranks_have_joined(tmp_path, monkeypatch, new_zy
     let_pass(1)
     context.join()
     assert ear.hear_all(2) == [["0"], ["1"]]
-
-
-def test_a_caller_without_descriptors_to_spare_gets_an_error_and_nothing_runs():
-    spawn(lambda index: index, nprocs=2)
-    process = psutil.Process()
-    before = process.num_fds()
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = highest + 1 - before
-    fillers = [os.open(os.devnull, os.O_RDONLY) for _ in range(free)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, hard))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            spawn(lambda index: index, nprocs=8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for filler in fillers:
-            os.close(filler)
-    assert process.num_fds() == before
-    assert psutil.Process(zygote_client.zygote_pid()).children() == []
-    assert spawn(lambda index: index, nprocs=2) == [0, 1]
 
 
 CLOSED = """
@@ -298,24 +225,6 @@ def test_forks_of_the_caller_wait_for_a_group_that_is_just_being_opened():
         assert not forked.wait(0.1)
     thread.join()
     assert codes == [0]
-
-
-def test_what_the_zygote_imports_after_its_first_workers_is_shared_with_the_next(monkeypatch):
-    monkeypatch.setattr(weakref.finalize, "_registry", {})  # whose members are left out of the ends of workers
-    zygote = object.__new__(Zygote)
-    zygote.start_method, zygote.is_frozen = "spawn", True
-    zygote.working = threading.Thread(target=lambda: None)
-    zygote.working.start()
-    zygote.working.join()  # it has ended before the next fork
-    imported = [[] for _ in range(1000)]
-    try:
-        zygote._settle()
-        assert not any(each is imported for each in gc.get_objects())
-        fresh = [[]]
-        zygote._settle()  # nothing was imported since
-        assert any(each is fresh for each in gc.get_objects())
-    finally:
-        gc.unfreeze()
 
 
 @pytest.fixture
@@ -374,23 +283,3 @@ def test_what_cannot_be_preloaded_is_an_error_at_once(preloading, options, error
     with pytest.raises(error, match=message):
         warm(**options)
     assert zygote_client.zygote_pid() is None
-
-
-def test_a_zygote_that_has_forked_often_moves_its_memory_when_it_is_idle(monkeypatch):
-    done = []
-    monkeypatch.setattr("unisono.launch.starting.zygote.collapse_memory", lambda: done.append("moved"))
-    monkeypatch.setattr("unisono.launch.starting.zygote._import_optimizers", lambda: done.append("imported"))
-    control, other = socket.socketpair()
-    with control, other:
-        zygote = Zygote(control, os.getpid(), "zygote")
-        try:
-            for _ in range(2):
-                zygote._begin_work()
-            zygote.working.join()
-        finally:
-            zygote.selector.close()
-            for fd in (zygote.children_r, zygote.children_w, zygote.caller_fd):
-                os.close(fd)
-    assert done == ["imported", "moved"]
-    assert zygote.idle_work == []
-    assert zygote.forks_before_work > 0

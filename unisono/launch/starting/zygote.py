@@ -114,14 +114,14 @@ class Zygote:
                 self.working = threading.Thread(target=_import_optimizers, name="unisono-preload")
                 self.working.start()
             for fd in (key.fd for key, _ in ready):
-                if fd == self.caller_fd or (fd == self.control.fileno() and not self._accept()):
-                    self._end()
+                if fd == self.caller_fd or (fd == self.control.fileno() and not self._accept_request()):
+                    self._end_everything()
                 elif fd == self.children_r:
-                    self._reap()
+                    self._reap_children()
                 elif fd in self.groups:
-                    self._answer(self.groups[fd])
+                    self._answer_group(self.groups[fd])
 
-    def _accept(self) -> bool:
+    def _accept_request(self) -> bool:
         try:
             message, fds = wire.receive(self.control)
         except EOFError:
@@ -129,14 +129,14 @@ class Zygote:
         if "preload" in message:
             # The caller's path may have changed since it started this process.
             sys.path[:] = message["path"]
-            self._preload(message["preload"])
+            self._import_modules(message["preload"])
             return True
         group = _Group(socket.socket(fileno=fds[0]), message["directory"])
         self.groups[group.sock.fileno()] = group
         self.selector.register(group.sock.fileno(), selectors.EVENT_READ)
         return True
 
-    def _preload(self, modules: list[str]) -> None:
+    def _import_modules(self, modules: list[str]) -> None:
         """Import modules that the user named, in this thread: some libraries set signal handlers when they are
         imported."""
         if self.working is not None:
@@ -157,15 +157,15 @@ class Zygote:
                     file=sys.stderr,
                 )
 
-    def _answer(self, group: _Group) -> None:
+    def _answer_group(self, group: _Group) -> None:
         try:
             message, fds = wire.receive(group.sock)
         except EOFError:
-            self._close(group)
+            self._close_group(group)
             return
         if message["op"] == "fork":
-            self._prepare(message["family"])
-            self._fork(group, message["rank"], message["job"], fds)
+            self._import_backend(message["family"])
+            self._fork_worker(group, message["rank"], message["job"], fds)
         elif message["op"] == "signal":
             # These pids have not been waited for, so even that of a dead worker is not another process's.
             for pid in (pid for pid, rank in group.ranks.items() if rank in message["ranks"]):
@@ -173,7 +173,7 @@ class Zygote:
                 send = kill_session if message["to_sessions"] else os.kill
                 send(pid, message["signal"])
 
-    def _prepare(self, family: str) -> None:
+    def _import_backend(self, family: str) -> None:
         """Import in advance what the workers of a family import. A failure is left for the worker to report."""
         if self.start_method == "zygote" and family not in self.families:
             self.families.add(family)
@@ -183,8 +183,8 @@ class Zygote:
 
                 get_backend(family).preload()
 
-    def _fork(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
-        self._settle()
+    def _fork_worker(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
+        self._prepare_fork()
         # A signal to the child must neither run this process's handler nor be lost: it stays pending until the child's
         # own.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
@@ -194,16 +194,16 @@ class Zygote:
                 self._become_worker(rank, job, fds)
             # A child that has already ended cannot be missed here: children are reaped only in `serve`, on this thread.
             group.ranks[pid] = rank
-            _tell(group, {"op": "forked", "rank": rank, "pid": pid})
+            _send_if_heard(group, {"op": "forked", "rank": rank, "pid": pid})
         except OSError as error:
-            _tell(group, {"op": "error", "rank": rank, "text": f"{error}; {_limit_met(error)}".rstrip("; ")})
+            _send_if_heard(group, {"op": "error", "rank": rank, "text": f"{error}; {_limit_met(error)}".rstrip("; ")})
         finally:
             # Only the parent gets here: the child leaves by `os._exit` or `exec`.
             for fd in fds:
                 os.close(fd)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
 
-    def _settle(self) -> None:
+    def _prepare_fork(self) -> None:
         """Prepare for a fork: no second thread, and what is imported stays shared with the workers."""
         if self.working is not None:
             self.working.join()
@@ -268,7 +268,7 @@ class Zygote:
         finally:
             os._exit(1)  # the child must never continue as a second zygote
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         with contextlib.suppress(BlockingIOError):
             # Pending SIGCHLDs merge into one, so all children that have ended are taken below.
             os.read(self.children_r, 4096)
@@ -290,7 +290,7 @@ class Zygote:
         rank = group.ranks.pop(pid) if group is not None else None
         self._kill_strays()
         if group is not None:
-            _tell(group, {"op": "exit", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+            _send_if_heard(group, {"op": "exit", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
 
     def _kill_strays(self) -> None:
         """Kill what dead workers left outside their sessions: without workers, all children of this process are their
@@ -298,7 +298,7 @@ class Zygote:
         if not any(group.ranks for group in self.groups.values()):
             kill_children()
 
-    def _close(self, group: _Group) -> None:
+    def _close_group(self, group: _Group) -> None:
         """The caller has closed the group: kill everything that belongs to it."""
         # The tree includes what has left the session; the session includes what has lost its parent.
         for pid in group.ranks:
@@ -318,7 +318,7 @@ class Zygote:
         del self.groups[group.sock.fileno()]
         group.sock.close()
 
-    def _end(self) -> NoReturn:
+    def _end_everything(self) -> NoReturn:
         """Kill everything, and exit."""
         reap_children()
         for group in self.groups.values():
@@ -335,7 +335,7 @@ def _limit_met(error: OSError) -> str:
     return ""
 
 
-def _tell(group: _Group, message: dict[str, object]) -> None:
+def _send_if_heard(group: _Group, message: dict[str, object]) -> None:
     with contextlib.suppress(OSError):  # a caller that is gone is noticed by its end of file
         wire.send(group.sock, message)
 
