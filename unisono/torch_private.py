@@ -87,7 +87,6 @@ NAMES = {  # ours: (torch's, what we do by it)
     "aot_autograd": ("torch._functorch.aot_autograd", "compiles the backward graph with the forward one, in torch 2.9"),
     "CALL": ("torch.nn.Module._call_impl", "compiles modules of torch's own classes"),
     "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module once for all replicas"),
-    "OptimizedModule": ("torch._dynamo.eval_frame.OptimizedModule", "recognises what torch.compile has returned"),
     "ORIGINAL": ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "finds the module that torch.compile wraps"),
     # Other switches of the process.
     "get_fp32_precision": ("torch._C._get_fp32_precision_getter", "gives workers torch.backends.fp32_precision"),
