@@ -28,7 +28,7 @@ from torch import nn
 from unisono import Accelerator, spawn
 from unisono.checkpoint import saver
 from unisono.checkpoint.checkpointer import Checkpointer, load, save
-from unisono.errors import CheckpointError, NoCheckpointError
+from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 from unisono.outcome import Outcome
 
 
@@ -252,3 +252,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
             with pytest.raises(CheckpointError, match=f"checkpoint_{number}.*{file}"):
                 loaded(tmp_path / f"checkpoint_{number}")
             save_numbered(tmp_path, number, keep=2)
+
+
+def test_a_checkpoint_that_has_lost_its_manifest_is_no_interrupted_save(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    Checkpointer(tmp_path, is_async=False, model=model).save(1)
+    (manifest,) = tmp_path.rglob("manifest.json")
+    manifest.unlink()
+    (tmp_path / "latest").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"has lost its manifest\.json"):
+        Checkpointer(tmp_path, model=model).load(must_exist=False)

@@ -9,7 +9,7 @@ which have neither renames nor links.
     runs/checkpoints/
         latest                            "checkpoint_200"
         checkpoint_100/manifest.json      names the files, with their checksums
-        checkpoint_100/3f2a91c05b7e/      state.pt, and for large sharded states shards/
+        checkpoint_100/3f2a91c05b7e/      state.pt, for large sharded states shards/, and at last complete
         checkpoint_200/
 
 *Threads:* one at a time for each directory; one process of a run writes.
@@ -40,6 +40,7 @@ from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpoint
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
+_COMPLETE = "complete"  # beside the files of a save, once its manifest is there: so a manifest that was lost is noticed
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OF_A_SAVE = re.compile(rf"[0-9a-f]{{12}}|\.{MANIFEST}\.new")
 
@@ -112,6 +113,7 @@ def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
             files = {f"{mark}/{name}": list(checksum) for name, checksum in write(directory).items()}
         created = _created_after_latest(manifest.created, folder.parent) if place.is_numbered else manifest.created
         folder.write(MANIFEST, replace(manifest, files=files, created=created).to_bytes())
+        folder.write(f"{mark}/{_COMPLETE}", b"")
     except BaseException:
         with suppress(OSError):
             _give_back(folder, mark)
@@ -219,8 +221,12 @@ def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
     if damaged:
         raise DamagedCheckpointError(f"no checkpoint at {folder} is intact: {'; '.join(damaged)}")
     unfinished = [each for each in (folder, *(each for _, each in numbered_in(folder))) if _holds_files(each)]
+    if lost := [str(each) for each in unfinished if _was_complete(each)]:
+        raise DamagedCheckpointError(
+            f"{', '.join(lost)} had a {MANIFEST}, which is gone, so that it cannot be verified"
+        )
     for each in unfinished:
-        logger.warning("%s has no %s: its save was interrupted, or that file was removed", each, MANIFEST)
+        logger.warning("%s has no %s: its save was interrupted", each, MANIFEST)
     left = f"; {', '.join(map(str, unfinished))} has no {MANIFEST}" if unfinished else ""
     raise NoCheckpointError(f"there is no checkpoint at {folder}{left}")
 
@@ -238,3 +244,8 @@ def _candidates(folder: Folder) -> list[Folder]:
 
 def _holds_files(folder: Folder) -> bool:
     return any(map(_OF_A_SAVE.fullmatch, folder.entries()))
+
+
+def _was_complete(folder: Folder) -> bool:
+    names = [name for name, is_folder in folder.entries().items() if is_folder and _OF_A_SAVE.fullmatch(name)]
+    return any(_COMPLETE in (folder / name).entries() for name in names)
