@@ -34,22 +34,18 @@ from unisono.parallel.prepared.checks import (
     AUTOCAST,
     check_accumulation,
     check_arguments,
-    check_choices,
     check_features,
-    check_reduction,
-    check_scaler,
-    check_switches,
     world_on,
 )
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.schedule_units import Unit, check_unit
+from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.rank_view import RankView, Trigger
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.selection import options_of, strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
+from unisono.parallel.strategies.strategy import options_of, strategy_class, strategy_in
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
 from unisono.tracking.tracked import Tracked
@@ -135,16 +131,23 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         world: World | None = None,
     ) -> None:
         # What needs no device is checked before `world_on` starts to use one.
-        check_arguments(mixed_precision, max_grad_norm, nan_guard)
         check_accumulation(gradient_accumulation_steps)
-        check_choices(compile, seed)
-        check_switches(cpu=cpu, device_placement=device_placement, sync_batchnorm=sync_batchnorm, nan_guard=nan_guard)
-        check_scaler(scaler_options, mixed_precision)
-        check_unit(schedule_unit)
-        check_reduction(loss_reduction)
+        check_arguments(
+            mixed_precision,
+            max_grad_norm,
+            nan_guard,
+            scaler_options,
+            compile=compile,
+            seed=seed,
+            cpu=cpu,
+            device_placement=device_placement,
+            sync_batchnorm=sync_batchnorm,
+            loss_reduction=loss_reduction,
+            schedule_unit=schedule_unit,
+        )
         options = options_of(strategy)
         kind = strategy_class(options)
-        kind.check_options(options, mixed_precision, max_grad_norm)
+        kind.check_options(options)
         self.world = world_on(world or current_world(), device, cpu, kind)
         check_features(self.world, kind, options, mixed_precision, compile)
         self.device = self.world.device

@@ -1,4 +1,4 @@
-"""Checks of arguments that many functions have: the type, and the least value of an integer."""
+"""Checks of arguments that many functions have: the type, a choice, and the least value of an integer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ def check_type(value: Any, name: str, advice: str, *kinds: Any) -> None:
     """
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"{name}={value!r:.200} is of type {type(value).__name__}; {advice}")
+
+
+def check_choice(value: Any, name: str, *choices: Any) -> None:
+    """Check that an argument is one of these choices.
+
+    Raises:
+        ValueError: it is none of them; the message names them.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} does not exist; choose one of {', '.join(map(str, choices))}")
 
 
 def check_integer(value: Any, name: str, least: int, advice: str = "") -> int:

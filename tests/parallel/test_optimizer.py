@@ -16,7 +16,7 @@ from twin import State, data
 from twin import model as model_in_main_memory
 
 import unisono
-from unisono import DeviceIterator, DeviceLoader, broadcast_parameters, current_world, optimizer_step
+from unisono import DeviceIterator, DeviceLoader, broadcast_parameters, optimizer_step
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.world import solo_world
@@ -35,7 +35,7 @@ def pair(request: pytest.FixtureRequest) -> Mode:
 
 
 def model(seed: int = 0) -> nn.Module:
-    return model_in_main_memory(seed).to(current_world().device)
+    return model_in_main_memory(seed).to(torch.get_default_device())
 
 
 def assert_same_bits(states: list[State]) -> None:

@@ -164,7 +164,7 @@ def beside_a_loop_of_evaluation_that_stays_open(accelerator: Any, loader: DataLo
 
 
 LINES = {
-    **{each.__name__: each_batch(each) for each in (twice_in_one_loss, checkpointed)},
+    twice_in_one_loss.__name__: each_batch(twice_in_one_loss),
     "tied weights": each_batch(straight, lambda: seeded(Tied())),
     **{
         each.__name__: each
@@ -290,6 +290,7 @@ STEP_BY_STEP = {
     **{
         each.__name__: each_batch(each)
         for each in (
+            checkpointed,
             two_losses_of_forward_passes_of_which_one_does_not_sync,
             several_backward_passes_of_one_forward_pass,
             several_of_one_that_does_not_sync,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import torch
 from torch.amp import GradScaler
 
+from unisono.arguments import check_choice, check_type
 from unisono.backends import CPU, resolve_device
+from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.protocols import Backend, Feature
 from unisono.strategies import DDP, Choice
@@ -65,53 +68,52 @@ def _enter(backend: Backend, device: torch.device, strategy: type[Strategy]) -> 
     backend.activate(device)
 
 
-def check_choices(compile: Any, seed: Any) -> None:
-    if not isinstance(compile, bool | Mapping):
-        raise TypeError(
-            f"compile={compile!r} is of type {type(compile).__name__}; pass True, or torch.compile's arguments"
-        )
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None")
+_SWITCH = ("pass True or False", bool)
+_TYPES: dict[str, tuple[Any, ...]] = {
+    "compile": ("pass True, or torch.compile's arguments", bool, Mapping),
+    "seed": ("pass an integer, or None", int, NoneType),
+    "max_grad_norm": ("pass a number, or None", int, float, NoneType),
+}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "mixed_precision": ("no", *AUTOCAST),
+    "loss_reduction": ("mean", "sum"),
+    "schedule_unit": (*get_args(Unit), None),
+}
 
 
-def check_switches(**switches: Any) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is of type {type(value).__name__}; pass True or False")
+def check_arguments(
+    mixed_precision: Any, max_grad_norm: Any, nan_guard: Any, scaler_options: Any, **others: Any
+) -> None:
+    """Check the arguments of an Accelerator that need no device.
 
-
-def check_accumulation(steps: Any) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"gradient_accumulation_steps={steps!r} is of type {type(steps).__name__}; pass an integer")
-    if steps < 1:
-        raise ValueError(f"gradient_accumulation_steps={steps} is too small; pass 1 for a step on each batch, or more")
-
-
-def check_arguments(precision: Any, max_grad_norm: Any, nan_guard: bool) -> None:
-    if precision not in ("no", *AUTOCAST):
-        raise ValueError(f"mixed_precision={precision!r} does not exist; choose one of no, bf16, fp16")
-    if max_grad_norm is not None and (isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float)):
-        raise TypeError(
-            f"max_grad_norm={max_grad_norm!r} is of type {type(max_grad_norm).__name__}; pass a number, or None"
-        )
+    Raises:
+        TypeError, ValueError: one is out of range, or conflicts with another one.
+    """
+    given = {"mixed_precision": mixed_precision, "max_grad_norm": max_grad_norm, "nan_guard": nan_guard, **others}
+    for name, value in given.items():
+        if name in _CHOICES:
+            check_choice(value, name, *_CHOICES[name])
+        else:
+            advice, *kinds = _TYPES.get(name, _SWITCH)
+            check_type(value, name, advice, *kinds)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm!r} removes every gradient; pass a positive number, or None")
-    if nan_guard and precision == "fp16":
+    if nan_guard and mixed_precision == "fp16":
         raise ValueError(
             "nan_guard=True and mixed_precision='fp16' contradict each other: fp16 skips steps whose gradients "
             "overflow; use bf16, or drop the guard"
         )
-
-
-def check_reduction(loss_reduction: Any) -> None:
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction={loss_reduction!r} does not exist; choose one of mean, sum")
-
-
-def check_scaler(options: Any, precision: str) -> None:
+    if scaler_options and mixed_precision != "fp16":
+        raise ValueError(
+            f"scaler_options={scaler_options!r} are for mixed_precision='fp16', and it is {mixed_precision!r}"
+        )
     known = list(inspect.signature(GradScaler).parameters)[1:]  # without the device
-    unknown = [name for name in options or () if name not in known]
-    if options and precision != "fp16":
-        raise ValueError(f"scaler_options={options!r} are for mixed_precision='fp16', and it is {precision!r}")
-    if unknown:
+    if unknown := [name for name in scaler_options or () if name not in known]:
         raise ValueError(f"scaler_options have no {unknown[0]!r}; torch's GradScaler takes {', '.join(known)}")
+
+
+def check_accumulation(steps: Any) -> None:
+    """Check a number of microbatches. Raises TypeError, ValueError."""
+    check_type(steps, "gradient_accumulation_steps", "pass an integer", int)
+    if steps < 1:
+        raise ValueError(f"gradient_accumulation_steps={steps} is too small; pass 1 for a step on each batch, or more")

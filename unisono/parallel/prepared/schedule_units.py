@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -82,16 +82,6 @@ class Lengths(NamedTuple):
     def device_steps(self, microbatches: int) -> int:
         """The number of optimizer steps that one device would take."""
         return math.ceil(self.batches / microbatches)
-
-
-def check_unit(unit: Any) -> None:
-    """Check a unit given by the user.
-
-    Raises:
-        ValueError: it is neither a unit of schedules nor None.
-    """
-    if unit is not None and unit not in get_args(Unit):
-        raise ValueError(f"schedule_unit={unit!r} does not exist; choose one of {', '.join(get_args(Unit))}, or None")
 
 
 def unit_of(scheduler: Any, lengths: Lengths, microbatches: int, is_later: bool) -> Unit:
