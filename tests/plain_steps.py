@@ -133,6 +133,9 @@ class Plain(Machine):
 
     def loop(self, which: str) -> Iterator[Batch]:
         tensors = data({"a": self.setup.samples, "b": self.setup.others}[which], SEEDS[which]).tensors
+        if which == "a" and self.setup.is_same:
+            batch = data(self.setup.batch, SEEDS["a"]).tensors
+            tensors = tuple(torch.cat([each] * (self.setup.samples // self.setup.batch)) for each in batch)
         loop, size, samples = object(), self.ranks * self.setup.batch, len(tensors[0])
         first, self.starts[which] = self.starts[which], 0
         try:

@@ -22,7 +22,7 @@ from modes import Mode
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, backward, current_world
+from unisono import Accelerator, SampleGenerator, backward, current_world
 from unisono.errors import BrokenWorldError
 
 NOT_IN_GRAPH = "torch.autograd.grad finds no parameter in the graph of the loss"
@@ -39,6 +39,7 @@ class Setup(NamedTuple):
         layout: "one": a model f and its optimizer; "two": another one, g; "halves": two optimizers for the halves of f.
         optimizer: "sgd" (with momentum) or "adam".
         reduction: of the losses.
+        is_same: whether loader a delivers the same tensors again and again, one batch per rank as often as it can.
     """
 
     samples: int = 11
@@ -48,6 +49,7 @@ class Setup(NamedTuple):
     layout: str = "one"
     optimizer: str = "sgd"
     reduction: str = "mean"
+    is_same: bool = False
 
 
 class Program(NamedTuple):
@@ -168,6 +170,10 @@ class Machine:
 
     # Batches.
 
+    def look(self, which: str) -> None:
+        """At the first batch of a further loop, which is left."""
+        next(self.loop(which))
+
     def draw(self, which: str) -> None:
         self.hand = self.queues[which].pop(0) if self.queues[which] else self._next(which)
 
@@ -260,6 +266,14 @@ class Machine:
         self.block.close()
 
 
+class Computed(list[torch.Tensor]):
+    """New tensors, of a batch as it was delivered."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__(each * 1 + 0 for each in batch)
+        self.delivered = getattr(batch, "delivered", batch)
+
+
 class Ranked(Machine):
     """With the package, on this rank."""
 
@@ -282,6 +296,10 @@ class Ranked(Machine):
         self.loaders = {
             which: DataLoader(data(size, SEEDS[which]), batch_size=setup.batch) for which, size in sizes.items()
         }
+        if setup.is_same:
+            batch = [*data(setup.batch, SEEDS["a"]).tensors]
+            repeated = {which: SampleGenerator(batch, setup.samples // setup.batch) for which in "ac"}
+            self.loaders.update(repeated)  # type: ignore[arg-type]
         count = len(models) + len(steppers)
         prepared = self.accelerator.prepare(*models.values(), *steppers.values(), *self.loaders.values())
         self.models = dict(zip(models, prepared, strict=False))
@@ -305,7 +323,7 @@ class Ranked(Machine):
 
     def compute(self) -> None:
         if self.hand is not None:
-            self.hand = [each * 1 + 0 for each in self.hand]
+            self.hand = Computed(self.hand)
 
     def passed(self, loss: Loss, way: str) -> None:
         if loss.weight is not None:
@@ -315,7 +333,8 @@ class Ranked(Machine):
         elif way == "hand":
             backward(loss.value)
         elif way == "named":
-            self.accelerator.backward(loss.value, batch=loss.parts[0][1])
+            batch = loss.parts[0][1]
+            self.accelerator.backward(loss.value, batch=getattr(batch, "delivered", batch))
         elif way == "assigned":
             trained = [p for model in self.models.values() for p in model.parameters() if p.requires_grad]
             gradients = torch.autograd.grad(loss.value, trained, allow_unused=True)

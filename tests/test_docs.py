@@ -12,7 +12,7 @@ from unisono import ParallelLoader
 from unisono.backends import OWN
 from unisono.cli.main import COMMANDS
 from unisono.loaders.sharding import Tail
-from unisono.parallel.strategies.selection import STRATEGIES
+from unisono.parallel.strategies.strategy import STRATEGIES
 from unisono.tracking.libraries import LIBRARIES
 
 ROOT = Path(__file__).parent.parent

@@ -38,8 +38,8 @@ from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.rank_view import RankView, Trigger
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.selection import options_of, strategy_class, strategy_in
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
+from unisono.parallel.strategies.strategy import options_of, strategy_class, strategy_in
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
 from unisono.tracking.tracked import Tracked
@@ -131,7 +131,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         check_arguments(locals())
         options = options_of(strategy)
         kind = strategy_class(options)
-        kind.check_options(options, mixed_precision, max_grad_norm)
+        kind.check_options(options)
         self.world = world_on(world or current_world(), device, cpu, kind)
         check_features(self.world, kind, options, mixed_precision, compile)
         self.device = self.world.device

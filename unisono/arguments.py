@@ -1,4 +1,4 @@
-"""Checks of arguments that many functions have: the type, and the least value of an integer; or a table of rules."""
+"""Checks of arguments that many functions have: the type, a choice, the least value of an integer; or a table of rules."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ def check_type(value: Any, name: str, advice: str, *kinds: Any) -> None:
     """
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"{name}={value!r:.200} is of type {type(value).__name__}; {advice}")
+
+
+def check_choice(value: Any, name: str, *choices: Any) -> None:
+    """Check that an argument is one of these choices.
+
+    Raises:
+        ValueError: it is none of them; the message names them.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} does not exist; choose one of {', '.join(map(str, choices))}")
 
 
 def check_integer(value: Any, name: str, least: int, advice: str = "") -> int:
@@ -61,8 +71,7 @@ def check_by_rules(given: Mapping[str, Any], **rules: Rule) -> None:
     for name, rule in rules.items():
         value = given[name]
         if rule.choices:
-            if value not in rule.choices:
-                raise ValueError(f"{name}={value!r} does not exist; choose one of {', '.join(map(str, rule.choices))}")
+            check_choice(value, name, *rule.choices)
             continue
         if value is None and None in rule.kinds:
             continue

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from unisono.arguments import check_integer, check_type
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +32,7 @@ class DDP:
         gradient_as_bucket_view: whether gradients are views of the buckets instead of copies, which saves memory of
             their size. (`grad.detach_()` fails then.)
         broadcast_buffers: whether running statistics are rank zero's on all ranks; False keeps each rank's own.
-        comm_hook: how gradients are sent: "fp16", "bf16", "powersgd", "post_local_sgd"; None sends them unchanged.
+        comm_hook: how gradients are sent: "fp16", "bf16", "powersgd"; None sends them unchanged.
         comm_options: options of the hook.
 
     Raises:
@@ -97,18 +100,9 @@ class FSDP:
     elementwise_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        kept = self.reshard_after_forward
-        if kept is not None and not isinstance(kept, int):
-            raise TypeError(
-                f"reshard_after_forward={kept!r} is of type {type(kept).__name__}; pass True, False, a number of "
-                "ranks, or None"
-            )
-        if isinstance(self.replicas, bool) or not isinstance(self.replicas, int):
-            raise TypeError(
-                f"replicas={self.replicas!r} is of type {type(self.replicas).__name__}; pass a number of groups"
-            )
-        if self.replicas < 1:
-            raise ValueError(f"replicas={self.replicas} are no groups of ranks; pass 1 to share parameters among all")
+        advice = "pass True, False, a number of ranks, or None"
+        check_type(self.reshard_after_forward, "reshard_after_forward", advice, bool, int, NoneType)
+        check_integer(self.replicas, "replicas", 1, "pass a number of groups; 1 shares parameters among all ranks")
 
 
 @dataclass(frozen=True)

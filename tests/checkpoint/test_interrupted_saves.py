@@ -256,7 +256,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 
 def test_a_checkpoint_that_has_lost_its_manifest_is_no_interrupted_save(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
-    Checkpointer(tmp_path, is_async=False, model=model).save(1)
+    Checkpointer(tmp_path, is_async=False, model=model).save()
     (manifest,) = tmp_path.rglob("manifest.json")
     manifest.unlink()
     (tmp_path / "latest").unlink()

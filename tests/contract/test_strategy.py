@@ -30,10 +30,9 @@ from twin import (
 
 from unisono import Accelerator, rank
 from unisono import accelerator as facade
-from unisono.errors import BrokenWorldError, CollectiveMismatchError
-from unisono.parallel.strategies import ddp, flat
+from unisono.parallel.strategies import ddp
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.selection import STRATEGIES, options_of
+from unisono.parallel.strategies.strategy import STRATEGIES, Strategy, options_of
 
 AMONG_PROCESSES = [name for name in STRATEGIES if name != "spmd"]  # which is one process with all devices
 PLACES = [(SOLO, "ddp"), (THREADS_2, "ddp"), (THREADS_3, "fsdp"), *((PROCESSES_2, name) for name in AMONG_PROCESSES)]
@@ -106,15 +105,27 @@ def leave_final_gradients(strategy: str) -> State:
 
 
 def gradients_of_one(mode: Mode) -> State:
-    network, found, tensors = model(), {}, data(CASE.samples).tensors
-    optimizer = sgd(network.parameters())
-    size = mode.ranks * CASE.batch * CASE.accumulate
-    for step, start in enumerate(range(0, CASE.samples, size)):
+    found: State = {}
+
+    def keep(network: nn.Module) -> None:
+        step = len(found) // 4
+        found.update({f"{step}.{place}": each.grad.clone() for place, each in enumerate(network.parameters())})
+
+    one_epoch_of_one(mode.ranks * CASE.batch * CASE.accumulate, model(), sgd, keep)
+    return found
+
+
+def one_epoch_of_one(
+    size: int, network: nn.Module, make_optimizer: MakeOptimizer, before: Callable[[nn.Module], Any] = lambda _: None
+) -> State:
+    """Plainly, with a function before each step."""
+    optimizer, tensors = make_optimizer(network.parameters()), data(CASE.samples).tensors
+    for start in range(0, CASE.samples, size):
         optimizer.zero_grad()
         mean_loss(network, [each[start : start + size] for each in tensors]).backward()
-        found.update({f"{step}.{place}": each.grad.clone() for place, each in enumerate(network.parameters())})
+        before(network)
         optimizer.step()
-    return found
+    return network.state_dict()
 
 
 def clip_by_the_norm_of_all(strategy: str) -> State:
@@ -127,14 +138,10 @@ def clip_by_the_norm_of_all(strategy: str) -> State:
 
 
 def clipped_by_one(mode: Mode) -> State:
-    network, tensors = model(), data(CASE.samples).tensors
-    optimizer = sgd(network.parameters())
-    for start in range(0, CASE.samples, mode.ranks * CASE.batch):
-        optimizer.zero_grad()
-        mean_loss(network, [each[start : start + mode.ranks * CASE.batch] for each in tensors]).backward()
+    def clip(network: nn.Module) -> None:
         nn.utils.clip_grad_norm_(network.parameters(), 0.05)
-        optimizer.step()
-    return network.state_dict()
+
+    return one_epoch_of_one(mode.ranks * CASE.batch, model(), sgd, clip)
 
 
 class Fork(nn.Module):
@@ -168,13 +175,7 @@ def leave_parameters_unused(strategy: str) -> State:
 
 
 def forked_by_one(mode: Mode) -> State:
-    network, tensors = fork(), data(CASE.samples).tensors
-    optimizer = plain_sgd(network.parameters())
-    for start in range(0, CASE.samples, mode.ranks * CASE.batch):
-        optimizer.zero_grad()
-        mean_loss(network, [each[start : start + mode.ranks * CASE.batch] for each in tensors]).backward()
-        optimizer.step()
-    return network.state_dict()
+    return one_epoch_of_one(mode.ranks * CASE.batch, fork(), plain_sgd)
 
 
 def skip_what_nothing_counts_in(strategy: str) -> State:
@@ -250,22 +251,6 @@ def test_no_optimizer_steps_on_gradients_of_one_rank(mode: Mode, strategy: str) 
 
 
 @everywhere
-def test_a_rank_that_leaves_out_a_batch_is_named(mode: Mode, strategy: str) -> None:
-    if mode is SOLO:
-        pytest.skip("nobody is there to lose step with")
-    with pytest.raises((CollectiveMismatchError, BrokenWorldError), match=r"rank 1.*every rank must"):
-        mode.run(lambda: leave_out_a_batch(strategy))
-
-
-def leave_out_a_batch(strategy: str) -> None:
-    training = Training(strategy)
-    for number, batch in enumerate(training.loader):
-        if (rank(), number) != (1, 1):
-            mean_loss(training.network, batch).backward()
-            training.step()
-
-
-@everywhere
 def test_what_it_refuses_it_refuses_before_anything_has_changed(mode: Mode, strategy: str) -> None:
     def body() -> None:
         accelerator, network = Accelerator(strategy=strategy), model()  # type: ignore[arg-type]
@@ -318,8 +303,8 @@ class ReducesEachMicrobatch(Engine):
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
 
-def with_engine(kind: type[Engine], broadcasts: bool = True) -> type[flat.Flat]:
-    class Forgetful(flat.Flat):
+def with_engine(kind: type[Engine], broadcasts: bool = True) -> type[Strategy]:
+    class Forgetful(Strategy):
         def wrap_model(self, module: nn.Module) -> Engine:
             if broadcasts:
                 super().wrap_model(module)
@@ -352,7 +337,7 @@ def broken_law(mode: Mode, strategy: str) -> str | None:
     ids=["zeroes", "reduces not", "reduces the mean", "reduces twice", "reduces always", "broadcasts not"],
 )
 def test_a_strategy_that_forgets_something_breaks_a_law(
-    monkeypatch: pytest.MonkeyPatch, forgetful: type[flat.Flat], law: str
+    monkeypatch: pytest.MonkeyPatch, forgetful: type[Strategy], law: str
 ) -> None:
     monkeypatch.setattr(facade, "strategy_class", lambda name: forgetful)
     broken = broken_law(THREADS_2, "ddp")

@@ -212,25 +212,6 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in module.named_parameters()}
 
 
-@pytest.mark.parametrize("is_local", [False, True], ids=["global", "local"])
-def test_simclr_has_the_gradient_of_the_global_batch(mode, is_local):
-    def train() -> Any:
-        rank, net = unisono.rank(), network()
-        first, second = (net(here(rows_of(rank, width=5, seed=seed))) for seed in (1, 2))
-        own = slice(3 * rank, 3 * rank + 3) if is_local else slice(None)
-        loss = nt_xent(functional.all_gather(first), functional.all_gather(second), own)
-        loss.backward()
-        return loss.detach(), gradients(net)
-
-    twin = model()
-    views = [torch.cat([rows_of(rank, width=5, seed=seed) for rank in range(mode.ranks)]) for seed in (1, 2)]
-    expected = nt_xent(*map(twin, views))
-    expected.backward()
-    found = mode.run(train)
-    assert_close(sum(in_main_memory([loss for loss, _ in found])) / mode.ranks, expected.detach())
-    assert_close(summed_gradients([each for _, each in found], mode.ranks), gradients(twin))
-
-
 def test_clips_local_loss_has_the_gradient_of_the_global_batch(mode):
     def train() -> Any:
         rank, net = unisono.rank(), network()
@@ -247,95 +228,6 @@ def test_clips_local_loss_has_the_gradient_of_the_global_batch(mode):
     )
     clip_loss(images, texts, scale).backward()
     assert_close(summed_gradients(mode.run(train), mode.ranks), {"scale": scale.grad, **gradients(twin)})
-
-
-def test_dinos_centre_is_that_of_the_global_batch_and_no_gradient_goes_through_it(mode):
-    """Caron et al. 2021, algorithm 1: the teacher's outputs are centred by a running mean over all ranks."""
-
-    def step(
-        student: nn.Module, teacher: nn.Module, x: torch.Tensor, centre: torch.Tensor, mean: Callable[..., Any]
-    ) -> torch.Tensor:
-        with torch.no_grad():
-            targets = teacher(x)
-        loss = -(F.softmax((targets - centre) / 0.04, 1) * F.log_softmax(student(x) / 0.1, 1)).sum(1).mean()
-        loss.backward()
-        return 0.9 * centre + 0.1 * mean(targets.mean(0))
-
-    def train() -> Any:
-        student, teacher = network(), network()
-        centre = torch.zeros(2, dtype=torch.float64, device=unisono.current_world().device)
-        for seed in (1, 2):
-            x = here(rows_of(unisono.rank(), width=5, seed=seed)).detach()
-            centre = step(student, teacher, x, centre, lambda mean: unisono.all_reduce(mean, "mean"))
-        assert not centre.requires_grad
-        return {"centre": centre, **gradients(student)}
-
-    student, teacher, centre = model(), model(), torch.zeros(2, dtype=torch.float64)
-    for seed in (1, 2):
-        x = torch.cat([rows_of(rank, width=5, seed=seed) for rank in range(mode.ranks)])
-        centre = step(student, teacher, x, centre, lambda mean: mean)
-    found = mode.run(train)
-    assert_close([each.pop("centre") for each in found], [centre] * mode.ranks)
-    assert_close(summed_gradients(found, mode.ranks), gradients(student))
-
-
-def test_batch_statistics_reduced_with_gradients_are_batch_norm_over_all_ranks(mode):
-    """Written by hand, on ranks that have different numbers of rows; its outputs and gradients are BatchNorm's."""
-
-    def normalize(x: torch.Tensor) -> torch.Tensor:
-        count = functional.all_reduce(torch.tensor(float(len(x)), dtype=x.dtype, device=x.device))
-        mean = functional.all_reduce(x.sum(0)) / count
-        variance = functional.all_reduce((x - mean).square().sum(0)) / count
-        return (x - mean) * torch.rsqrt(variance + 1e-5)
-
-    def train() -> Any:
-        rank = unisono.rank()
-        x = here(rows_of(rank, rows=2 + rank))
-        y = normalize(x)
-        own_loss(y, rank).backward()
-        return y.detach(), x.grad
-
-    every = [rows_of(rank, rows=2 + rank).requires_grad_() for rank in range(mode.ranks)]
-    outputs = F.batch_norm(torch.cat(every), None, None, training=True).split([len(x) for x in every])
-    sum(own_loss(y, rank) for rank, y in enumerate(outputs)).backward()
-    expected = [(y.detach(), x.grad) for x, y in zip(every, outputs, strict=True)]
-    torch.testing.assert_close(in_main_memory(mode.run(train)), expected, rtol=1e-9, atol=1e-11)
-
-
-def test_a_vq_codebook_follows_the_encodings_of_all_ranks(mode):
-    """van den Oord et al. 2017, appendix A.1: codes are moving averages, the gradient goes straight on."""
-
-    def step(encoder: nn.Module, x: torch.Tensor, book: tuple[torch.Tensor, torch.Tensor], total: Any) -> Any:
-        sizes, sums = book
-        codes = sums / sizes[:, None]
-        z = encoder(x)
-        chosen = F.one_hot(torch.cdist(z.detach(), codes).argmin(1), len(codes)).to(z.dtype)
-        quantized = chosen @ codes
-        straight = z + (quantized - z).detach()
-        (straight.square().sum(1) + 0.25 * (z - quantized).square().sum(1)).mean().backward()
-        with torch.no_grad():
-            sizes = 0.8 * sizes + 0.2 * total(chosen.sum(0))
-            sums = 0.8 * sums + 0.2 * total(chosen.mT @ z)
-        return sizes, sums
-
-    def start() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ones(4, dtype=torch.float64), numbers(4, 2, seed=9)
-
-    def train() -> Any:
-        encoder, device = network(), unisono.current_world().device
-        book = tuple(each.to(device) for each in start())
-        for seed in (1, 2, 3):
-            x = rows_of(unisono.rank(), rows=4, width=5, seed=seed).to(device)
-            book = step(encoder, x, book, unisono.all_reduce)
-        return book, gradients(encoder)
-
-    encoder, book = model(), start()
-    for seed in (1, 2, 3):
-        x = torch.cat([rows_of(rank, rows=4, width=5, seed=seed) for rank in range(mode.ranks)])
-        book = step(encoder, x, book, lambda total: total)
-    found = mode.run(train)
-    assert_close([own for own, _ in found], [book] * mode.ranks)
-    assert_close(summed_gradients([each for _, each in found], mode.ranks), gradients(encoder))
 
 
 # With prepared models.

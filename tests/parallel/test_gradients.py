@@ -122,49 +122,32 @@ def test_every_type_and_shape_is_reduced_in_whatever_buckets(monkeypatch, first,
             assert torch.equal(one, other), "small multiples of a quarter are exact in every type"
 
 
-def test_a_gradient_is_written_in_place(mode):
-    def body() -> bool:
-        weight = parameter((2,))
-        weight.grad = torch.ones(2)
-        before = weight.grad
-        reduce_gradients([weight], current_world(), 0.5, "a step")
-        return weight.grad is before
+class Copies(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
 
-    assert mode.run(body) == [True] * mode.ranks
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "copy_" in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
-def test_all_gradients_of_a_bucket_are_written_by_one_call():
+def test_gradients_of_a_bucket_are_written_in_place_by_one_call(mode):
     """On a GPU each call is a kernel, or more."""
 
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "copy_" in func.name():
-                names.append(func.name())
-            return func(*args, **(kwargs or {}))
+    def body() -> tuple[bool, list[str]]:
+        bucket = [parameter((2,)), parameter((1, 3))]
+        for each in bucket:
+            each.grad = torch.ones_like(each)
+        before = [each.grad for each in bucket]
+        with Copies() as copies:
+            reduce_gradients(bucket, current_world(), 0.5, "a step")
+        return all(each.grad is held for each, held in zip(bucket, before, strict=True)), copies.names
 
-    names: list[str] = []
-    bucket = [parameter((2,)), parameter((1, 3))]
-    for each in bucket:
-        each.grad = torch.zeros_like(each)
-    with Copies():
-        gradients._unflatten(torch.arange(5.0), bucket, set(), in_place=True)
-    assert names == ["aten::_foreach_copy_"]
-    assert [each.grad.tolist() for each in bucket] == [[0, 1], [[2, 3, 4]]]
-
-
-def test_a_model_larger_than_a_bucket_takes_several(monkeypatch):
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", 12)
-    weights = [parameter((2,)), parameter((1,)), parameter((9,)), parameter((1,)), parameter((1,), torch.float64)]
-    place = {id(each): number for number, each in enumerate(weights)}
-    assert [[place[id(each)] for each in bucket] for bucket in gradients._buckets(weights)] == [[0, 1], [2], [3], [4]]
-
-
-@pytest.mark.any_family
-def test_one_rank_alone_keeps_its_gradient():
-    weight = parameter((2,))
-    weight.grad = torch.ones(2)
-    reduce_gradients([weight], current_world(), 1.0, "a step")
-    assert weight.grad.tolist() == [1.0, 1.0]
+    for is_in_place, names in mode.run(body):
+        assert is_in_place
+        assert [each for each in names if "foreach" in each] == ["aten::_foreach_copy_"]
 
 
 @pytest.mark.any_family

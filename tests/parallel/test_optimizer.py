@@ -1,8 +1,5 @@
-"""`optimizer_step` against a plain loop on one device that takes each global batch whole, in float64.
-
-The order of additions is all that differs between the two, so they agree to a few units in the last place of float64,
-grown a little by the steps: a relative 1e-11 leaves room for that and for nothing else.
-"""
+"""`optimizer_step`: what it counts, compares, passes on and refuses. Its weights are held to account in
+`prepared/test_exactness.py`, closures in `prepared/test_closures.py`."""
 
 from __future__ import annotations
 
@@ -12,29 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
+from twin import State, data
+from twin import model as model_in_main_memory
 
 import unisono
-from unisono import DeviceIterator, DeviceLoader, broadcast_parameters, current_world, optimizer_step
+from unisono import DeviceIterator, DeviceLoader, broadcast_parameters, optimizer_step
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.world import solo_world
 
-GLOBAL_BATCH = 24
-CLOSE = {"rtol": 1e-11, "atol": 1e-13}
-
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
-}
-
 Loader = DeviceIterator | DeviceLoader
-State = dict[str, torch.Tensor]
 
 
 @pytest.fixture(params=scaling(THREADS_2, THREADS_3, THREADS_4, PROCESSES_2, workers=True), ids=str)
@@ -47,134 +34,14 @@ def pair(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
 
-def data(samples: int) -> TensorDataset:
-    numbers = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randn(samples, 7, generator=numbers, dtype=torch.float64, device=HOST).split([5, 2], 1)
-    return TensorDataset(inputs, targets)
-
-
-def seeded(network: nn.Module, seed: int) -> nn.Module:
-    """Fill the parameters from a generator of their own: replica threads would race for the global one."""
-    numbers = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=numbers) / 3)
-    return network
-
-
 def model(seed: int = 0) -> nn.Module:
-    return seeded(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double(), seed)
-
-
-def plain_run(samples: int, make_optimizer: MakeOptimizer, epochs: int = 2) -> State:
-    """The oracle: one device, the whole global batch, no package."""
-    inputs, targets = data(samples).tensors
-    network = model()
-    optimizer = make_optimizer(network.parameters())
-    for _ in range(epochs):
-        for start in range(0, samples, GLOBAL_BATCH):
-            stop = start + GLOBAL_BATCH
-            optimizer.zero_grad()
-            F.mse_loss(network(inputs[start:stop]), targets[start:stop]).backward()
-            optimizer.step()
-    return network.state_dict()
-
-
-def run(mode: Mode, samples: list[int], make_optimizer: MakeOptimizer, epochs: int = 2) -> list[list[State]]:
-    """The same by the package: for each number of samples, the state of every rank of a mode."""
-
-    def body() -> list[State]:
-        states = []
-        for count in samples:
-            network = model()
-            optimizer = make_optimizer(network.parameters())
-            batches = DeviceLoader(DataLoader(data(count), batch_size=GLOBAL_BATCH // mode.ranks))
-            for _ in range(epochs):
-                for inputs, targets in batches:
-                    optimizer.zero_grad()
-                    F.mse_loss(network(inputs), targets).backward()
-                    optimizer_step(optimizer)
-            states.append(network.state_dict())
-        return states
-
-    return list(zip(*mode.run(body), strict=True))
+    return model_in_main_memory(seed).to(torch.get_default_device())
 
 
 def assert_same_bits(states: list[State]) -> None:
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         assert all(torch.equal(state[name], states[0][name]) for name in state)
-
-
-TAILS = {48: "none", 47: "one sample short", 34: "less than a batch each", 25: "one sample for all ranks"}
-
-
-@pytest.mark.any_family
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_number_of_ranks_steps_like_one_device_with_the_whole_batch(mode, name):
-    for samples, states in zip(TAILS, run(mode, list(TAILS), OPTIMIZERS[name]), strict=True):
-        print(f"tail: {TAILS[samples]}")
-        assert_same_bits(states)
-        torch.testing.assert_close(states[0], plain_run(samples, OPTIMIZERS[name]), **CLOSE)
-
-
-def test_a_world_of_one_is_the_plain_loop_to_the_bit():
-    for samples, (state,) in zip(TAILS, run(SOLO, list(TAILS), OPTIMIZERS["sgd"]), strict=True):
-        assert_same_bits([state, plain_run(samples, OPTIMIZERS["sgd"])])
-
-
-def test_batches_dealt_by_a_data_parallel_step_like_the_whole_batch():
-    loader = DataLoader(data(47), batch_size=GLOBAL_BATCH // 3)
-
-    def body(batches: Loader) -> State:
-        network = model()
-        optimizer = OPTIMIZERS["adam"](network.parameters())
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            F.mse_loss(network(inputs), targets).backward()
-            optimizer_step(optimizer)
-        return network.state_dict()
-
-    states = THREADS_3.loop(body, loader)
-    assert_same_bits(states)
-    torch.testing.assert_close(states[0], plain_run(47, OPTIMIZERS["adam"], epochs=1), **CLOSE)
-
-
-def test_a_part_of_the_model_that_some_ranks_do_not_use_is_stepped_alike():
-    """Samples of even index go through one head and the others through the other; rank r of 2 gets one kind only."""
-    inputs, targets = data(24).tensors
-    kinds = torch.tensor([0, 0, 1, 1]).repeat(6)
-    loader = DataLoader(TensorDataset(inputs, targets, kinds), batch_size=2)
-
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleList([model(1), model(2), model(3)])  # the last one is never used
-
-        def forward(self, inputs: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-            found = inputs.new_zeros(len(inputs), 2)
-            for kind in kinds.unique().tolist():
-                found[kinds == kind] = self.heads[kind](inputs[kinds == kind])
-            return found
-
-    def body(batches: Loader) -> tuple[State, list[bool]]:
-        network = TwoHeads()
-        optimizer = torch.optim.Adam(network.parameters(), lr=0.05)
-        for some, wanted, which in batches:
-            optimizer.zero_grad()
-            F.mse_loss(network(some, which), wanted).backward()
-            optimizer_step(optimizer)
-        return network.state_dict(), [each.grad is None for each in network.heads[2].parameters()]
-
-    whole = [
-        (inputs[start : start + 4], targets[start : start + 4], kinds[start : start + 4]) for start in range(0, 24, 4)
-    ]
-    (expected, unused), *_ = SOLO.loop(body, whole)
-    found = THREADS_2.loop(body, loader)
-    assert all(unused)
-    assert all(each[1] == unused for each in found)
-    assert_same_bits([each[0] for each in found])
-    torch.testing.assert_close(found[0][0], expected, **CLOSE)
 
 
 @pytest.mark.any_family
@@ -256,17 +123,6 @@ def test_ranks_with_different_numbers_of_batches_are_told(pair):
         assert "a step on batch 1 of its loop" in message
 
 
-def test_ranks_with_different_kinds_of_loaders_are_told(pair):
-    def body() -> None:
-        batches = [torch.ones(2, 5).double()] * 2
-        batch = next(iter(DeviceLoader(batches) if unisono.rank() == 1 else batches))
-        stepped(model(), batch)
-
-    for message in told(pair, body):
-        assert "the gradients of a step while rank 1 " in message
-        assert "the gradients of a step on batch 1 of its loop" in message
-
-
 def wider() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
@@ -325,85 +181,6 @@ def test_models_that_hold_nan_agree():
         return True
 
     assert THREADS_2.run(body) == [True, True]
-
-
-def test_the_models_are_compared_once_per_optimizer():
-    def body() -> int:
-        network, world = model(), current_world()
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        compared = []
-        reduce = world.comm.all_reduce
-
-        def watched(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-            compared.extend([op] if op == "min" else [])
-            return reduce(tensor, op)
-
-        world.comm.all_reduce = watched
-        for _ in range(3):
-            network(torch.ones(1, 5).double()).sum().backward()
-            optimizer_step(optimizer)
-        return len(compared)
-
-    assert THREADS_2.run(body) == [1, 1]
-
-
-# Closures.
-
-
-def lbfgs(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-
-
-def by_closure(batches: Loader) -> tuple[State, list[float]]:
-    network = model()
-    optimizer = lbfgs(network.parameters())
-    losses = []
-    for inputs, targets in batches:
-
-        def closure(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.mse_loss(network(inputs), targets)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer_step(optimizer, optimizer_args={"closure": closure}).item())
-    return network.state_dict(), losses
-
-
-def plain_lbfgs(samples: int) -> tuple[State, list[float]]:
-    inputs, targets = data(samples).tensors
-    network = model()
-    optimizer = lbfgs(network.parameters())
-    losses = []
-    for start in range(0, samples, GLOBAL_BATCH):
-        some, wanted = inputs[start : start + GLOBAL_BATCH], targets[start : start + GLOBAL_BATCH]
-
-        def closure(some: torch.Tensor = some, wanted: torch.Tensor = wanted) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.mse_loss(network(some), wanted)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).item())
-    return network.state_dict(), losses
-
-
-@pytest.mark.parametrize("samples", [48, 38])
-def test_a_closure_steps_like_the_whole_batch(mode, samples):
-    """A line search multiplies what rounding leaves, hence 1e-7; a wrong gradient would differ in the first digit."""
-    expected, expected_losses = plain_lbfgs(samples)
-    found = mode.loop(by_closure, DataLoader(data(samples), batch_size=GLOBAL_BATCH // mode.ranks))
-    assert_same_bits([state for state, _ in found])
-    torch.testing.assert_close(found[0][0], expected, rtol=1e-7, atol=1e-9)
-    assert [losses for _, losses in found] == [found[0][1]] * mode.ranks
-    assert found[0][1] == pytest.approx(expected_losses, rel=1e-7)
-
-
-def test_a_closure_alone_is_the_plain_run():
-    state, losses = SOLO.loop(by_closure, DataLoader(data(38), batch_size=GLOBAL_BATCH))[0]
-    expected, expected_losses = plain_lbfgs(38)
-    torch.testing.assert_close(state, expected, **CLOSE)
-    assert losses == pytest.approx(expected_losses, rel=1e-11)
 
 
 def test_a_closure_of_none_is_no_closure(pair):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -32,17 +32,25 @@ PROCESSES = pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
 
 STEP = "backward accelerator; step f; read sync; zero f none"
 VISIT = f"forward fit; {STEP}"
+NAMED = "forward fit; backward named; step f; zero f none"
 
 
 def program(lines: Iterable[str], **setup: Any) -> Program:
     return Program(Setup(**setup), tuple("; ".join(lines).split("; ")))
 
 
-def verdict_on(mode: Mode, one: Program, strategy: str = "ddp") -> str:
-    (outcomes,) = run_programs(mode, [one], strategy)
-    verdict = judge(one, mode.ranks, outcomes, strategy == "fsdp")
-    print(one, verdict.reason)
-    return verdict.kind
+def verdicts_on(mode: Mode, programs: Sequence[Program], strategy: str = "ddp") -> list[str]:
+    """Of programs that run one after the other."""
+    kinds = []
+    for one, outcomes in zip(programs, run_programs(mode, programs, strategy), strict=True):
+        verdict = judge(one, mode.ranks, outcomes, strategy == "fsdp")
+        print(one, verdict)
+        kinds.append(verdict.kind)
+    return kinds
+
+
+def verdict_on(mode: Mode, one: Program) -> str:
+    return verdicts_on(mode, [one])[0]
 
 
 # With `ranks` ranks and batches of two, so many rounds, the last of them with fewer samples than there are ranks.
@@ -158,6 +166,19 @@ EXACT: dict[str, Callable[[int], Program]] = {
         samples=6 * ranks,
         layout="halves",
     ),
+    "the batches of a list are used in another order, in steps of two": lambda ranks: program(
+        ["list a", *(f"replay {number}; {VISIT}" for number in (1, 3, 0, 2))], samples=rounds(ranks, 4), every=2
+    ),
+    **{
+        f"inputs are computed from batches that were drawn ahead and are named, in steps of {every}": (
+            lambda ranks, every=every: program(
+                ["ahead a", *["ahead a; draw a; compute; " + NAMED] * 3, "draw a; compute; " + NAMED],
+                samples=rounds(ranks, 4),
+                every=every,
+            )
+        )
+        for every in (1, 2)
+    },
     "an accumulate() block goes on in another loop": lambda ranks: program(
         ["enter_block; draw a; forward fit; backward plain; step f; leave a", f"draw a; {VISIT}", f"draw a; {VISIT}"],
         samples=8 * ranks,
@@ -170,6 +191,86 @@ EXACT: dict[str, Callable[[int], Program]] = {
 @pytest.mark.parametrize("what", EXACT)
 def test_the_weights_are_those_of_one_device_where(what: str, mode: Mode) -> None:
     assert verdict_on(mode, EXACT[what](mode.ranks)) == "exact"
+
+
+# Four rounds.
+SAME = {
+    "each as it comes": [f"draw a; {VISIT}"] * 4,
+    "by plain backward passes": ["draw a; forward fit; backward plain; step f; zero f none"] * 4,
+    "in twos": [f"ahead a; ahead a; draw a; {VISIT}; draw a; {VISIT}"] * 2,
+    "one ahead": ["ahead a", *[f"ahead a; draw a; {VISIT}"] * 3, f"draw a; {VISIT}"],
+    "the next before the backward pass": ["draw a", *[f"forward fit; ahead a; {STEP}; draw a"] * 3, VISIT],
+    "all of them first": ["list a", *(f"replay -{4 - number}; {VISIT}" for number in range(4))],
+    "after a look at the first": ["draw a; leave a", *[f"draw a; {VISIT}"] * 4],
+    "with a look at the next loop": [f"draw a; look a; {VISIT}"] * 4,
+    "with an evaluation between": ["draw a; forward fit; backward accelerator; evaluate 2; step f; zero f none"] * 4,
+    "with an evaluation first": [f"draw a; evaluate 2; {VISIT}"] * 4,
+    "named after the next draw": [
+        "draw a",
+        *["compute; forward fit; ahead a; backward named; step f; zero f none; draw a"] * 3,
+        "compute; " + NAMED,
+    ],
+}
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@MODES
+def test_batches_of_the_same_tensors_are_microbatches_of_their_own_however_they_are_drawn(
+    mode: Mode, every: int
+) -> None:
+    # All ranks have a batch in the last round, which shares its memory then, or not all of them have.
+    sizes = [2 * (3 * mode.ranks + last) for last in (mode.ranks, max(mode.ranks - 1, 1))]
+    loops = itertools.product(sizes, SAME.values())
+    programs = [program(lines * 2, samples=size, every=every, is_same=True) for size, lines in loops]
+    assert verdicts_on(mode, programs) == ["exact"] * len(programs)
+
+
+# Of two processes.
+PLAIN = "draw a; forward fit; backward plain; step f; zero f none"
+UNDER_STRATEGIES = {
+    "microbatches come after a step was complete": program(
+        [*["draw a; forward fit; backward accelerator"] * 3, "step f; zero f none"] * 2, samples=13, every=2
+    ),
+    "a layer is frozen between a forward pass and its backward pass, and between two forward passes": program(
+        [
+            f"draw a; {VISIT}; draw a; forward fit; freeze 0; {STEP}; draw a; {VISIT}; unfreeze 0",
+            f"draw a; forward fit; freeze 0; draw a; forward square; backward plain; {STEP}",
+        ],
+        samples=40,
+    ),
+    **{
+        f"layers are frozen and unfrozen after steps of {every}": program(
+            [*[PLAIN] * 2 * every, "freeze 0", *[PLAIN] * 2 * every, "freeze 2; unfreeze 0", *[PLAIN] * 2 * every],
+            samples=23,
+            every=every,
+        )
+        for every in (1, 2)
+    },
+    **{
+        f"gradients are never zeroed, in steps of {every}": program(
+            ["draw a; forward fit; backward accelerator; step f"] * 8, samples=23, every=every
+        )
+        for every in (1, 2)
+    },
+    **{
+        f"losses are sums, in steps of {every}": program([PLAIN] * 10, samples=19, every=every, reduction="sum")
+        for every in (1, 3)
+    },
+    "a forward pass stands between a forward pass and its backward pass, and after both": program(
+        ["draw a; forward fit; evaluate 1; backward plain; evaluate 1; forward square; drop; step f; zero f none"] * 4,
+        samples=23,
+    ),
+    "a forward pass fails in its middle, before a step": program(
+        ["draw a; forward square; backward accelerator; fail forward; step f; zero f none", f"draw a; {VISIT}"] * 2,
+        samples=16,
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_under_every_strategy_they_are_where(strategy: str) -> None:
+    found = verdicts_on(PROCESSES_2, list(UNDER_STRATEGIES.values()), strategy)
+    assert dict(zip(UNDER_STRATEGIES, found, strict=True)) == dict.fromkeys(UNDER_STRATEGIES, "exact")
 
 
 REFUSED: dict[str, Callable[[int], Program]] = {
@@ -303,23 +404,7 @@ def test_a_penalty_is_stepped_on_where_no_sample_counts(mode: Mode, by_hand: boo
 def test_they_are_or_it_is_refused_where_a_layer_is_frozen_whose_gradients_become_zeros(strategy: str) -> None:
     step = "draw a; forward fit; backward accelerator; step f; zero f zeros"
     one = program([step, step, "freeze 0", step, step], samples=16, optimizer="adam")
-    assert verdict_on(PROCESSES_2, one, strategy) in ("exact", "refused")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_microbatches_after_a_step_was_complete_count_in_it(strategy: str) -> None:
-    lines = ["draw a; forward fit; backward accelerator"] * 3 + ["step f; zero f none"]
-    assert verdict_on(PROCESSES_2, program(lines * 2, samples=13, every=2), strategy) == "exact"
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_a_layer_may_be_frozen_before_a_backward_pass_where_torch_reduces(strategy: str) -> None:
-    """Between a forward pass and its backward pass, and between two forward passes of which both follow."""
-    lines = [f"draw a; {VISIT}", f"draw a; forward fit; freeze 0; {STEP}", f"draw a; {VISIT}; unfreeze 0"]
-    lines += [f"draw a; forward fit; freeze 0; draw a; forward square; backward plain; {STEP}"]
-    kinds = [verdict_on(PROCESSES_2, program(lines[:count], samples=40), strategy) for count in (2, 5)]
-    assert kinds == ["exact", "exact"]
+    assert verdicts_on(PROCESSES_2, [one], strategy)[0] in ("exact", "refused")
 
 
 class Centre(nn.Module):
@@ -354,13 +439,6 @@ def test_a_model_may_return_a_parameter(mode: Mode) -> None:
     plain = Centre()
     train_centre(plain, sgd(plain.parameters()), DataLoader(samples, batch_size=2 * mode.ranks))
     assert_all_are(mode.run(body), plain.state_dict())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_forward_pass_that_fails_in_its_middle_leaves_no_parameters_of_before_a_step(strategy: str) -> None:
-    lines = ["draw a; forward square; backward accelerator; fail forward; step f; zero f none", f"draw a; {VISIT}"]
-    assert verdict_on(PROCESSES_2, program(lines * 2, samples=16), strategy) == "exact"
 
 
 @pytest.mark.slow

@@ -74,20 +74,6 @@ def test_what_is_no_tensor_on_one_rank_is_its_error_and_the_others_learn_of_it(p
         assert f"rank {peers.ranks - 1} has left this world" in text
 
 
-def test_a_rank_that_does_not_come_is_named(peers):
-    *others, last = peers.run(lambda: "returned" if is_last() else told(lambda: unisono.all_gather(torch.ones(2))))
-    assert last == "returned"
-    for rank, text in enumerate(others):
-        assert text.startswith(f"BrokenWorldError: rank {rank} cannot complete all_gather(float32[2]): ")
-        assert f"rank {peers.ranks - 1} has left this world" in text
-
-
-def test_another_call_of_one_rank_is_named(peers):
-    for text in peers.run(lambda: told(unisono.barrier if is_last() else lambda: unisono.all_gather(torch.ones(2)))):
-        assert "CollectiveMismatchError" in text
-        assert f"called all_gather(float32[2]) while rank {peers.ranks - 1} called barrier()" in text
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (4, 0)], ids=str)
 def test_equal_empty_tensors_and_numbers_are_gathered(peers, shape):
     found = peers.run(lambda: (tuple((gathered := unisono.all_gather(torch.ones(shape))).shape), gathered.sum().item()))

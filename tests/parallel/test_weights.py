@@ -118,15 +118,6 @@ def test_a_batch_that_only_repeats_others_weighs_nothing_in_a_step_that_is_given
     assert THREADS_2.run(body) == [1.0] * 2
 
 
-def test_a_weight_of_zero_on_some_ranks_leaves_the_others_mean(mode):
-    def body():
-        weight, optimizer = one()
-        last = current_world().world_size - 1
-        return applied(weight, optimizer, (3.0, 0), (5.0, int(current_world().rank == last)))
-
-    assert mode.run(body) == pytest.approx([5.0] * mode.ranks)
-
-
 def test_a_step_whose_weights_are_zero_everywhere_is_skipped_on_all_ranks(mode):
     def body():
         weight, optimizer = one()
@@ -222,25 +213,6 @@ def test_a_loss_that_may_be_of_two_batches_that_count_differently_is_an_error():
             backward((weight * batches[0]).mean())
 
     THREADS_2.run(body)
-
-
-def summed(*sizes):
-    """The gradient that a step applies to a plain sum over batches of those sizes."""
-    weight, optimizer = one()
-    for batch in DeviceLoader([host(size) for size in sizes], split="global"):
-        (weight * batch).mean().backward()
-    optimizer_step(optimizer)
-    return weight.grad.item()
-
-
-def test_plain_sums_of_batches_that_were_dealt_differently_are_an_error_and_others_exact():
-    def body():
-        found = summed(4, 4)
-        with pytest.raises(ValueError, match=r"by hand: call unisono\.backward\(loss, batch=batch\) instead"):
-            summed(4, 3)
-        return found
-
-    assert THREADS_2.run(body) == [3.0] * 2
 
 
 def test_behind_a_loop_it_is_said_that_a_loss_is_of_no_loader_where_it_matters():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from unisono.arguments import check_type
 from unisono.comm.operations import HOST
 from unisono.parallel.structures import announce_structure
 from unisono.protocols import ReduceOp
@@ -149,8 +150,7 @@ def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
         TypeError: something in the batch is not a tensor, or `valid_samples` is not an integer.
         ValueError: a tensor has fewer samples than that, or no such dimension.
     """
-    if isinstance(valid_samples, bool) or not isinstance(valid_samples, int):
-        raise TypeError(f"valid_samples={valid_samples!r} is of type {type(valid_samples).__name__}; pass an integer")
+    check_type(valid_samples, "valid_samples", "pass an integer", int)
     for leaf in leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(

@@ -6,8 +6,6 @@ sharded before the next one. The values come from the modules' own `reset_parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -46,7 +44,9 @@ def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
     """
     filled: dict[torch.Tensor, torch.Tensor] = {}
     # A list, since the filled parts could not be found again: they have nothing on meta.
-    parts = [part for part in _inner_first(module) if _of_own(part)]
+    inner_first: list[nn.Module] = []  # the order in which they were built, and in which they draw random numbers
+    module.apply(inner_first.append)
+    parts = [part for part in dict.fromkeys(inner_first) if _of_own(part)]
     for part in parts:
         for held in (getattr(part, PARAMETERS), getattr(part, BUFFERS)):
             for name, tensor in held.items():
@@ -61,20 +61,6 @@ def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
         reset = next(getattr(part, each) for each in _RESETS if hasattr(part, each))
         reset()
     return list(filled.values())
-
-
-def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Its parts in the order in which they were built, each once: the order in which they draw random numbers."""
-    seen: set[nn.Module] = set()
-
-    def walk(part: nn.Module) -> Iterator[nn.Module]:
-        seen.add(part)
-        for child in part.children():
-            if child not in seen:
-                yield from walk(child)
-        yield part
-
-    return walk(module)
 
 
 def _of_own(part: nn.Module) -> list[str]:

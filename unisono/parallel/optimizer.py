@@ -168,8 +168,7 @@ def optimizer_step(
         CollectiveMismatchError: the ranks' models differ, or the ranks took different numbers of batches.
         BrokenWorldError: a peer failed or left.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer={optimizer!r} is of type {type(optimizer).__name__}; pass a torch.optim.Optimizer")
+    check_type(optimizer, "optimizer", "pass a torch.optim.Optimizer", Optimizer)
     world = world or current_world()
     arguments = dict(optimizer_args or {})
     if optimizer in prepared:

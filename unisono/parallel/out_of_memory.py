@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
+from unisono.arguments import check_integer
 from unisono.comm.operations import HOST
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoError
 from unisono.parallel.collectives import all_reduce
@@ -79,13 +80,7 @@ def find_executable_batch_size(
             it would hold the attempt's tensors.
         CollectiveMismatchError: a rank ran out of memory while others waited for it in a collective of the attempt.
     """
-    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int):
-        raise TypeError(
-            f"starting_batch_size={starting_batch_size!r} is of type {type(starting_batch_size).__name__}; pass an "
-            "integer, and the function without calling it"
-        )
-    if starting_batch_size < 1:
-        raise ValueError(f"starting_batch_size={starting_batch_size} is too small; pass an integer of at least 1")
+    check_integer(starting_batch_size, "starting_batch_size", 1)
     reduce = reduce_batch_size_fn or _halve
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

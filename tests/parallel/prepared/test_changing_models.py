@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from twin import Plain, State, assert_all_are, loader_of, model, seeded, sgd
 
@@ -28,49 +26,6 @@ pytestmark = pytest.mark.skipif(FAMILY != "cpu", reason="these are of processes 
 
 def whole(accelerator: Any, network: nn.Module) -> State:
     return accelerator.state_dict(network) if isinstance(accelerator, Accelerator) else network.state_dict()
-
-
-def frozen_in_the_second_epoch(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    layers = [each for each in network.modules() if isinstance(each, nn.Linear)]
-    for epoch in range(3):
-        for parameter in layers[0].parameters():
-            parameter.requires_grad_(epoch != 1)
-        for inputs, targets, _ in loader:
-            accelerator.backward(F.mse_loss(network(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-    return whole(accelerator, network)
-
-
-def frozen_between_microbatches(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """Whose second layer is thawed for every other step; all of it within an accumulation counts."""
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    layers = [each for each in network.modules() if isinstance(each, nn.Linear)]
-    layers[-1].requires_grad_(False)
-    for _ in range(2):
-        for inputs, targets, _ in loader:
-            accelerator.backward(F.mse_loss(network(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-            if getattr(accelerator, "sync_gradients", True):
-                layers[-1].requires_grad_(not layers[-1].weight.requires_grad)
-    return whole(accelerator, network)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@EVERYWHERE
-def test_layers_that_are_frozen_and_unfrozen_train_as_on_one_device(mode: Mode, strategy: str, accumulate: int) -> None:
-    for lines in (frozen_in_the_second_epoch, frozen_between_microbatches):
-        ranks = mode.run(
-            lambda lines=lines: lines(
-                Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate), loader_of(23, 3)
-            )
-        )
-        expected = lines(Plain(), loader_of(23, 3 * mode.ranks * accumulate))
-        assert_all_are([each for each in ranks if each], expected)
 
 
 def with_another_head(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -162,42 +117,6 @@ def test_one_rank_alone_may_evaluate_before_any_step(strategy: str) -> None:
     assert_all_are([other], first)
 
 
-def test_with_gradients_off_a_forward_pass_is_the_modules_own() -> None:
-    def body() -> None:
-        network = Accelerator(strategy="ddp").prepare(nn.Linear(5, 2))
-        with patch.object(DistributedDataParallel, "forward", side_effect=AssertionError), torch.no_grad():
-            network(torch.ones(3, 5))
-
-    PROCESSES_2.run(body)
-
-
-def summed(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for _ in range(2):
-        for inputs, targets, _ in loader:
-            count = getattr(loader, "valid_samples", len(inputs)) or len(inputs)
-            accelerator.backward(1e-3 * F.mse_loss(network(inputs), targets, reduction="sum"))
-            assert count == len(inputs)
-            optimizer.step()
-            optimizer.zero_grad()
-    return whole(accelerator, network)
-
-
-@pytest.mark.parametrize(("samples", "accumulate"), [(23, 1), (19, 3)])
-@EVERYWHERE
-def test_a_loss_that_is_a_sum_has_the_gradient_of_the_sum(
-    mode: Mode, strategy: str, samples: int, accumulate: int
-) -> None:
-    ranks = mode.run(
-        lambda: summed(
-            Accelerator(strategy=strategy, loss_reduction="sum", gradient_accumulation_steps=accumulate),
-            loader_of(samples, 2),
-        )
-    )
-    assert_all_are([each for each in ranks if each], summed(Plain(), loader_of(samples, 2 * mode.ranks * accumulate)))
-
-
 def test_a_sum_has_no_weight_and_no_other_reduction_exists() -> None:
     accelerator, network = Accelerator(loss_reduction="sum"), model()
     network = accelerator.prepare(network)
@@ -205,25 +124,6 @@ def test_a_sum_has_no_weight_and_no_other_reduction_exists() -> None:
         accelerator.backward(network(torch.ones(1, 5).double()).sum(), weight=3)
     with pytest.raises(ValueError, match="loss_reduction='max' does not exist; choose one of mean, sum"):
         Accelerator(loss_reduction="max")  # type: ignore[arg-type]
-
-
-def never_zeroed(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """Gradients add up over the steps, as in torch."""
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for inputs, targets, _ in loader:
-        accelerator.backward(1e-2 * F.mse_loss(network(inputs), targets))
-        optimizer.step()
-    return whole(accelerator, network)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@EVERYWHERE
-def test_gradients_that_are_never_zeroed_add_up_over_the_steps(mode: Mode, strategy: str, accumulate: int) -> None:
-    ranks = mode.run(
-        lambda: never_zeroed(Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate), loader_of(23, 2))
-    )
-    assert_all_are([each for each in ranks if each], never_zeroed(Plain(), loader_of(23, 2 * mode.ranks * accumulate)))
 
 
 class Looked(nn.Module):

@@ -95,22 +95,24 @@ def test_the_whole_data_set_needs_no_loader(mode):
     assert_all_are(mode.run(ranks_body), body(Plain(), slice(None)))
 
 
-def test_the_bare_step_takes_a_closure_that_calls_backward_with_a_weight(mode):
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_the_bare_step_takes_a_closure(mode, is_weighted):
     def body():
         network = model()
         optimizer = lbfgs(network)
-        for batch in DeviceLoader(loader_of(24, 4)):
+        for batch in DeviceLoader(loader_of(24 if is_weighted else 23, 4)):
 
             def closure(batch=batch):
                 optimizer.zero_grad()
-                loss = mean_loss(network, batch, tokens=True)
-                backward(loss, weight=batch[2].sum())
+                loss = mean_loss(network, batch, tokens=is_weighted)
+                backward(loss, weight=batch[2].sum()) if is_weighted else loss.backward()
                 return loss
 
             optimizer_step(optimizer, optimizer_args={"closure": closure})
         return network.state_dict()
 
-    assert_all_are(mode.run(body), with_our_backward_and_tokens(Plain(), loader_of(24, 4 * mode.ranks)))
+    lines, samples = (with_our_backward_and_tokens, 24) if is_weighted else (with_plain_backward, 23)
+    assert_all_are(mode.run(body), lines(Plain(), loader_of(samples, 4 * mode.ranks)))
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import re
-import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2
 from torch import nn
-from torch.nn import functional as F
-from twin import CLOSE, data, model, seeded, sgd
+from twin import CLOSE, model, seeded, sgd
 
 from unisono import Accelerator
 from unisono.strategies import DDP, FSDP, ZeRO1
@@ -40,33 +35,6 @@ def wide() -> nn.Module:
     """Of several buckets, once torch has built them again."""
     sizes = (10, 10, 2000, 500, 1)
     return nn.Sequential(*[nn.Linear(one, two) for one, two in itertools.pairwise(sizes)])
-
-
-def steps_with_an_evaluation(where: str, strategy: str) -> dict[str, torch.Tensor]:
-    """Three steps; "between" forward and backward pass, or "behind" both, or so "with gradients", the model runs."""
-    accelerator, network = Accelerator(strategy=strategy), model()
-    rank, size = accelerator.world.rank, accelerator.world.world_size
-    network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-    inputs, targets = (each[rank::size] for each in data(8).tensors[:2])
-    for _ in range(3):
-        optimizer.zero_grad()
-        outputs = network(inputs)
-        if where == "between":
-            with torch.no_grad():
-                network(inputs)
-        F.mse_loss(outputs, targets).backward()
-        if where != "between":
-            with nullcontext() if where == "with gradients" else torch.no_grad():
-                network(inputs)
-        optimizer.step()
-    return accelerator.state_dict(network)
-
-
-@BOTH_ENGINES
-@pytest.mark.parametrize("where", ["between", "behind", "with gradients"])
-def test_a_forward_pass_beside_the_trained_one_changes_no_step(strategy, where):
-    trained, _ = PROCESSES_2.run(lambda: steps_with_an_evaluation(where, strategy))
-    torch.testing.assert_close(trained, steps_with_an_evaluation(where, "ddp"), **CLOSE)
 
 
 @BOTH_ENGINES
@@ -138,66 +106,6 @@ def test_two_backward_passes_of_one_forward_pass_may_each_take_a_part():
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-def test_lbfgs_over_a_sharded_model_is_refused_and_nothing_has_changed():
-    def body(strategy):
-        network = model()
-        with pytest.raises(
-            TypeError, match=rf"strategy='{strategy}' divides .* LBFGS takes all parameters as one vector"
-        ):
-            Accelerator(strategy=strategy).prepare(network, torch.optim.LBFGS(network.parameters()))
-        assert all(type(each) is nn.Parameter for each in network.parameters())
-        Accelerator(strategy=strategy).prepare(network, sgd(network.parameters()))
-
-    PROCESSES_2.run(lambda: [body("fsdp"), body("zero1")])
-
-
-class Picky(torch.optim.SGD):
-    """Made from what no group carries."""
-
-    def __init__(self, parameters, factor):
-        super().__init__(parameters, lr=0.1 * factor)
-
-
-def test_an_optimizer_that_cannot_be_divided_is_refused_before_its_model_is_prepared():
-    def body():
-        network = model()
-        with pytest.raises(TypeError, match="makes a Picky on each rank"):
-            Accelerator(strategy="zero1").prepare(network, Picky(network.parameters(), 2))
-        with pytest.raises(TypeError, match="cannot be prepared"):
-            Accelerator(strategy="zero1").prepare(network, 3)
-        Accelerator(strategy="zero1").prepare(network, sgd(network.parameters()))
-
-    PROCESSES_2.run(body)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"strategy": ZeRO1}, {"mixed_precision": "fp16"}, {"max_grad_norm": 0.5}],
-    ids=lambda each: next(iter(each)),
-)
-def test_post_local_sgd_is_refused_beside_what_needs_all_ranks_gradients(arguments):
-    ((name, value),) = arguments.items()
-    kind = arguments.pop("strategy", DDP)
-    shown = "strategy='zero1'" if kind is ZeRO1 else f"{name}={value!r}"
-    with pytest.raises(ValueError, match=rf"comm_hook='post_local_sgd' and {re.escape(shown)} contradict"):
-        Accelerator(strategy=kind(comm_hook="post_local_sgd"), **arguments)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_a_prepared_model_is_garbage_when_dropped(strategy):
-    def body():
-        accelerator, network = Accelerator(strategy=strategy), model()
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        network(torch.ones(1, 5).double()).sum().backward()
-        optimizer.step()
-        held = [weakref.ref(network), weakref.ref(network.module)]
-        del accelerator, network, optimizer
-        gc.collect()
-        return [each() is None for each in held]
-
-    assert PROCESSES_2.run(body) == [[True, True]] * 2
-
-
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 def test_a_model_is_prepared_again_when_what_prepared_it_is_gone(mode):
     def train(network):
@@ -258,17 +166,3 @@ def test_an_optimizer_that_may_look_at_all_parameters_is_refused_unless_it_is_sa
     plain(torch.ones(2, 5).double()).sum().backward()
     optimizer.step()
     torch.testing.assert_close(first, dict(plain.state_dict()), **CLOSE)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_optimizers_over_whole_parameters_are_for_whole_parameters(strategy):
-    def body():
-        network = model()
-        optimizer = torch.optim.Adafactor(network.parameters())
-        if strategy == "fsdp":
-            with pytest.raises(TypeError, match="Adafactor takes each parameter as a whole"):
-                Accelerator(strategy=strategy).prepare(network, optimizer)
-        else:
-            Accelerator(strategy=strategy).prepare(network, optimizer)
-
-    PROCESSES_2.run(body)

@@ -1,382 +1,136 @@
-"""Loops of every kind train the weights of one device with the whole batch: a microbatch is a pass, and no delivery."""
+"""Loops with lines that no random program has: they train the weights of one device with the whole batch."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting, scaling
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from twin import Case, State, adam, assert_all_are, compare, data, loader_of, mean_loss, model, plain_run, sgd
+from twin import Plain, State, adam, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd
 
-from unisono import Accelerator, SampleGenerator
+from unisono import Accelerator, backward
 
-MODES = [SOLO, THREADS_2, THREADS_3, PROCESSES_2]
-CASE = Case(samples=23, batch=3)  # the last batch of two, and of three ranks is uneven
+ALONE = [SOLO] if FAMILY == "cpu" else []  # elsewhere all of these loops may be compiled, and once is enough
+MODES = pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
+PAIRS = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 
+Training = tuple[Any, Any, Any]
 
-class Training:
-    """A prepared model, optimizer and loader."""
 
-    def __init__(self, accumulate: int = 1, **options: Any) -> None:
-        self.accelerator = Accelerator(gradient_accumulation_steps=accumulate, **options)
-        network = model()
-        self.network, self.optimizer, self.loader = self.accelerator.prepare(
-            network, adam(network.parameters()), loader_of(CASE.samples, CASE.batch)
-        )
-
-    def learn(self, batch: Any) -> None:
-        self.accelerator.backward(mean_loss(self.network, batch))
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def one_ahead(batches: Iterable[Any], change: Callable[[Any], Any] = lambda batch: batch) -> Iterator[Any]:
-    """As timm's and apex's prefetchers do."""
-    held = None
-    for batch in batches:
-        if held is not None:
-            yield held
-        held = change(batch)
-    if held is not None:
-        yield held
-
-
-def straight(training: Training) -> None:
-    for batch in training.loader:
-        training.learn(batch)
-        training.step()
-
-
-def with_plain_backward(training: Training) -> None:
-    for batch in training.loader:
-        mean_loss(training.network, batch).backward()
-        training.step()
-
-
-def drawn_in_twos(training: Training) -> None:
-    """As transformers' Trainer does."""
-    batches = iter(training.loader)
-    while drawn := list(itertools.islice(batches, 2)):
-        for batch in drawn:
-            training.learn(batch)
-            training.optimizer.step()
-        training.optimizer.zero_grad()
-
-
-def drawn_one_ahead(training: Training) -> None:
-    for batch in one_ahead(training.loader):
-        training.learn(batch)
-        training.step()
-
-
-def next_drawn_before_backward(training: Training) -> None:
-    batches = iter(training.loader)
-    batch = next(batches, None)
-    while batch is not None:
-        loss = mean_loss(training.network, batch)
-        batch = next(batches, None)
-        training.accelerator.backward(loss)
-        training.step()
-
-
-def all_drawn_first(training: Training) -> None:
-    for batch in list(training.loader):
-        training.learn(batch)
-        training.step()
-
-
-def after_a_look_at_the_first(training: Training) -> None:
-    next(iter(training.loader))
-    straight(training)
-
-
-def zeroed_before_backward(training: Training) -> None:
-    for batch in training.loader:
-        loss = mean_loss(training.network, batch)
-        training.optimizer.zero_grad()
-        training.accelerator.backward(loss)
-        training.optimizer.step()
-
-
-def zeroed_by_the_model_before_backward(training: Training) -> None:
-    for batch in training.loader:
-        loss = mean_loss(training.network, batch)
-        training.network.zero_grad()
-        training.accelerator.backward(loss)
-        training.optimizer.step()
-
-
-def computed_inputs(training: Training) -> None:
-    for inputs, *others in training.loader:
-        training.learn([inputs + 0, *others])
-        training.step()
-
-
-def with_evaluation_inside(training: Training) -> None:
-    for batch in training.loader:
-        training.learn(batch)
-        with torch.no_grad():
-            for seen, _, _ in itertools.islice(training.loader, 2):
-                training.network(seen)
-        training.step()
-
-
-LOOPS = (
-    straight,
-    with_plain_backward,
-    drawn_in_twos,
-    drawn_one_ahead,
-    next_drawn_before_backward,
-    all_drawn_first,
-    after_a_look_at_the_first,
-    zeroed_before_backward,
-    zeroed_by_the_model_before_backward,
-    computed_inputs,
-    with_evaluation_inside,
-)
-
-
-def trained(loop: Callable[[Training], None], accumulate: int, strategy: str = "ddp") -> State:
-    training = Training(accumulate, strategy=strategy)
-    for _ in range(2):
-        loop(training)
-    return training.accelerator.state_dict(training.network)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_however_batches_are_drawn_the_weights_are_those_of_one_device(mode: Mode, accumulate: int) -> None:
-    loops = [each for each in LOOPS if each is not drawn_in_twos or accumulate == 2]
-    ranks = mode.run(lambda: [trained(loop, accumulate) for loop in loops])
-    expected = plain_run(CASE._replace(accumulate=accumulate), mode.ranks)
-    for loop, state in zip(loops, ranks[0], strict=True):
-        print(loop.__name__)
-        assert_all_are([state], expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_under_every_strategy_they_are(strategy: str, accumulate: int) -> None:
-    loops = [
-        straight,
-        with_plain_backward,
-        drawn_one_ahead,
-        all_drawn_first,
-        zeroed_by_the_model_before_backward,
-        computed_inputs,
-    ]
-    first, _ = PROCESSES_2.run(lambda: [trained(loop, accumulate, strategy) for loop in loops])
-    expected = plain_run(CASE._replace(accumulate=accumulate), 2)
-    for loop, state in zip(loops, first, strict=True):
-        print(loop.__name__)
-        assert_all_are([state], expected)
-
-
-def two_loaders(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """Each loss is the mean over a batch of its own loader; the shorter one begins again."""
-    network, size = model(), loader.batch_size or 1
-    network, optimizer, loader, other = accelerator.prepare(
-        network, adam(network.parameters()), loader, loader_of(13, size)
-    )
-    for first, second in zip(loader, itertools.chain(other, other, other), strict=False):
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, first) + 0.5 * network(second[0]).pow(2).mean())
-        optimizer.step()
-    return network.state_dict()
-
-
-def two_models_of_two_loaders(accelerator: Any, loader: DataLoader[Any]) -> State:
-    first, second, size = model(1), model(2), loader.batch_size or 1
-    optimizer = adam([*first.parameters(), *second.parameters()])
-    first, second, optimizer, loader, other = accelerator.prepare(first, second, optimizer, loader, loader_of(13, size))
-    for one, two in zip(loader, itertools.chain(other, other, other), strict=False):
-        optimizer.zero_grad()
-        (mean_loss(first, one) + mean_loss(second, two)).backward()
-        optimizer.step()
-    return {**first.state_dict(), **{f"second.{name}": value for name, value in second.state_dict().items()}}
-
-
-def replayed(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, adam(network.parameters()), loader)
-    for batch in itertools.islice(itertools.cycle(loader), 9):
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        optimizer.step()
-    return network.state_dict()
-
-
-def clipped_by_torch(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    norms = []
-    for batch in loader:
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        norms.append(nn.utils.clip_grad_norm_(network.parameters(), 0.1))
-        optimizer.step()
-    return {**network.state_dict(), "norms": torch.stack(norms)}
-
-
-def edited_by_hand(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for batch in loader:
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        for each in network.parameters():
-            each.grad = each.grad.sign() * each.grad.abs().max()
-        optimizer.step()
-    return network.state_dict()
-
-
-def assigned_by_hand(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    trained = list(network.parameters())
-    for batch in loader:
-        for each, gradient in zip(trained, torch.autograd.grad(mean_loss(network, batch), trained), strict=True):
-            each.grad = gradient
-        accelerator.clip_grad_norm_(trained, 0.1)
-        optimizer.step()
-    return network.state_dict()
-
-
-def with_penalties(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """On the parameters, and on the gradient with respect to the inputs."""
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for inputs, targets, _ in loader:
-        optimizer.zero_grad()
-        varied = inputs.clone().requires_grad_()
-        outputs = network(varied)
-        (slope,) = torch.autograd.grad(outputs.pow(2).sum(), varied, create_graph=True)
-        decay = sum(each.pow(2).sum() for each in network.parameters())
-        accelerator.backward(F.mse_loss(outputs, targets) + slope.pow(2).mean() + 0.01 * decay)
-        optimizer.step()
-    return network.state_dict()
-
-
-def with_means_over_tokens_of_two_kinds(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for inputs, targets, _ in loader:
-        optimizer.zero_grad()
-        for kind in range(2):
-            tokens = 1 + (inputs[:, kind] > 0).double()
-            with accelerator.accumulate():
-                accelerator.backward(mean_loss(network, [inputs, targets, tokens], True), weight=tokens.sum())
-        optimizer.step()
-    return network.state_dict()
-
-
-def sharpness_aware(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """SAM in two steps, around an optimizer that nobody has prepared."""
-    network = model()
-    network, loader = accelerator.prepare(network, loader)
-    optimizer = sgd(network.parameters())
-    for batch in loader:
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        climbed = []
-        with torch.no_grad():
-            norm = torch.stack([each.grad.norm() for each in network.parameters()]).norm()
-            for each in network.parameters():
-                climbed.append(each.grad * 0.05 / norm)
-                each.add_(climbed[-1])
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        with torch.no_grad():
-            for each, step in zip(network.parameters(), climbed, strict=True):
-                each.sub_(step)
-        optimizer.step()
-    return network.state_dict()
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_the_same_lines_mean_the_same_on_one_device_and_on_several_ranks(mode: Mode) -> None:
-    lines = [
-        two_loaders,
-        two_models_of_two_loaders,
-        replayed,
-        clipped_by_torch,
-        edited_by_hand,
-        assigned_by_hand,
-        with_penalties,
-        with_means_over_tokens_of_two_kinds,
-        sharpness_aware,
-    ]
-    compare(mode, {each.__name__: each for each in lines})
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_torchs_clipping_at_the_boundary_of_an_accumulation_is_that_of_the_whole_step(mode: Mode) -> None:
-    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
-        network = model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        for batch in loader:
-            accelerator.backward(mean_loss(network, batch))
-            if getattr(accelerator, "sync_gradients", True):
-                nn.utils.clip_grad_norm_(network.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        return network.state_dict()
-
-    compare(mode, {"lines": lines}, gradient_accumulation_steps=3)
-
-
-def prepared(accelerator: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
-    network = model()
-    made: tuple[Any, Any, Any] = accelerator.prepare(network, sgd(network.parameters()), loader)
+def prepared(accelerator: Any, loader: DataLoader[Any], network: nn.Module | None = None) -> Training:
+    network = network or model()
+    made: Training = accelerator.prepare(network, sgd(network.parameters()), loader)
     return made
 
 
-def with_a_forward_pass_beside(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network, optimizer, loader = prepared(accelerator, loader)
-    for batch in loader:
-        accelerator.backward(mean_loss(network, batch))
-        network(batch[0][:1])  # of the batch, with gradients, and of nothing
-        network(torch.ones(2, 5, dtype=torch.float64))
-        optimizer.step()
-        optimizer.zero_grad()
-    return network.state_dict()
+def named(**networks: nn.Module) -> State:
+    return {f"{name}.{key}": value for name, each in networks.items() for key, value in each.state_dict().items()}
 
 
-def that_gives_up_a_step(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network, optimizer, loader = prepared(accelerator, loader)
-    step = 0
-    for batch in loader:
-        accelerator.backward(mean_loss(network, batch))
-        if accelerator.clip_grad_norm_(network.parameters(), 10.0) is not None:
-            step += 1
-            if step == 2:  # its norm is bad, say
-                optimizer.zero_grad()
-                continue
-        optimizer.step()
+def each_batch(
+    learn: Callable[[Any, Any, Any], None], make: Callable[[], nn.Module] = model
+) -> Callable[[Any, Any], State]:
+    """A loop that steps after these lines."""
+
+    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
+        network, optimizer, loader = prepared(accelerator, loader, make())
+        for batch in loader:
+            learn(accelerator, network, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return named(network=network)
+
+    return lines
+
+
+# Every batch a microbatch, with one model.
+
+
+def two_losses_of_forward_passes_of_which_one_does_not_sync(accelerator: Any, network: Any, batch: Any) -> None:
+    with accelerator.no_sync(network):
+        outputs = network(batch[0])
+    accelerator.backward(F.mse_loss(outputs, batch[1]) + outputs.abs().mean())
+    accelerator.backward(0.3 * network(2 * batch[0]).pow(2).mean())
+
+
+def twice_in_one_loss(accelerator: Any, network: Any, batch: Any) -> None:
+    accelerator.backward(F.mse_loss(network(batch[0]) + network(batch[0].flip(1)), batch[1]))
+
+
+def checkpointed(accelerator: Any, network: Any, batch: Any) -> None:
+    accelerator.backward(F.mse_loss(checkpoint(network, batch[0] * 2, use_reentrant=False), batch[1]))
+
+
+class Tied(nn.Module):
+    """The output layer's weight is the input layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.last(self.first(inputs).tanh())[:, :2]
+        return outputs
+
+
+def straight(accelerator: Any, network: Any, batch: Any) -> None:
+    accelerator.backward(mean_loss(network, batch))
+
+
+# With several models or optimizers.
+
+
+def gan() -> tuple[nn.Module, nn.Module]:
+    critic = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return seeded(nn.Linear(5, 2).double(), 1), seeded(critic, 2)
+
+
+def a_gan_that_steps_on_both_losses(accelerator: Any, loader: DataLoader[Any]) -> State:
+    maker, critic = gan()
+    maker, critic, of_maker, of_critic, loader = accelerator.prepare(
+        maker, critic, adam(maker.parameters()), sgd(critic.parameters()), loader
+    )
+    for noise, real, _ in itertools.chain(loader, loader):
+        of_critic.zero_grad()
+        accelerator.backward(F.softplus(-critic(real)).mean() + F.softplus(critic(maker(noise).detach())).mean())
+        of_maker.zero_grad()
+        critic.requires_grad_(False)
+        accelerator.backward(F.softplus(-critic(maker(noise))).mean())
+        critic.requires_grad_(True)
+        of_critic.step()
+        of_maker.step()
+    return named(maker=maker, critic=critic)
+
+
+def a_frozen_teacher(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network, teacher = model(), model(5).requires_grad_(False)
+    network, teacher, optimizer, loader = accelerator.prepare(network, teacher, adam(network.parameters()), loader)
+    for inputs, _, _ in loader:
         optimizer.zero_grad()
-    return network.state_dict()
+        accelerator.backward(F.mse_loss(network(inputs), teacher(inputs)))
+        optimizer.step()
+    return named(network=network, teacher=teacher)
 
 
 def by_an_optimizer_that_was_not_prepared(accelerator: Any, loader: DataLoader[Any]) -> State:
     network = model()
-    optimizer = sgd(network.parameters())
     network, loader = accelerator.prepare(network, loader)
+    optimizer = sgd(network.parameters())
     for batch in loader:
         accelerator.backward(mean_loss(network, batch))
         if getattr(accelerator, "sync_gradients", True):
             optimizer.step()
             optimizer.zero_grad()
-    return network.state_dict()
+    return named(network=network)
 
 
 def through_a_reader_without_gradients(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -390,212 +144,264 @@ def through_a_reader_without_gradients(accelerator: Any, loader: DataLoader[Any]
         accelerator.backward(mean_loss(network, batch))
         optimizer.step()
         optimizer.zero_grad()
-    return network.state_dict()
+    return named(network=network)
 
 
-def checkpointed(accelerator: Any, loader: DataLoader[Any]) -> State:
+def beside_a_loop_of_evaluation_that_stays_open(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network = model()
+    network, optimizer, loader, other = accelerator.prepare(
+        network, sgd(network.parameters()), loader, loader_of(90, 1)
+    )
+    evaluated = iter(other)
+    for batch in loader:
+        accelerator.backward(mean_loss(network, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            network(next(evaluated)[0])
+    del evaluated
+    return named(network=network)
+
+
+LINES = {
+    twice_in_one_loss.__name__: each_batch(twice_in_one_loss),
+    "tied weights": each_batch(straight, lambda: seeded(Tied())),
+    **{
+        each.__name__: each
+        for each in (
+            a_gan_that_steps_on_both_losses,
+            a_frozen_teacher,
+            by_an_optimizer_that_was_not_prepared,
+            through_a_reader_without_gradients,
+            beside_a_loop_of_evaluation_that_stays_open,
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.any_family)])
+@pytest.mark.parametrize("mode", scaling(*ALONE, THREADS_3, PROCESSES_2), ids=str)
+def test_the_same_lines_take_the_steps_of_one_device(mode: Mode, accumulate: int) -> None:
+    compare(mode, LINES, 43, 2, gradient_accumulation_steps=accumulate)
+
+
+# Each batch a step.
+
+
+def several_backward_passes_of_one_forward_pass(accelerator: Any, network: Any, batch: Any) -> None:
+    outputs, others = network(batch[0]), network(batch[0].flip(1))
+    F.mse_loss(outputs, batch[1]).backward(retain_graph=True)
+    (0.3 * outputs.pow(2).mean()).backward()
+    others.abs().mean().backward()
+
+
+def several_of_one_that_does_not_sync(accelerator: Any, network: Any, batch: Any) -> None:
+    with accelerator.no_sync(network):
+        outputs = network(batch[0])
+    F.mse_loss(outputs, batch[1]).backward(retain_graph=True)
+    (0.3 * outputs.pow(2).mean()).backward()
+
+
+def edited_by_hand(accelerator: Any, network: Any, batch: Any) -> None:
+    accelerator.backward(mean_loss(network, batch))
+    for each in network.parameters():
+        each.grad = each.grad.sign() * each.grad.abs().max()
+
+
+def means_over_tokens_of_two_kinds(accelerator: Any, network: Any, batch: Any) -> None:
+    inputs, targets, _ = batch
+    for kind in range(2):
+        tokens = 1 + (inputs[:, kind] > 0).double()
+        with accelerator.accumulate():
+            accelerator.backward(mean_loss(network, [inputs, targets, tokens], True), weight=tokens.sum())
+
+
+def sharpness_aware(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """SAM in two steps, around an optimizer that nobody has prepared."""
+    network = model()
+    network, loader = accelerator.prepare(network, loader)
+    optimizer = sgd(network.parameters())
+    for batch in loader:
+        optimizer.zero_grad()
+        accelerator.backward(mean_loss(network, batch))
+        with torch.no_grad():
+            norm = torch.stack([each.grad.norm() for each in network.parameters()]).norm()
+            climbed = [each.grad * 0.05 / norm for each in network.parameters()]
+            for each, step in zip(network.parameters(), climbed, strict=True):
+                each.add_(step)
+        optimizer.zero_grad()
+        accelerator.backward(mean_loss(network, batch))
+        with torch.no_grad():
+            for each, step in zip(network.parameters(), climbed, strict=True):
+                each.sub_(step)
+        optimizer.step()
+    return named(network=network)
+
+
+def one_optimizer_of_two_models_of_which_one_rests(accelerator: Any, loader: DataLoader[Any]) -> State:
+    first, second = model(1), model(2)
+    optimizer = sgd([*first.parameters(), *second.parameters()])
+    first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, loader)
+    for number, (inputs, targets, _) in enumerate(loader):
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss((first if number % 2 else second)(inputs), targets))
+        optimizer.step()
+    return named(first=first, second=second)
+
+
+def a_group_that_is_added_and_trained(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network = model()
+    weight = network[0].weight
+    network[0].requires_grad_(False)
+    network, optimizer, loader = accelerator.prepare(network, sgd(network[2].parameters()), loader)
+    for number, batch in enumerate(itertools.chain(loader, loader)):
+        if number == 2:
+            weight.requires_grad_(True)
+            optimizer.add_param_group({"params": [weight]})
+        optimizer.zero_grad()
+        accelerator.backward(mean_loss(network, batch))
+        optimizer.step()
+    return named(network=network)
+
+
+def a_batch_without_a_step(accelerator: Any, loader: DataLoader[Any]) -> State:
     network, optimizer, loader = prepared(accelerator, loader)
-    for inputs, targets, _ in loader:
-        outputs = checkpoint(network, inputs * 2, use_reentrant=False)
-        accelerator.backward(F.mse_loss(outputs, targets))
-        optimizer.step()
-        optimizer.zero_grad()
-    return network.state_dict()
+    for number, batch in enumerate(loader):
+        network.zero_grad()
+        accelerator.backward(mean_loss(network, batch))
+        accelerator.clip_grad_norm_(network.parameters(), 0.5)
+        if number != 1:
+            optimizer.step()
+    return named(network=network)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_the_lines_around_a_step_leave_the_step_what_it_is(mode: Mode, accumulate: int) -> None:
-    lines = [
-        with_a_forward_pass_beside,
-        that_gives_up_a_step,
-        by_an_optimizer_that_was_not_prepared,
-        through_a_reader_without_gradients,
-        checkpointed,
-    ]
-    compare(mode, {each.__name__: each for each in lines}, gradient_accumulation_steps=accumulate)
+def sums_of_two_batches(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network, optimizer, loader = prepared(accelerator, loader)
+    for number, batch in enumerate(loader):
+        with accelerator.no_sync(network) if number % 2 else nullcontext():
+            mean_loss(network, batch).backward()
+        if number % 2 == 0:  # the first batch alone, then two
+            optimizer.step()
+            optimizer.zero_grad()
+    return named(network=network)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_microbatch_that_failed_and_was_zeroed_counts_for_nothing(mode: Mode) -> None:
-    """The first microbatch is given up; the others make steps of two."""
-
-    def body() -> State:
-        training = Training(2)
-        for number, batch in enumerate(training.loader):
-            training.learn(batch)
-            if number == 0:  # something has failed
-                training.optimizer.zero_grad()
-                continue
-            training.step()
-        return training.accelerator.state_dict(training.network)
-
-    tensors, size = data(CASE.samples).tensors, mode.ranks * CASE.batch
-    network = model()
-    optimizer = adam(network.parameters())
-    for start in range(size, CASE.samples, 2 * size):
-        optimizer.zero_grad()
-        mean_loss(network, [each[start : start + 2 * size] for each in tensors]).backward()
-        optimizer.step()
-    assert_all_are(mode.run(body)[:1], network.state_dict())
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_batches_of_a_list_may_be_used_in_any_order(mode: Mode) -> None:
-    def body() -> State:
-        training = Training(2)
-        batches = list(training.loader)
-        for place in order(len(batches)):
-            training.learn(batches[place])
-            training.step()
-        return training.accelerator.state_dict(training.network)
-
-    def order(count: int) -> list[int]:
-        return [*range(1, count, 2), *range(0, count, 2)]  # the last one stands in the middle
-
-    tensors, size = data(CASE.samples).tensors, mode.ranks * CASE.batch
-    rounds = [list(range(start, min(start + size, CASE.samples))) for start in range(0, CASE.samples, size)]
-    network = model()
-    optimizer = adam(network.parameters())
-    places = order(len(rounds))
-    for first in range(0, len(places), 2):
-        window = [sample for place in places[first : first + 2] for sample in rounds[place]]
-        optimizer.zero_grad()
-        mean_loss(network, [each[window] for each in tensors]).backward()
-        optimizer.step()
-    assert_all_are(mode.run(body)[:1], network.state_dict())
+STEP_BY_STEP = {
+    **{
+        each.__name__: each_batch(each)
+        for each in (
+            checkpointed,
+            two_losses_of_forward_passes_of_which_one_does_not_sync,
+            several_backward_passes_of_one_forward_pass,
+            several_of_one_that_does_not_sync,
+            edited_by_hand,
+            means_over_tokens_of_two_kinds,
+        )
+    },
+    **{
+        each.__name__: each
+        for each in (
+            sharpness_aware,
+            one_optimizer_of_two_models_of_which_one_rests,
+            a_group_that_is_added_and_trained,
+            a_batch_without_a_step,
+            sums_of_two_batches,
+        )
+    },
+}
 
 
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
-def test_replayed_batches_that_were_changed_are_an_error_where_they_count_differently(mode: Mode) -> None:
-    def body() -> None:
-        training = Training()
-        for inputs, *others in itertools.cycle(training.loader):
-            training.learn([inputs * 2, *others])
-            training.step()
+@MODES
+def test_they_do_where_each_batch_is_a_step(mode: Mode) -> None:
+    compare(mode, STEP_BY_STEP, 23, 3)
 
-    with pytest.raises(ValueError, match=r"is not known which; name the batch, accelerator\.backward"):
-        mode.run(body)
+
+# What a loop is told, and other ends.
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_where_a_batch_cannot_be_told_and_matters_an_error_names_the_way_out(mode: Mode, accumulate: int) -> None:
     def body() -> None:
-        training = Training(accumulate)
-        for inputs, *others in one_ahead(training.loader, lambda batch: [batch[0] + 0, *batch[1:]]):
-            training.learn([inputs, *others])
-            training.step()
+        accelerator = Accelerator(gradient_accumulation_steps=accumulate)
+        network, optimizer, loader = prepared(accelerator, loader_of(23, 3))
+        held: list[Any] = []
+        for inputs, *others in loader:
+            held.append([inputs + 0, *others])
+            if len(held) > 1:  # one ahead
+                accelerator.backward(mean_loss(network, held.pop(0)))
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.backward(mean_loss(network, held.pop()))
 
-    if (mode, accumulate) != (SOLO, 1):  # each batch weighs 1 there
-        way = r"with accelerator\.accumulate\(\)" if accumulate > 1 else r"backward\(loss, batch=batch\)"
-        with pytest.raises(ValueError, match=way):
-            mode.run(body)
-    # and by the way out
-    expected = plain_run(CASE._replace(accumulate=accumulate, epochs=1), mode.ranks)
-    assert_all_are(mode.run(lambda: told_by_hand(accumulate)), expected)
-
-
-def told_by_hand(accumulate: int) -> State:
-    training = Training(accumulate)
-    for (inputs, *others), batch in one_ahead(training.loader, lambda batch: ([batch[0] + 0, *batch[1:]], batch)):
-        loss = mean_loss(training.network, [inputs, *others])
-        training.accelerator.backward(loss, batch=batch)
-        training.step()
-    return training.network.state_dict()
+    if (mode, accumulate) == (SOLO, 1):  # each batch weighs 1 there
+        mode.run(body)
+        return
+    way = r"with accelerator\.accumulate\(\)" if accumulate > 1 else r"backward\(loss, batch=batch\)"
+    with pytest.raises(ValueError, match=way):
+        mode.run(body)
 
 
-def test_two_loaders_whose_tails_differ_cannot_share_the_steps_of_an_accumulation() -> None:
-    def body() -> None:
-        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
-        network, loader, other = accelerator.prepare(network, loader_of(12, 3), loader_of(10, 3))
-        for first, second in zip(loader, other, strict=True):
-            accelerator.backward(mean_loss(network, first) + mean_loss(network, second))
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_the_number_of_microbatches_may_change_between_the_steps_of_two_optimizers(mode: Mode) -> None:
+    def train(accelerator: Any, loader: Any) -> State:
+        network, other = model(), model(1)
+        network, other, first, second, loader = accelerator.prepare(
+            network, other, sgd(network.parameters()), sgd(other.parameters()), loader
+        )
+        for batch in loader:
+            accelerator.backward(mean_loss(network, batch) + mean_loss(other, batch))
+            first.step()
+            if isinstance(accelerator, Accelerator) and accelerator.sync_gradients:
+                accelerator.gradient_accumulation_steps = 1
+            second.step()
+        return named(network=network, other=other)
 
-    with pytest.raises(ValueError, match="losses of one step are of several loaders, whose batches differ in size"):
-        THREADS_2.run(body)
-
-
-# A loader that delivers the same tensors again and again.
-
-
-def with_evaluation_first(training: Training) -> None:
-    for batch in training.loader:
-        with torch.no_grad():
-            for seen, _, _ in itertools.islice(training.loader, 2):
-                training.network(seen)
-        training.learn(batch)
-        training.step()
+    samples = 4 * mode.ranks
+    states = mode.run(lambda: train(Accelerator(gradient_accumulation_steps=2), loader_of(samples, 2)))
+    assert_all_are(states, train(Plain(), loader_of(samples, samples)))
 
 
-def with_a_look_at_the_next_epoch(training: Training) -> None:
-    for batch in training.loader:
-        next(iter(training.loader))
-        training.learn(batch)
-        training.step()
+@PAIRS
+def test_backward_passes_that_go_past_the_prepared_model_are_weighed_and_reduced_too(mode: Mode) -> None:
+    def past(accelerator: Any, network: Any, batch: Any) -> None:
+        mean_loss(getattr(network, "module", network), batch).backward()
+
+    compare(mode, {"past": each_batch(past)}, gradient_accumulation_steps=2)
 
 
-def told_behind_the_next(training: Training) -> None:
-    batches = iter(training.loader)
-    batch = next(batches, None)
-    while batch is not None:
-        loss = mean_loss(training.network, [batch[0] + 0, *batch[1:]])
-        before, batch = batch, next(batches, None)
-        training.accelerator.backward(loss, batch=before)
-        training.step()
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("strategy", ["threads", "ddp", "fsdp"])
+def test_a_mean_over_nothing_with_the_weight_0_spreads_no_nan(strategy: str, is_last: bool) -> None:
+    def train() -> bool:
+        accelerator = Accelerator(gradient_accumulation_steps=2, strategy="fsdp" if strategy == "fsdp" else "ddp")
+        network = model()
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        for place in range(2):
+            with accelerator.accumulate():
+                inputs, targets, _ = data(4)[:]
+                counts = torch.full((4, 1), float(accelerator.world.rank == 0 or (place == 1) != is_last))
+                optimizer.zero_grad()
+                backward(((network(inputs) - targets).pow(2) * counts).sum() / counts.sum(), counts.sum())
+                optimizer.step()
+        return all(bool(each.isfinite().all()) for each in accelerator.state_dict(network).values())
+
+    assert all((THREADS_2 if strategy == "threads" else PROCESSES_2).run(train))
 
 
-def told_in_the_backward_pass(training: Training) -> None:
-    for batch in list(training.loader):
-        inputs, *others = batch
-        training.accelerator.backward(mean_loss(training.network, [inputs + 0, *others]), batch=batch)
-        training.step()
-
-
-SAME_TENSORS = (
-    straight,
-    with_plain_backward,
-    drawn_in_twos,
-    drawn_one_ahead,
-    next_drawn_before_backward,
-    all_drawn_first,
-    after_a_look_at_the_first,
-    with_evaluation_inside,
-    with_evaluation_first,
-    with_a_look_at_the_next_epoch,
-)
-
-
-def trained_on_one_batch(loop: Callable[[Training], None], accumulate: int, count: int) -> State:
-    training = Training(accumulate)
-    with HOST:
-        batch = [*data(5).tensors]
-    training.loader = training.accelerator.prepare(SampleGenerator(batch, count))
-    for _ in range(2):
-        loop(training)
-    return training.accelerator.state_dict(training.network)
-
-
-def plainly_trained_on_one_batch(accumulate: int, count: int, ranks: int) -> State:
-    """Steps of so many rounds, each of as many batches as ranks; the last of a loop has what is left."""
-    batch, network = data(5).tensors, model()
-    optimizer = adam(network.parameters())
-    for left in [count - done for _ in range(2) for done in range(0, count, ranks * accumulate)]:
-        optimizer.zero_grad()
-        mean_loss(network, [torch.cat([each] * min(left, ranks * accumulate)) for each in batch]).backward()
-        optimizer.step()
-    return network.state_dict()
-
-
-@pytest.mark.parametrize(("accumulate", "count"), [(1, 7), (2, 7), (2, 12), (3, 11)])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_batches_of_the_same_tensors_are_microbatches_of_their_own_however_they_are_drawn(
-    mode: Mode, accumulate: int, count: int
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_what_is_left_of_a_loop_that_is_no_prepared_one_s_is_told_of(
+    in_blocks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loops = [each for each in SAME_TENSORS if each is not drawn_in_twos or accumulate == 2]
-    loops += [told_behind_the_next, *([told_in_the_backward_pass] if accumulate == 1 else [])]
-    ranks = mode.run(lambda: [trained_on_one_batch(loop, accumulate, count) for loop in loops])
-    expected = plainly_trained_on_one_batch(accumulate, count, mode.ranks)
-    for loop, state in zip(loops, ranks[0], strict=True):
-        print(loop.__name__)
-        assert_all_are([state], expected)
+    accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
+    network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+    with HOST:
+        batches = loader_of(12, 2)
+    for batch in batches:
+        with accelerator.accumulate() if in_blocks else nullcontext():
+            optimizer.zero_grad()
+            mean_loss(network, batch).backward()
+            optimizer.step()
+    found = [each.message for each in caplog.records if "gradient_accumulation_steps=2" in each.message]
+    assert len(found) == (not in_blocks)
+    assert all("prepare(loader)" in each and "accumulate():" in each for each in found)

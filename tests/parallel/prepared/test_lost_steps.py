@@ -71,11 +71,6 @@ def sets_a_learning_rate(training: Training, batch: Any) -> str:
     return GOES_ON
 
 
-def steps_a_scheduler(training: Training, batch: Any) -> str:
-    torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5).step()
-    return GOES_ON
-
-
 def loads_an_optimizer_of_another_rate(training: Training, batch: Any) -> str:
     parameters = [nn.Parameter(each) for each in training.network.state_dict().values()]
     training.optimizer.load_state_dict(torch.optim.SGD(parameters, lr=0.25).state_dict())
@@ -193,18 +188,11 @@ def test_what_ranks_do_in_step_is_no_mismatch_however_they_do_it() -> None:
 
 
 @engines
-@pytest.mark.parametrize("action", [sets_a_learning_rate, steps_a_scheduler])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_rank_with_another_learning_rate_is_named_with_it(
-    mode: Mode, strategy: str, action: Action, accumulate: int
-) -> None:
-    told = lost(mode, action, strategy, accumulate)
-    rate, other = (0.1, 0.25) if action is sets_a_learning_rate else (0.1, 0.05)
-    assert f" at lr {rate}" in told
-    assert f" at lr {other}" in told
+@pytest.mark.parametrize("action", [sets_a_learning_rate, loads_an_optimizer_of_another_rate])
+def test_a_rank_with_another_learning_rate_is_named_with_it(mode: Mode, strategy: str, action: Action) -> None:
+    if action is loads_an_optimizer_of_another_rate and strategy != "ddp":
+        pytest.skip("a plain state loads by accelerator.load_state_dict there, on every rank")
+    told = lost(mode, action, strategy, accumulate=2 if mode is PROCESSES_2 else 1)
+    assert " at lr 0.1" in told
+    assert " at lr 0.25" in told
     assert "every rank must step the scheduler, set learning rates, and load optimizer states alike" in told
-
-
-@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
-def test_an_optimizer_that_one_rank_has_loaded_is_noticed_by_its_learning_rate(mode: Mode) -> None:
-    assert "at lr 0.25" in lost(mode, loads_an_optimizer_of_another_rate, "ddp")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, scaling
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from twin import loader_of, model, sgd
 
 from unisono import Accelerator, DeviceLoader, SampleGenerator
 from unisono.errors import CollectiveMismatchError
@@ -92,7 +91,7 @@ def test_every_sample_comes_once_in_every_order_of_calls(count, batch, mode, tai
 
 
 @pytest.mark.any_family
-@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_4), ids=str)
+@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_4, PROCESSES_2), ids=str)
 @pytest.mark.parametrize("tail", ["split", "pad"])
 def test_every_sample_comes_once_of_a_short_last_round(mode, tail):
     def body():
@@ -100,18 +99,6 @@ def test_every_sample_comes_once_of_a_short_last_round(mode, tail):
         return [order(accelerator, accelerator.prepare(DeviceLoader(numbers(13, 3), tail=tail))) for order in ORDERS]
 
     assert mode.run(body) == [[list(range(13))] * len(ORDERS)] * mode.ranks
-
-
-def test_processes_count_every_sample_once():
-    cases = list(itertools.product([1, 2, 3, 9, 13], [1, 3]))
-
-    def body():
-        accelerator = Accelerator()
-        return [[order(accelerator, accelerator.prepare(numbers(*case))) for order in ORDERS] for case in cases]
-
-    for gathered in PROCESSES_2.run(body):
-        for (count, _), found in zip(cases, gathered, strict=True):
-            assert found == [list(range(count))] * len(ORDERS)
 
 
 @pytest.mark.any_family
@@ -135,32 +122,6 @@ def test_a_loop_that_was_left_counts_what_it_received(mode):
         assert found == [list(range(2 * mode.ranks)), list(range(4 * mode.ranks))]
 
 
-def test_a_broken_training_loop_and_the_next_gather_per_step():
-    def body():
-        accelerator = Accelerator()
-        train, evaluation = accelerator.prepare(numbers(40, 3), numbers(7, 2))
-        for _ in train:
-            break
-        return per_step(accelerator, evaluation)
-
-    assert THREADS_3.run(body) == [list(range(7))] * 3
-
-
-def test_nested_values_and_predictions_beside_labels():
-    def body():
-        accelerator = Accelerator()
-        loader = accelerator.prepare(numbers(7, 2))
-        found, with_labels = [], []
-        for batch in loader:
-            made = accelerator.gather_for_metrics({"double": [2 * batch], "row": (batch[:, None] * torch.ones(3),)})
-            found.append(made["double"][0])
-            with_labels.append(accelerator.gather_for_metrics(batch))
-            assert made["row"][0].shape == (len(made["double"][0]), 3)
-        return in_order(found), in_order(with_labels)
-
-    assert THREADS_4.run(body) == [([0, 2, 4, 6, 8, 10, 12], list(range(7)))] * 4
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(11))
@@ -175,22 +136,6 @@ def test_streams_that_end_unevenly_count_every_sample_once(mode):
         return per_step(accelerator, loader), once_after_the_loop(accelerator, loader)
 
     assert mode.run(body) == [(list(range(11)),) * 2] * mode.ranks
-
-
-def test_training_goes_on_while_metrics_are_gathered():
-    def body():
-        accelerator, network = Accelerator(), model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(13, 2))
-        counts = []
-        for inputs, _, _ in loader:
-            optimizer.zero_grad()
-            outputs = network(inputs)
-            accelerator.backward(outputs.sum(1).mean())
-            optimizer.step()
-            counts.append(len(accelerator.gather_for_metrics(outputs.detach())))
-        return counts
-
-    assert THREADS_3.run(body) == [[6, 6, 1]] * 3
 
 
 def test_bad_counts_are_errors_and_valid_samples_are_told():
@@ -395,21 +340,6 @@ def test_computed_values_count_once_or_are_an_error_that_names_the_way_out(count
         results = mode.run(body)
     for found in results:
         assert found == list(range(count)) or "pass valid_samples" in found
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3, PROCESSES_2], ids=str)
-def test_computed_values_that_were_drawn_ahead_count_once_where_all_full_batches_count_all(mode):
-    def body():
-        accelerator = Accelerator()
-        found = []
-        for number in (0, 1, 2, 99):
-            loader = accelerator.prepare(numbers(6 * mode.ranks + mode.ranks, 3))
-            with torch.no_grad():
-                drawn = [accelerator.gather_for_metrics(batch + 0) for batch in ahead(loader, number)]
-            found.append(in_order(drawn) == list(range(7 * mode.ranks)))
-        return found
-
-    assert mode.run(body) == [[True] * 4] * mode.ranks
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)

@@ -34,31 +34,17 @@ def test_what_backward_by_hand_has_left_is_stepped_on_by_optimizer_step_alone(mo
     mode.run(body)
 
 
+@pytest.mark.parametrize("is_first", [False, True], ids=["after a backward pass", "before any"])
 @SEVERAL
-def test_gradients_that_were_assigned_before_any_backward_pass_are_refused_too(mode: Mode) -> None:
-    def body() -> None:
-        accelerator, network = Accelerator(), model()
-        network, loader = accelerator.prepare(network, loader_of(24, 3))
-        optimizer, trained = sgd(network.parameters()), list(network.parameters())
-        optimizer.step()  # on nothing
-        gradients = torch.autograd.grad(mean_loss(network, next(iter(loader))), trained)
-        for each, gradient in zip(trained, gradients, strict=True):
-            each.grad = gradient
-        with pytest.raises(RuntimeError, match=r"they were assigned, and are this rank's alone; prepare\(optimizer\)"):
-            optimizer.step()
-
-    mode.run(body)
-
-
-@SEVERAL
-def test_gradients_that_were_assigned_are_stepped_on_by_prepared_optimizers_alone(mode: Mode) -> None:
+def test_gradients_that_were_assigned_are_stepped_on_by_prepared_optimizers_alone(mode: Mode, is_first: bool) -> None:
     def body() -> None:
         accelerator, network = Accelerator(), model()
         network, loader = accelerator.prepare(network, loader_of(24, 3))
         optimizer, trained = sgd(network.parameters()), list(network.parameters())
         batches = iter(loader)
-        accelerator.backward(mean_loss(network, next(batches)))
-        optimizer.step()
+        if not is_first:
+            accelerator.backward(mean_loss(network, next(batches)))
+        optimizer.step()  # on nothing, if it is the first
         gradients = torch.autograd.grad(mean_loss(network, next(batches)), trained)
         for each, gradient in zip(trained, gradients, strict=True):
             each.grad = gradient

@@ -268,27 +268,3 @@ def test_outputs_under_autocast_come_back_in_full_in_any_container():
     prepared.module.linear.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     assert prepared(torch.ones(1, 5))["outputs"].dtype is torch.float32
     assert seen == [torch.bfloat16]
-
-
-def test_zero_grad_of_the_model_waits_for_the_end_of_a_step_as_the_optimizers_does():
-    accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(8, 2))
-    held = []
-    for inputs, _, _ in loader:
-        network.zero_grad()
-        held.append(network.get_parameter("2.bias").grad is None)
-        accelerator.backward(network(inputs).sum())
-        optimizer.step()
-    assert held == [True, False, True, False]
-
-
-def test_a_model_whose_outputs_hold_no_gradient_runs_in_every_mode():
-    def body():
-        network = Accelerator().prepare(model())
-        with torch.no_grad():
-            first = network(torch.ones(1, 5).double())
-        return first, network(torch.ones(1, 5).double()).detach()
-
-    for mode in (THREADS_2, PROCESSES_2):
-        for first, second in mode.run(body):
-            assert torch.equal(first, second)

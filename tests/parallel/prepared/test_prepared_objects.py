@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import weakref
@@ -12,7 +11,6 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, in_main_memory
 from torch import nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader
 from twin import CLOSE, adam, data, loader_of, model, sgd
@@ -201,18 +199,6 @@ def test_ranks_begin_with_rank_zeros_parameters_and_buffers_trained_or_not():
         assert not first[2]["running_mean"].any()
 
 
-@pytest.mark.any_family
-def test_a_prepared_optimizer_and_its_model_are_garbage_when_dropped():
-    accelerator, network = Accelerator(), model()
-    network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-    network(torch.ones(1, 5, device=accelerator.device).double()).sum().backward()
-    optimizer.step()
-    held = [weakref.ref(network), weakref.ref(network.module), weakref.ref(optimizer)]
-    del accelerator, network, optimizer
-    gc.collect()
-    assert [each() for each in held] == [None] * 3
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_what_the_user_drops_is_garbage_while_the_accelerator_lives(strategy):
     def body():
@@ -254,32 +240,6 @@ def test_what_was_freed_steps_by_itself_and_can_be_prepared_anew(mode):
     first, *others = mode.run(body)
     for each in others:
         torch.testing.assert_close(each, first, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
-def test_behind_a_failure_in_a_step_the_same_accelerator_goes_on(mode):
-    """Out of memory, say, between a backward pass and the step."""
-
-    def train(accelerator, fails):
-        network = model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(11, 2))
-        for number, (inputs, targets, _) in enumerate(loader):
-            optimizer.zero_grad()
-            accelerator.backward(F.mse_loss(network(inputs), targets))
-            if fails and number == 1:
-                raise MemoryError
-            optimizer.step()
-        return network.state_dict()
-
-    def body():
-        accelerator = Accelerator(gradient_accumulation_steps=3)
-        with contextlib.suppress(MemoryError):
-            train(accelerator, fails=True)
-        accelerator.free_memory()
-        return train(accelerator, fails=False), train(Accelerator(gradient_accumulation_steps=3), fails=False)
-
-    for found, expected in mode.run(body):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.any_family

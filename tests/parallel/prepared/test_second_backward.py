@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2
+from modes import PROCESSES_2
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -177,12 +177,6 @@ def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(
     assert_all_are(in_workers(body), checkpointed(Plain(), loader_of(23, 6 * accumulate), kind, loss))
 
 
-@CHECKPOINTED
-def test_it_is_so_on_threads(kind: type[Units], loss: Callable[..., Any]) -> None:
-    ranks = THREADS_2.run(lambda: checkpointed(Accelerator(), loader_of(23, 3), kind, loss))
-    assert_all_are(ranks, checkpointed(Plain(), loader_of(23, 6), kind, loss))
-
-
 def test_batches_that_meet_before_a_checkpoint_reaches_parameters_are_refused() -> None:
     class Bypassed(AllCheckpointed):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -250,17 +244,6 @@ def test_penalties_on_gradients_are_those_of_the_whole_batch_under_every_strateg
     for place, loop in enumerate(loops):
         print(place)
         assert_all_are([states[place] for states in ranks], loop(Plain(), loader_of(23, 6)))
-
-
-def test_an_input_that_comes_again_and_again_has_one_hook() -> None:
-    def body() -> int:
-        network: Any = Accelerator(strategy="fsdp").prepare(seeded(nn.Linear(5, 2).double()))
-        prompt = nn.Parameter(torch.ones(1, 5, dtype=torch.float64))
-        for _ in range(3):
-            network(prompt).sum().backward()
-        return len(prompt._backward_hooks or ())
-
-    assert in_workers(body) == [1, 1]
 
 
 def test_a_penalty_is_accumulated_under_fsdp_as_losses_are() -> None:

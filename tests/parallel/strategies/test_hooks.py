@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono.parallel.strategies.hooks import attach_hook, hook_names
+from unisono.parallel.strategies.hooks import attach_hook
 from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
@@ -121,25 +120,6 @@ def test_complex_gradients_are_refused_where_torch_would_reduce_them_wrongly():
         PROCESSES_2.run(body)
 
 
-def test_gradients_gathered_without_reduction_are_weighted_once_with_the_last():
-    def body() -> tuple[Gradients, int]:
-        asked = []
-
-        def scale() -> float:
-            asked.append(True)
-            return own_share() / 2
-
-        ddp = hooked(None, scale)
-        with ddp.no_sync():
-            loss_of(ddp, own_part(batch())).backward()
-        loss_of(ddp, own_part(batch())).backward()
-        return gradients_of(ddp), len(asked)
-
-    for gradients, asked in PROCESSES_2.run(body):
-        torch.testing.assert_close(gradients, plain_gradients(), rtol=1e-12, atol=1e-14)
-        assert asked == 1
-
-
 def test_compressed_gradients_are_near_the_exact_ones_and_equal_on_all_ranks(mode):
     def body() -> dict[tuple[str, torch.dtype], Gradients]:
         found = {}
@@ -201,55 +181,6 @@ def test_powersgd_is_exact_at_first_then_exact_to_its_rank(mode):
         )
 
 
-def train(steps: int, model: nn.Module, average: Callable[[Any], None]) -> list[Gradients]:
-    """The parameters after each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, own_part(batch())).backward()
-        optimizer.step()
-        average(optimizer.param_groups)
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
-    return found
-
-
-def test_post_local_sgd_goes_apart_between_averages_whose_mean_is_the_weighted_one():
-    def body() -> list[Gradients]:
-        ddp = DistributedDataParallel(network(), bucket_cap_mb=SEVERAL_BUCKETS)
-        averager = attach_hook(ddp, "post_local_sgd", own_share, {"start_localSGD_iter": 2, "period": 2})
-        assert averager is not None
-        return train(5, ddp, averager.average_parameters)
-
-    plain = network()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    first, second = PROCESSES_2.run(body)
-    for step in range(3):  # two together, and a local one with an average behind it: the same for one step of SGD
-        optimizer.zero_grad()
-        loss_of(plain, batch()).backward()
-        optimizer.step()
-        for steps in (first, second):
-            exact = [parameter.detach() for parameter in plain.parameters()]
-            torch.testing.assert_close(steps[step], exact, rtol=1e-12, atol=1e-14)
-    assert not torch.equal(first[3][0], second[3][0])
-    torch.testing.assert_close(first[4], second[4], rtol=0, atol=0)
-
-
-def test_post_local_sgd_reduces_inside_each_machine():
-    def body() -> Gradients:
-        world = dataclasses.replace(current_world(), local_world_size=2)
-        ddp = DistributedDataParallel(network())
-        options = {"start_localSGD_iter": 0, "period": 2}
-        attach_hook(ddp, "post_local_sgd", lambda: [0.1, 0.2, 0.3, 0.4][world.rank], options, world=world)
-        loss_of(ddp, batch()).backward()
-        return gradients_of(ddp)
-
-    for rank, gradients in enumerate(PROCESSES_4.run(body)):
-        of_machine = 2 * (0.1 + 0.2 if rank < 2 else 0.3 + 0.4)  # so that the mean over both machines is the whole
-        expected = [each * of_machine for each in plain_gradients()]
-        torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-14)
-
-
 def test_names_options_and_types_that_do_not_fit_are_told():
     def body() -> list[str]:
         wrong: list[tuple[str, torch.dtype, dict[str, Any]]] = [
@@ -257,26 +188,18 @@ def test_names_options_and_types_that_do_not_fit_are_told():
             ("fp16", torch.float64, {"rank": 1}),
             ("powersgd", torch.float64, {"rank": 1}),
             ("powersgd", torch.complex128, {}),
-            ("post_local_sgd", torch.float64, {"every": 2}),
         ]
         told = []
         for name, dtype, options in wrong:
             with pytest.raises(ValueError) as error:
                 hooked(name, dtype=dtype, **options)
             told.append(str(error.value))
-        with pytest.raises(ValueError) as error:
-            uneven = dataclasses.replace(current_world(), local_world_size=1 + current_world().rank)
-            ddp = DistributedDataParallel(network())
-            attach_hook(ddp, "post_local_sgd", own_share, {"post_local_gradient_allreduce": True}, world=uneven)
-        return [*told, str(error.value)]
+        return told
 
     for told in PROCESSES_2.run(body):
-        name, no_options, unknown, complex_numbers, post_local, uneven = told
-        assert "None, 'fp16', 'bf16', 'powersgd', 'post_local_sgd'" in name
+        name, no_options, unknown, complex_numbers = told
+        assert "None, 'fp16', 'bf16', 'powersgd'" in name
         assert "got the option 'rank'; it has no options" in no_options
         assert "'rank'" in unknown
         assert "matrix_approximation_rank, start_powerSGD_iter" in unknown
         assert "'0.weight' is torch.complex128" in complex_numbers
-        assert "start_localSGD_iter, period, post_local_gradient_allreduce" in post_local
-        assert "the ranks' machines have [1, 2]" in uneven
-    assert hook_names() == [None, "fp16", "bf16", "powersgd", "post_local_sgd"]

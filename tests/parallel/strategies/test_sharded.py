@@ -10,7 +10,6 @@ import pytest
 import torch
 from modes import PROCESSES_2, Mode
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,9 +19,7 @@ from unisono.parallel.strategies.sharded import (
     check_shardable,
     clip_grad_norm,
     is_sharded,
-    scale_sums,
     shard,
-    units_in,
     units_of,
 )
 from unisono.strategies import FSDP
@@ -154,24 +151,6 @@ def test_sharded_training_is_that_of_the_whole_batch_however_it_was_dealt(mode, 
         torch.testing.assert_close(buffers, dict(plain.named_buffers()), **CLOSE)
 
 
-def test_gradients_of_unsynchronised_passes_stay_unscaled_and_go_with_the_next():
-    def body() -> tuple[bool, Named]:
-        model = sharded()
-        scale_sums(units_in(model), 0.5)
-        model.set_requires_gradient_sync(False)
-        loss_of(model, *own_part()).backward()
-        is_kept_back = all(parameter.grad is None for parameter in model.parameters())
-        model.set_requires_gradient_sync(True)
-        loss_of(model, *own_part()).backward()
-        return is_kept_back, gradients_of(model)
-
-    plain = seeded(Tied().double())
-    loss_of(plain, *batch()).backward()
-    for is_kept_back, gradients in PROCESSES_2.run(body):
-        assert is_kept_back
-        torch.testing.assert_close(gradients, gradients_of(plain), **CLOSE)
-
-
 def test_clipping_takes_the_norm_over_all_ranks_for_each_kind_of_norm(mode):
     kinds = (2.0, 1.0, 3.0, math.inf)
 
@@ -210,16 +189,6 @@ def test_a_gradient_that_is_no_number_on_one_rank_makes_the_norm_none_on_all():
     assert all(math.isnan(total) for totals in PROCESSES_2.run(body) for total in totals)
 
 
-def test_whole_gradients_are_clipped_as_torch_does():
-    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
-    theirs.load_state_dict(ours.state_dict())
-    for model in (ours, theirs):
-        model(torch.ones(1, 3)).sum().backward()
-    total = clip_grad_norm(ours.parameters(), 0.5)
-    assert torch.equal(total, torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128], ids=str)
 def test_other_types_are_sharded_too(dtype):
     def model() -> nn.Module:
@@ -240,38 +209,6 @@ def test_other_types_are_sharded_too(dtype):
     for gradients in PROCESSES_2.run(body):
         precision = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.complex128: 1e-12}[dtype]
         torch.testing.assert_close(gradients, gradients_of(plain), rtol=precision, atol=precision / 10)
-
-
-class Fork(nn.Module):
-    """Its ranks take different ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ways = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, inputs: torch.Tensor, way: int) -> torch.Tensor:
-        return self.ways[way](inputs)
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
-    reason="this torch cannot find unused parameters",
-)
-def test_ranks_that_use_different_parameters_meet_where_it_was_asked_for():
-    def body() -> Named:
-        world = current_world()
-        model: Any = shard(seeded(Fork().double()), world, FSDP((), find_unused_parameters=True))
-        scale_sums(units_in(model), 0.5)
-        model(torch.ones(1, 4, dtype=torch.float64), world.rank).sum().backward()
-        return gradients_of(model)
-
-    plain = seeded(Fork().double())
-    for way in (0, 1):
-        (plain(torch.ones(1, 4, dtype=torch.float64), way).sum() / 2).backward()
-    for gradients in PROCESSES_2.run(body):
-        unused = {name: gradients.pop(name) for name in list(gradients) if name.startswith("ways.2")}
-        torch.testing.assert_close(gradients, gradients_of(plain), **CLOSE)
-        assert not any(each.any() for each in unused.values())
 
 
 def of_size(millions: float) -> nn.Module:

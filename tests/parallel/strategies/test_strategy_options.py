@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from twin import Plain, State, assert_all_are, loader_of, seeded, sgd
 
 from unisono import Accelerator, strategies
-from unisono.parallel.strategies.selection import STRATEGIES, options_of
-from unisono.parallel.strategies.sharded import _mesh, shard
+from unisono.parallel.strategies.sharded import mesh_in, shard
+from unisono.parallel.strategies.strategy import STRATEGIES, options_of
 from unisono.strategies import DDP, FSDP, ZeRO1
 from unisono.world import World, solo_world
 
@@ -145,7 +145,7 @@ def test_groups_of_ranks_that_have_all_parameters_train_as_one_and_clip_by_one_n
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: FSDP(replicas=0), "replicas=0 are no groups"),
+        (lambda: FSDP(replicas=0), "replicas=0 is too small; pass a number of groups"),
         (lambda: FSDP(replicas=True), "replicas=True is of type bool"),
         (lambda: FSDP(reshard_after_forward="yes"), "reshard_after_forward='yes' is of type str"),
     ],
@@ -211,8 +211,7 @@ def test_torch_is_told_of_types_and_places_unit_by_unit(
 def test_ranks_shard_in_the_group_that_they_have_also_where_they_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # torch would put NCCL in the place of gloo there
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = _mesh(solo_world(), FSDP())
-    assert mesh.get_group() is dist.group.WORLD
+    assert mesh_in(solo_world(), FSDP()).get_group() is dist.group.WORLD
     dist.destroy_process_group()
 
 

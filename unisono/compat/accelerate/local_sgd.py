@@ -1,14 +1,18 @@
-"""`accelerate.local_sgd`: ranks step independently, and average their parameters every n steps."""
+"""`accelerate.local_sgd`: ranks step independently, and average their parameters every n steps.
+
+A rank's gradients keep their weight, its fraction of all samples: after one plain SGD step, the average of the
+parameters equals the result of a step on the reduced gradient.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
+import torch
 from torch import nn
 
 from unisono.accelerator import Accelerator
-from unisono.parallel.prepared.local_steps import average_parameters, local_steps
+from unisono.parallel.collectives import all_reduce
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.strategies.sharded import is_sharded
 
 
 class LocalSGD:
@@ -22,6 +26,7 @@ class LocalSGD:
 
     Raises:
         TypeError: the model is not prepared.
+        ValueError: it is sharded, so that no rank has a complete model to step on; when the block is entered.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -30,20 +35,30 @@ class LocalSGD:
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
         self._world, self._model, self._every = accelerator.world, model, local_sgd_steps
-        self._block = ExitStack()
 
     def __enter__(self) -> LocalSGD:
-        if self.enabled:
-            self._block.enter_context(local_steps(self._model))
+        engine = self._model.engine
+        if self.enabled and is_sharded(self._model.module):
+            raise ValueError(
+                f"the {engine.name} is sharded by strategy='fsdp', and no rank has a whole one to step with; use "
+                "strategy='ddp'"
+            )
+        engine.is_local = self.enabled
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._block.close()
+        self._model.engine.is_local = False
         if self.enabled and kind is None:
-            average_parameters(self._model, self._world)
+            self._average()
 
     def step(self) -> None:
         """Call after each batch, on every rank: averages when it is due."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self._every == 0:
-            average_parameters(self._model, self._world)
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Replace the parameters on every rank by the mean over the ranks, in place. A collective."""
+        for parameter in self._model.module.parameters():
+            all_reduce(parameter.detach(), "mean", self._world)

@@ -101,7 +101,6 @@ class PreparedObjects:
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
-        self._builder.strategy.check_clipping()
         clipped, steppers = self._reduce_gradients(parameters, "clip_grad_norm_")
         if clipped is None:
             return None

@@ -16,11 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.comm.shutdown import free_reducer
-from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.flat import Flat
-from unisono.parallel.strategies.hooks import POST_LOCAL_SGD, attach_hook, hook_names
+from unisono.parallel.strategies.hooks import attach_hook, check_hook
+from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import DDP
 from unisono.torch_private import (
@@ -43,34 +42,20 @@ _NONE, _UNFINISHED, _FLAT = "none", "unfinished", "flat"
 _FORWARD_PASSES = 16  # the most that one backward pass may use, with find_unused_parameters
 
 
-class DDPStrategy(Flat):
+class DDPStrategy(Strategy):
     """The strategy for a world of processes."""
 
     name = "ddp"
     is_of_torch = True
 
     @classmethod
-    def check_options(cls, options: DDP, precision: str, max_grad_norm: float | None) -> None:
-        hook = options.comm_hook
-        if hook not in hook_names():
-            raise ValueError(f"comm_hook={hook!r} does not exist; choose one of {', '.join(map(repr, hook_names()))}")
-        if hook == POST_LOCAL_SGD:
-            needs = {"mixed_precision='fp16'": precision == "fp16"}
-            needs[f"max_grad_norm={max_grad_norm}"] = max_grad_norm is not None
-            for what in (each for each, is_asked in needs.items() if is_asked):
-                raise ValueError(own_steps_contradict(what))
+    def check_options(cls, options: DDP) -> None:
+        check_hook(options.comm_hook)
 
     def wrap_model(self, module: nn.Module) -> Engine:
         if not any(each.requires_grad for each in module.parameters()):  # refused by DDP
             return super().wrap_model(module)
         return DDPEngine(module, self.world, self.steps, self.options)
-
-    def check_clipping(self) -> None:
-        if self.options.comm_hook == POST_LOCAL_SGD:
-            raise ValueError(
-                f"comm_hook={POST_LOCAL_SGD!r} leaves each rank its own gradients, so they have no common norm; use "
-                "another hook, or clip them by torch.nn.utils.clip_grad_norm_"
-            )
 
 
 class DDPEngine(Engine):
@@ -108,7 +93,7 @@ class DDPEngine(Engine):
         )
         self._replicated.fill_buckets()
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
-        self._averager = attach_hook(
+        attach_hook(
             self._replicated,
             options.comm_hook,
             weak_method(self._steps.factor),
@@ -160,12 +145,6 @@ class DDPEngine(Engine):
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
             raise RuntimeError(unused(type(self.module).__name__, lacking))
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        super().after_step(optimizer)
-        if self._averager is not None and any(each in self._names for each in parameters_of(optimizer)):
-            self._world.comm.announce(f"the end of {self._steps.step.place()}")
-            self._averager.average_parameters(optimizer.param_groups)
-
     def _note_finish(self) -> None:
         self._reduction = _NONE
 
@@ -188,14 +167,6 @@ class _Ordered(DistributedDataParallel):
         """Create the final buckets. A collective. With find_unused_parameters, torch keeps its initial buckets."""
         push_rebuilt_parameters(self.reducer)
         rebuild_buckets(self.reducer)
-
-
-def own_steps_contradict(what: str) -> str:
-    """The error message for an option that needs the gradients of all ranks at each step."""
-    return (
-        f"comm_hook={POST_LOCAL_SGD!r} and {what} contradict each other: between two averages each rank steps by its "
-        "own gradients, and this needs those of all ranks at each step; drop one of them"
-    )
 
 
 def failed_before(model: str) -> str:

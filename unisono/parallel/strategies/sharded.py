@@ -58,19 +58,25 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     Raises:
         ValueError: torch is too old to find unused parameters, or the ranks cannot form the requested groups.
     """
-    if options.find_unused_parameters:
-        _check_finding()
     # Inner units first: `fully_shard` of a module takes all parameters that belong to no unit yet.
     chosen = [*units_of(model, options.units), model]
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    mesh = _mesh(world, options)
+    if options.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"find_unused_parameters=True with strategy='fsdp' needs a newer torch than {torch.__version__}; use all "
+            "parameters on all ranks, or use strategy='ddp'"
+        )
+    mesh = mesh_in(world, options)
     precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
     # A rank on the CPU has its parameters in main memory already.
     is_moved = options.offload and world.device.type != torch.default_generator.device.type
     offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
     for unit in chosen:
-        _fill(unit, world)
+        if filled := fill(unit, world.device):
+            # Rank zero's values. Only the unit holds them, and sharding frees them.
+            broadcast_together(filled, world)
+            del filled
         sharded = fully_shard(
             unit,
             mesh=mesh,
@@ -87,13 +93,7 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     return sharded  # the last one: the model itself
 
 
-def _fill(unit: nn.Module, world: World) -> None:
-    """Initialise the unit's "meta" tensors with rank zero's values. Only the unit holds them; sharding frees them."""
-    if filled := fill(unit, world.device):
-        broadcast_together(filled, world)
-
-
-def _mesh(world: World, options: FSDP) -> DeviceMesh:
+def mesh_in(world: World, options: FSDP) -> DeviceMesh:
     """The device mesh: one row of ranks for each replica of the parameters; the ranks of a row shard them."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -134,8 +134,16 @@ def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
             f"strategy='fsdp' reduces dense gradients only, and the layer {layers[0]!r} of the "
             f"{type(trained).__name__} has sparse=True; make it with sparse=False, or use strategy='ddp' or 'zero1'"
         )
-    for unit, own in _own_parameters([*units_of(trained, units), trained]):
-        _check_types(trained, unit, own)
+    names = {parameter: name for name, parameter in trained.named_parameters()}
+    for unit in [*units_of(trained, units), trained]:  # inner ones first, whose parameters are their own
+        own = {each: names.pop(each) for each in unit.parameters() if each in names}
+        first = {each.dtype: name for each, name in reversed(own.items()) if each.requires_grad}
+        if len(first) > 1:
+            shown = " and ".join(f"{name!r} is {dtype}" for dtype, name in reversed(first.items()))
+            raise ValueError(
+                f"strategy='fsdp' reduces the gradients of a unit in one type, and in the {type(unit).__name__} "
+                f"{shown}; give them one type (mixed_precision= computes in another one), or use strategy='ddp'"
+            )
 
 
 def units_in(model: nn.Module) -> list[FSDPModule]:
@@ -334,38 +342,3 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, world: World) -> to
     if not found:  # torch would copy its zero from main memory, with a sync
         return torch.zeros((), dtype=torch.float64, device=world.device)
     return torch.nn.utils.get_total_norm(found, norm_type).to(world.device, torch.float64)
-
-
-def _own_parameters(chosen: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """For each unit, its parameters that belong to no inner unit."""
-    taken: set[nn.Parameter] = set()
-    found = []
-    for unit in chosen:
-        own = [parameter for parameter in unit.parameters() if parameter not in taken]
-        taken.update(own)
-        found.append((unit, own))
-    return found
-
-
-def _check_types(model: nn.Module, unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
-    first: dict[torch.dtype, str] = {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter in own:
-        if parameter.requires_grad:
-            first.setdefault(parameter.dtype, names[parameter])
-    if len(first) > 1:
-        shown = " and ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
-        raise ValueError(
-            f"strategy='fsdp' reduces the gradients of a unit in one type, and in the {type(unit).__name__} {shown}; "
-            "give them one type (mixed_precision= computes in another one), or use strategy='ddp'"
-        )
-
-
-def _check_finding() -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ValueError(
-            f"find_unused_parameters=True with strategy='fsdp' needs a newer torch than {torch.__version__}; use all "
-            "parameters on all ranks, or use strategy='ddp'"
-        )

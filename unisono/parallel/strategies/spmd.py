@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from unisono.parallel.strategies.flat import Flat
+from unisono.parallel.strategies.strategy import Strategy
 from unisono.protocols import Backend
 from unisono.world import World
 
 
-class SPMDStrategy(Flat):
+class SPMDStrategy(Strategy):
     """The compiler inserts the reductions, so this package runs it as a world of one."""
 
     name = "spmd"

@@ -1,12 +1,12 @@
 """Strategy: determines how gradients are reduced, and what each rank keeps of prepared models and optimizers.
 
-A strategy is a module that ends with `strategy_class = ...`, and that `selection.py` lists by name.
+Each one is a module of its name, imported on demand, that ends with `strategy_class = ...`.
 tests/contract/test_strategy.py runs the same tests for each of them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from importlib import import_module
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -15,19 +15,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from unisono.arguments import check_choice, check_type
+from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.meta_modules import check_fillable
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded, loaded_class
 from unisono.protocols import Backend
+from unisono.strategies import DDP, FSDP, SPMD, Choice, ZeRO1
 from unisono.world import World
+
+STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, FSDP, SPMD, ZeRO1)}
+"""Options by strategy name."""
 
 given_up: WeakSet[Optimizer] = WeakSet()
 """Optimizers of users whose state zero1 has divided among the ranks: they have none themselves."""
 
 
-class Strategy(ABC):
+class Strategy:
     """Wraps models and optimizers so that all ranks train the same model.
+
+    This one reduces gradients in flat buckets after the backward pass: in a world of one, among threads, and on devices
+    that process groups do not support. The others are derived from it.
 
     Args:
         world: the rank's world.
@@ -42,7 +51,7 @@ class Strategy(ABC):
         fills: whether `wrap_model` accepts a model on the device "meta".
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "flat"
     is_of_torch: ClassVar[bool] = False
     is_needed: ClassVar[bool] = False
     fills: ClassVar[bool] = False
@@ -51,8 +60,8 @@ class Strategy(ABC):
         self.world, self.steps, self.options = world, steps, options
 
     @classmethod
-    def check_options(cls, options: Any, precision: str, max_grad_norm: float | None) -> None:
-        """Refuse options that are unknown, or incompatible with those of the Accelerator. Raises ValueError."""
+    def check_options(cls, options: Any) -> None:
+        """Refuse unknown options. Raises ValueError."""
 
     @classmethod
     def check_world(cls, world: World) -> None:
@@ -80,16 +89,41 @@ class Strategy(ABC):
                 "before free_memory(), load it into a new optimizer after prepare(), or make a new one to begin again"
             )
 
-    @abstractmethod
     def wrap_model(self, module: nn.Module) -> Engine:
         """Create the engine of the module; all ranks get rank zero's parameters. A collective."""
+        if self.world.world_size > 1:
+            broadcast_parameters(module, world=self.world)
+        return Engine(module, self.world, self.steps, getattr(self.options, "broadcast_buffers", True))
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer that replaces this one, usually itself."""
         return optimizer
 
-    def check_clipping(self) -> None:
-        """Refuse clipping by norm if the ranks' gradients have no common norm. Raises ValueError."""
+
+def options_of(strategy: Any) -> Choice:
+    """The options of a strategy that is given by name or by options.
+
+    Raises:
+        ValueError: there is no strategy of that name.
+        TypeError: it is neither a name nor options.
+    """
+    if isinstance(strategy, Choice):
+        return strategy
+    kinds = ", ".join(each.__name__ for each in STRATEGIES.values())
+    check_type(strategy, "strategy", f"pass a name, or one of {kinds}", str)
+    check_choice(strategy, "strategy", *STRATEGIES)
+    return STRATEGIES[strategy]()
+
+
+def strategy_class(options: Choice) -> type[Strategy]:
+    """The class of the strategy with these options."""
+    found: type[Strategy] = import_module(f"{__package__}.{options.name}").strategy_class
+    return found
+
+
+def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Choice) -> Strategy:
+    """Create the strategy for that world: the plain one instead of one of torch's if its engine cannot run there."""
+    return (kind if world.takes_engines or not kind.is_of_torch else Strategy)(world, steps, options)
 
 
 def _check_plain(model: nn.Module) -> None:

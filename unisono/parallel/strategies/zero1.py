@@ -15,18 +15,15 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 from weakref import ref
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from unisono.parallel.parameter_names import parameters_of
-from unisono.parallel.strategies.ddp import DDPStrategy, own_steps_contradict
+from unisono.parallel.strategies.ddp import DDPStrategy
 from unisono.parallel.strategies.elementwise import check_elementwise
-from unisono.parallel.strategies.hooks import POST_LOCAL_SGD
 from unisono.parallel.strategies.rebinding import Rebinding
-from unisono.parallel.strategies.sharded import is_distributed, loaded_class
+from unisono.parallel.strategies.sharded import loaded_class
 from unisono.parallel.strategies.strategy import given_up
-from unisono.strategies import DDP
 from unisono.torch_private import STEP_POST_HOOKS, STEP_PRE_HOOKS
 
 if TYPE_CHECKING:
@@ -40,12 +37,6 @@ class ZeRO1Strategy(DDPStrategy):
 
     name = "zero1"
     is_needed = True
-
-    @classmethod
-    def check_options(cls, options: DDP, precision: str, max_grad_norm: float | None) -> None:
-        super().check_options(options, precision, max_grad_norm)
-        if options.comm_hook == POST_LOCAL_SGD:
-            raise ValueError(own_steps_contradict("strategy='zero1'"))
 
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
@@ -174,12 +165,10 @@ def check_divisible(optimizer: Optimizer) -> None:
     """Check that `shard_optimizer` can handle it; nothing is changed.
 
     Raises:
-        TypeError: it is already divided, or its class cannot be constructed from its groups.
-        ValueError: parameters differ in type, or one is sharded or sparse.
+        TypeError: its class cannot be constructed from its groups.
+        ValueError: parameters differ in type.
     """
     name = type(optimizer).__name__
-    if is_divided(optimizer):
-        raise TypeError("the optimizer is already a ZeroRedundancyOptimizer; pass the plain one, such as AdamW")
     parameters = parameters_of(optimizer)
     for place, parameter in enumerate(parameters):
         if parameter.dtype != parameters[0].dtype:
@@ -187,12 +176,6 @@ def check_divisible(optimizer: Optimizer) -> None:
                 f"strategy='zero1' divides parameters of one type by ranks, and parameter 0 of the {name} is "
                 f"{parameters[0].dtype}, parameter {place} is {parameter.dtype}; give them one type (mixed_precision= "
                 "computes in another one), or use strategy='ddp'"
-            )
-        if is_distributed(parameter) or parameter.layout is not torch.strided:
-            kind = "a DTensor" if is_distributed(parameter) else parameter.layout
-            raise ValueError(
-                f"strategy='zero1' divides whole, dense parameters by ranks, and parameter {place} of the {name} is "
-                f"{kind}; let strategy='fsdp' shard a plain model, and the optimizer's state is sharded with it"
             )
     # A trial: only the constructor shows what it accepts.
     _make(optimizer, type(optimizer))
