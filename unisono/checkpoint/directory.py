@@ -222,9 +222,7 @@ def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
         raise DamagedCheckpointError(f"no checkpoint at {folder} is intact: {'; '.join(damaged)}")
     unfinished = [each for each in (folder, *(each for _, each in numbered_in(folder))) if _holds_files(each)]
     if lost := [str(each) for each in unfinished if _was_complete(each)]:
-        raise DamagedCheckpointError(
-            f"{', '.join(lost)} had a {MANIFEST}, which is gone, so that it cannot be verified"
-        )
+        raise DamagedCheckpointError(f"{', '.join(lost)} has lost its {MANIFEST}, without which nothing verifies it")
     for each in unfinished:
         logger.warning("%s has no %s: its save was interrupted", each, MANIFEST)
     left = f"; {', '.join(map(str, unfinished))} has no {MANIFEST}" if unfinished else ""
