@@ -1,4 +1,4 @@
-"""Checks of arguments that many functions have: a type, a choice, the least value of an integer, or a table of rules."""
+"""Checks of arguments that many functions have: a type, a choice, the least value of an integer; a table of rules."""
 
 from __future__ import annotations
 

@@ -34,13 +34,16 @@ class Notes:
         self._memory = mapping.memory
         self._words = memoryview(mapping.memory).cast("I")
         self._headers = [mapping.header_of(rank) for rank in range(mapping.size)]
+        # Of each of the two pages, where it begins in the memory of each rank.
+        self._pages = [[each + _PAGES_AT + page * _PAGE for each in self._headers] for page in range(2)]
         self._number = 0
         self.turn_page()
 
     def turn_page(self) -> None:
         """Begin the notes of the next collective."""
         self._number += 1
-        at = self._page_of(self._rank, self._number) // 4
+        self._starts = self._pages[self._number % 2]
+        at = self._starts[self._rank] // 4
         # The length first: under the new number, nothing of the old notes may be read.
         self._words[at + 1] = 0
         self._words[at] = self._number % _WORD
@@ -48,11 +51,11 @@ class Notes:
     @property
     def is_full(self) -> bool:
         """Whether there is room for one line only, that of the collective."""
-        return len(self._read(self._rank)) > _PAGE - _TEXT_AT - 2 * _LINE
+        return self._words[self._starts[self._rank] // 4 + 1] > _PAGE - _TEXT_AT - 2 * _LINE
 
     def add(self, action: str, is_torchs: bool = False) -> None:
         """Note what this rank does next: with `is_torchs`, a collective that was called without this package."""
-        line, at = _line_of(action), self._page_of(self._rank, self._number)
+        line, at = _line_of(action), self._starts[self._rank]
         length = self._words[at // 4 + 1]
         start = at + _TEXT_AT + length
         self._memory[start : start + len(line)] = line
@@ -65,9 +68,12 @@ class Notes:
     def find_difference(self) -> dict[int, str]:
         """The first line by which the notes of ranks differ, as far as they go, by rank; empty if none does."""
         own = self._read(self._rank)
-        found = {rank: self._read(rank) for rank in range(self._size)}
-        if all(own.startswith(text[: len(own)]) for text in found.values()):
+        for rank in range(self._size):
+            if rank != self._rank and not own.startswith(self._read(rank)[: len(own)]):
+                break
+        else:
             return {}
+        found = {rank: self._read(rank) for rank in range(self._size)}
         lines = {rank: text.decode(errors="replace").splitlines() for rank, text in found.items()}
         for number in range(max(map(len, lines.values()))):
             row = {rank: each[number] for rank, each in lines.items() if number < len(each)}
@@ -87,13 +93,10 @@ class Notes:
 
     def _read(self, rank: int) -> bytes:
         """What that rank has noted for this rank's next collective so far."""
-        at = self._page_of(rank, self._number)
+        at = self._starts[rank]
         if self._words[at // 4] != self._number % _WORD:
             return b""
         return self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4 + 1]]
-
-    def _page_of(self, rank: int, number: int) -> int:
-        return self._headers[rank] + _PAGES_AT + number % 2 * _PAGE
 
 
 @lru_cache(1024)
