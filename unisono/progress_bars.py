@@ -9,6 +9,7 @@ Importing this imports tqdm. Neither bar starts tqdm's monitor, a thread.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from tqdm import auto
@@ -69,7 +70,7 @@ class LogBar(tqdm_asyncio):  # type: ignore[misc]
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         """Write a line, if it is time for one. Returns False: tqdm has nothing left to do."""
-        now = self._time()
+        now = time.monotonic()
         if self._written_at is None:
             self._written_at = now  # counted from the start: the first line reports progress
         is_last = self.disable  # tqdm ends it by a newline

@@ -230,9 +230,9 @@ def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls
     for rank, call in enumerate(calls):
         place = rf'{call}\(\) in {work.__name__} \("{__file__}", line (\d+)\)'
         found = re.search(rf'rank {rank} (?:called|came to) (?:[^"]* from )?{place}', text)
-        # Rarely gloo does not notice that its peer is gone; the rank that waits on is stopped, and names no call.
-        if found is None and "SIGTERM" in str(caught.value.failures[rank]):
-            assert "its peers called another one" in text
+        # gloo ends the process that gets what it does not expect, which knows its own call.
+        if found is None and process_group == "gloo":
+            assert "while its peers called another one" in text
             continue
         if found is None and f"rank {rank} came to a forward pass of the Sequential" in text:
             continue  # it was not in a collective yet

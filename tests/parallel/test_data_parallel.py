@@ -109,7 +109,7 @@ def test_the_loop_gets_its_model_loader_device_and_context():
         assert batches == list(range(rank, 6, 2))
         assert world == (rank, rank, 2, rank == 0)
     shapes = replicas(
-        lambda model, loader, *_: [list(batch.shape) for batch in loader], [torch.zeros(2, 5)], batchdim=1
+        lambda model, loader, *_: [list(batch.shape) for batch in loader], [torch.zeros(2, 5)], batch_dim=1
     )
     assert shapes == [[[2, 3]], [[2, 2]]], "samples along another dimension; the tail is split"
     for use, name in ((lambda: replicas(3, []), "loop_fn"), (lambda: replicas.run_on_replicas(3), "fn")):

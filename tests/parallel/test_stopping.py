@@ -187,4 +187,4 @@ def test_a_signal_stops_replicas_that_the_main_thread_waits_for(tmp_path: Path):
 def test_this_process_handles_nothing_after_all():
     """What the tests here do to signals, they do elsewhere."""
     assert threading.current_thread() is threading.main_thread()
-    assert signal.getsignal(signal.SIGTERM) is not preemption._note
+    assert signal.getsignal(signal.SIGTERM) is not preemption._note_signal

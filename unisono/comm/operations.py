@@ -198,8 +198,12 @@ def mismatch_error(actions: Mapping[int, str]) -> CollectiveMismatchError:
     first, *others = (f"{name_ranks(ranks)} {action}" for action, ranks in groups.items())
     rule = "call the same collectives in the same order with the same shapes and types"
     have_purpose = [not action.startswith(CALLED) or " for " in action for action in groups]
+    gathered = {action.partition(")")[0] for action in groups}  # the calls, with their shapes
+    are_by_hand = all(" for " not in action or " for functional." in action for action in groups)
     if have_other_rates:
         rule = "step the scheduler, set learning rates, and load optimizer states alike: not under `if is_rank_zero():`"
+    elif len(gathered) > 1 and are_by_hand and all(each.partition("(")[0].endswith("all_gather") for each in gathered):
+        rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
     elif all(have_purpose):
         rule = (
             "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop "
@@ -210,8 +214,6 @@ def mismatch_error(actions: Mapping[int, str]) -> CollectiveMismatchError:
             "make the same calls and take the same steps, in the same order: make a call that all ranks must make "
             "outside of `if is_rank_zero():`, and leave a loop on all ranks or on none"
         )
-    elif all(action.startswith(f"{CALLED}all_gather(") for action in groups):
-        rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
     found = f"{first} while {' and '.join(others)}"
     if len(set(without_rounds.values())) == 1:
         apart = " and ".join(map(name_ranks, groups.values()))
