@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cli.checks import Finding, check_endpoint, check_environment, check_workers
-from unisono.cli.doctor import add_parser, examine
+from unisono.cli.checks import check_endpoint, check_environment, check_workers
+from unisono.cli.doctor import Finding, add_parser, examine
 
 MAIN = """
 import argparse, sys
@@ -54,6 +54,17 @@ def test_two_real_workers_meet_and_a_machine_without_a_problem_is_fine():
     assert "first barrier after" in found["workers"][0]["text"]
     assert "GB/s" in found["collectives"][0]["text"]
     assert took_s < 60  # on an idle machine it takes 5
+
+
+def test_where_a_package_cannot_be_imported_the_versions_are_still_reported():
+    code = f"import sys; sys.modules['psutil'] = None\n{MAIN}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--quick"], capture_output=True, text=True, timeout=100
+    )
+    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line]
+    assert [each[:2] for each in lines[:3]] == [["ok", "python"], ["ok", "packages"], ["problem", "import"]]
+    assert "psutil" in lines[2][2]
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.slow

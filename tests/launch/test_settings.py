@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import logging.handlers
 import subprocess
@@ -251,6 +252,15 @@ def test_a_handler_that_stays_with_the_caller_is_named():
         assert [each for each in found.left_out if "own_logger.named" in each] == [
             "the handler <MemoryHandler (NOTSET)> of logger 'own_logger.named'"
         ]
+    finally:
+        logger.handlers.clear()
+
+
+def test_what_a_notebook_s_kernel_logs_by_is_no_concern_of_the_script():
+    logger = logging.getLogger("IPKernelApp")
+    logger.addHandler(logging.StreamHandler(io.StringIO()))
+    try:
+        assert not [each for each in read_loggers().left_out if "IPKernelApp" in each]
     finally:
         logger.handlers.clear()
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import errno
-import importlib.metadata
-import platform
 import shutil
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
 
 from unisono.backends import NAMES, get_backend
 from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
+from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
 from unisono.launch.hosts.addresses import interface_of, is_loopback
 from unisono.launch.hosts.environment import announced_agent, announced_place
@@ -44,43 +39,6 @@ _LONGEST_SOCKET_PATH = 107
 _CONNECT_S = 3.0
 _SLOW_LOOKUP_S = 1.0
 _LARGE_BYTES = 64 << 20
-
-State = Literal["ok", "note", "warning", "problem"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One result of examining the machine.
-
-    Attributes:
-        name: what was examined.
-        state: "ok"; "note" is good to know; "warning" will hurt some runs; "problem" prevents runs from working.
-        text: what was found, in one line.
-        advice: what to do about it, if anything.
-    """
-
-    name: str
-    state: State
-    text: str
-    advice: str = ""
-
-
-def warning_if(is_bad: bool, name: str, text: str, advice: str) -> Finding:
-    """A fact; if it is bad, a warning with advice."""
-    return Finding(name, "warning", text, advice) if is_bad else Finding(name, "ok", text)
-
-
-def check_versions() -> Iterator[Finding]:
-    """The interpreter, and the packages that this one depends on."""
-    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable}), {platform.platform()}")
-    found = {}
-    for name in ("torch", "torch-xla", "unisono", "psutil", "cloudpickle", "numpy"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    xla = found.get("torch-xla", torch.__version__)
-    is_mixed = xla.split(".")[:2] != torch.__version__.split(".")[:2]
-    advice = f"torch-xla works with a torch of its own version: pip install torch=={xla}"
-    yield warning_if(is_mixed, "packages", ", ".join(f"{name} {number}" for name, number in found.items()), advice)
 
 
 def check_devices() -> Iterator[Finding]:

@@ -7,20 +7,21 @@ dead name server, a hanging file system) is abandoned, and the program ends with
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import platform
+import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from unisono.outcome import Outcome
 
-if TYPE_CHECKING:
-    from unisono.cli.checks import Finding, State
-
-_COUNTED: tuple[State, ...] = ("problem", "warning", "note")
 _EPILOG = """\
 Each line is ok, a note (good to know), a warning (hurts some runs) or a problem (runs do not work).
 The exit code is 1 when there is a problem, else 0.
@@ -31,6 +32,32 @@ examples:
   unisono doctor --endpoint host1:29400      can a rendezvous be hosted, or reached, there?
   unisono doctor --json | jq '.findings[] | select(.state != "ok")'
 """
+
+
+State = Literal["ok", "note", "warning", "problem"]
+_COUNTED: tuple[State, ...] = ("problem", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of examining the machine.
+
+    Attributes:
+        name: what was examined.
+        state: "ok"; "note" is good to know; "warning" will hurt some runs; "problem" prevents runs from working.
+        text: what was found, in one line.
+        advice: what to do about it, if anything.
+    """
+
+    name: str
+    state: State
+    text: str
+    advice: str = ""
+
+
+def warning_if(is_bad: bool, name: str, text: str, advice: str) -> Finding:
+    """A fact; if it is bad, a warning with advice."""
+    return Finding(name, "warning", text, advice) if is_bad else Finding(name, "ok", text)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,11 +89,33 @@ def run_doctor(options: argparse.Namespace) -> int:
     return int(not is_fine)
 
 
-def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Finding]:
-    """Run the checks in their order. They are imported here, so that `unisono --help` does not need torch."""
-    from unisono.cli import checks
+def check_versions() -> Iterator[Finding]:
+    """The interpreter, and the packages that this one depends on. Imports none of them: one may be missing."""
+    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable}), {platform.platform()}")
+    found: dict[str, str] = {}
+    required = [each for each in importlib.metadata.requires("unisono") or () if "extra ==" not in each]
+    names = [each[0] for each in map(re.compile(r"[\w.-]+").match, required) if each]
+    for name in ("unisono", *names, "torch-xla"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    torch = found.get("torch", "")
+    xla = found.get("torch-xla", torch)
+    is_mixed = xla.split(".")[:2] != torch.split(".")[:2]
+    advice = f"torch-xla works with a torch of its own version: pip install torch=={xla}"
+    yield warning_if(is_mixed, "packages", ", ".join(f"{name} {number}" for name, number in found.items()), advice)
+    if missing := [name for name in names if name not in found]:
+        yield Finding("packages", "problem", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
 
-    yield from examine("versions", checks.check_versions)
+
+def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Finding]:
+    """Run the checks in their order. They are imported here: `unisono --help` does not need torch, and where a part of
+    it is missing, the versions are still reported."""
+    yield from examine("versions", check_versions)
+    try:
+        from unisono.cli import checks
+    except ImportError as error:
+        yield Finding("import", "problem", str(error))
+        return
     yield from examine("devices", checks.check_devices, 30, "warning", "the driver does not answer: try its own tool")
     yield from examine("cores", checks.check_cores)
     yield from examine("memory", checks.check_memory)
@@ -91,8 +140,6 @@ def examine(
     advice_if_late: str = "",
 ) -> list[Finding]:
     """The findings of a check; its failure, or that it takes longer than `limit_s` seconds, is a finding, too."""
-    from unisono.cli.checks import Finding
-
     found: list[Outcome[list[Finding]]] = []
     thread = threading.Thread(target=_run_check, args=(check, found), name="unisono-check", daemon=True)
     thread.start()

@@ -18,6 +18,7 @@ from unisono.launch.unpicklable import is_picklable
 Handler = tuple[type[logging.Handler], str, dict[str, Any]]
 """A handler's class; "stdout" or "stderr", if it writes to one of them; its attributes."""
 
+_OF_NOTEBOOKS = ("IPKernelApp",)  # a kernel's own, for its messages, which come from no worker
 _KNOWN = (logging.StreamHandler, logging.FileHandler, logging.NullHandler)
 
 
@@ -63,7 +64,7 @@ def read_loggers() -> Logging:
         for handler in logger.handlers:
             if (described := _describe_handler(handler)) is not None:
                 found.handlers[name].append(described)
-            elif not _is_of_library(name):
+            elif not _is_of_library(name) and name not in _OF_NOTEBOOKS:
                 found.left_out.append(f"the handler {handler!r} of logger {name!r}")
     return found
 
