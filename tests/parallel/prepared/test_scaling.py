@@ -38,8 +38,8 @@ def clipped_by_hand(accelerator, loader):
 
 def clipped_part_by_part(accelerator, loader):
     network = model()
-    first, last = list(network[0].parameters()), list(network[2].parameters())
-    network, optimizer, loader = accelerator.prepare(network, sgd(first + last), loader)
+    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+    first, last = (list(network.get_submodule(name).parameters()) for name in "02")
     for inputs, targets, _ in loader:
         optimizer.zero_grad()
         F.mse_loss(network(inputs), targets).backward()
