@@ -101,16 +101,6 @@ def test_all_gather_samples_refuses_what_has_no_such_samples(error, words, batch
         unisono.all_gather_samples(batch, valid_samples)
 
 
-def test_all_gather_object_takes_what_can_be_pickled_and_gives_copies(mode):
-    def gather():
-        mine = {"rank": unisono.rank(), "list": [1]}
-        found = unisono.all_gather_object(mine)
-        found[unisono.rank()]["list"].append(2)
-        return found[0]["rank"], [each["rank"] for each in found], mine["list"]
-
-    assert mode.run(gather) == [(0, list(range(mode.ranks)), [1])] * mode.ranks
-
-
 def test_a_world_may_be_named_instead_of_the_current_one():
     world = thread_worlds([torch.device("cpu:0"), torch.device("cpu:1")])[1]
     assert (unisono.rank(world), unisono.local_rank(world), unisono.world_size(world)) == (1, 1, 2)

@@ -35,13 +35,13 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tor
     return torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
 
 
-def reduced(mode: Mode, make: Callable[[int], list[torch.Tensor]], shares: list[float] | None) -> list[Any]:
+def reduced(mode: Mode, make: Callable[[int], list[torch.Tensor]], shares: list[float]) -> list[Any]:
     """Each rank's gradients after the reduction of `make(rank)`."""
 
     def body() -> list[torch.Tensor | None]:
         rank = unisono.rank()
         parameters = make(rank)
-        reduce_gradients(parameters, current_world(), shares[rank] if shares else 1 / mode.ranks, "a step")
+        reduce_gradients(parameters, current_world(), shares[rank], "a step")
         return [each.grad for each in parameters]
 
     return mode.run(body)
@@ -59,17 +59,6 @@ def test_gradients_are_weighed_by_the_ranks_shares(mode):
     expected = sum(share * (rank + 1) for rank, share in enumerate(shares))
     for (gradient,) in reduced(mode, make, shares):
         assert torch.equal(gradient, torch.full((2, 3), expected))
-
-
-def test_without_shares_every_rank_counts_the_same(mode):
-    def make(rank: int) -> list[torch.Tensor]:
-        weight = parameter((1,), torch.float64)
-        weight.grad = torch.tensor([rank + 1.0], dtype=torch.float64)
-        return [weight]
-
-    mean = sum(range(1, mode.ranks + 1)) / mode.ranks
-    for (gradient,) in reduced(mode, make, None):
-        torch.testing.assert_close(gradient, torch.tensor([mean], dtype=torch.float64), rtol=1e-15, atol=0)
 
 
 @pytest.mark.any_family

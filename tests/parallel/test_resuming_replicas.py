@@ -83,19 +83,3 @@ def test_a_loader_over_other_devices_is_refused():
 def test_arguments_beside_those_of_the_loader_are_refused():
     with pytest.raises(ValueError, match="fixed_batch_size and batch_dim are arguments of the ParallelLoader"):
         replicas(1)(taken(), ParallelLoader(source(), ["cpu:0"]), fixed_batch_size=True)
-
-
-def test_a_device_loader_tells_the_weight_of_its_batch():
-    loader = DeviceLoader(source(batch=4))
-    assert loader.weight is None
-    iterator = iter(loader)
-    next(iterator)
-    assert loader.weight == iterator.weight == 1.0
-
-
-def test_the_weights_of_a_round_add_up_to_one():
-    def loop(model, loader, device, context):
-        return [loader.weight for _ in loader]
-
-    for round_ in zip(*replicas(3)(loop, source(batch=4)), strict=True):
-        assert sum(round_) == pytest.approx(1.0)

@@ -85,11 +85,3 @@ class OwnAugmentation(OwnStream):
 
 def test_ranks_that_augment_the_same_samples_in_their_own_ways_are_not():
     assert PROCESSES_2.run(lambda: steps(DeviceLoader(DataLoader(OwnAugmentation(), batch_size=5)))) == [4, 4]
-
-
-def test_a_loader_that_is_sharded_already_is_not_cut_again():
-    def body() -> list[float]:
-        loader = DeviceLoader(DataLoader(DATA, batch_size=5), already_sharded=True)
-        return [float(number) for (batch,) in loader for number in batch]
-
-    assert PROCESSES_2.run(body) == [list(range(40))] * 2

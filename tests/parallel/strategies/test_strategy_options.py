@@ -77,6 +77,18 @@ def test_gradients_travel_in_pieces_of_the_size_that_was_asked_for(size_mb: floa
     assert PROCESSES_2.run(body) == [count, count]
 
 
+def clipped_by_one(size: int) -> State:
+    network = seeded(wide())
+    optimizer, tensors = sgd(network.parameters()), loader_of(22, 3).dataset.tensors
+    for start in range(0, 22, size):
+        inputs, targets, _ = (each[start : start + size] for each in tensors)
+        optimizer.zero_grad()
+        F.mse_loss(network(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 0.1)
+        optimizer.step()
+    return network.state_dict()
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_that_lie_in_buckets_are_those_of_the_step_and_lie_there_still(accumulate: int) -> None:
     def body() -> tuple[State, bool]:
@@ -93,21 +105,9 @@ def test_gradients_that_lie_in_buckets_are_those_of_the_step_and_lie_there_still
             optimizer.zero_grad()
         return network.state_dict(), share
 
-    def plain() -> State:
-        network = seeded(wide())
-        optimizer, tensors = sgd(network.parameters()), loader_of(22, 3).dataset.tensors
-        size = 6 * accumulate
-        for start in range(0, 22, size):
-            inputs, targets, _ = (each[start : start + size] for each in tensors)
-            optimizer.zero_grad()
-            F.mse_loss(network(inputs), targets).backward()
-            nn.utils.clip_grad_norm_(network.parameters(), 0.1)
-            optimizer.step()
-        return network.state_dict()
-
     ranks = PROCESSES_2.run(body)
     assert all(share for _, share in ranks)
-    assert_all_are([state for state, _ in ranks], plain())
+    assert_all_are([state for state, _ in ranks], clipped_by_one(6 * accumulate))
 
 
 @pytest.mark.slow
@@ -126,19 +126,8 @@ def test_groups_of_ranks_that_have_all_parameters_train_as_one_and_clip_by_one_n
         own = network.module[0].weight.to_local()
         return state, accelerator.state_dict(network), tuple(own.shape)
 
-    def plain() -> State:
-        network = seeded(wide())
-        optimizer, tensors = sgd(network.parameters()), loader_of(22, 3).dataset.tensors
-        for start in range(0, 22, 12):
-            inputs, targets, _ = (each[start : start + 12] for each in tensors)
-            optimizer.zero_grad()
-            F.mse_loss(network(inputs), targets).backward()
-            nn.utils.clip_grad_norm_(network.parameters(), 0.1)
-            optimizer.step()
-        return network.state_dict()
-
     ranks = Mode("processes", 4).run(body)
-    assert_all_are([ranks[0][0], ranks[0][1]], plain())
+    assert_all_are([ranks[0][0], ranks[0][1]], clipped_by_one(12))
     assert [shape for _, _, shape in ranks] == [(3, 5), (2, 5)] * 2
 
 

@@ -22,9 +22,6 @@ class Rebinding:
         # The storages are kept alive, so that no new one gets the same address.
         self._known = [(ref(each), each.untyped_storage()) for each in tensors]
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def check(self, strategy: str, attribute: str = "data") -> None:
         """Check that the tensors still have the recorded memory.
 
