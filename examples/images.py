@@ -34,7 +34,7 @@ def build_model() -> nn.Module:
 
 def train(index: int, epochs: int, directory: str) -> tuple[list[float], float]:
     """Return the mean loss of each epoch, and the accuracy on the test images."""
-    accelerator = Accelerator(seed=0, project_dir=directory, total_limit=2)
+    accelerator = Accelerator(seed=0, project_dir=directory, total_limit=2, schedule_unit="step")
     train_set, test_set = load()
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

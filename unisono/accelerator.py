@@ -85,8 +85,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             the step; or "sum", and it is that of the sum.
         scaler_options: for "fp16", the arguments of torch's GradScaler: `init_scale`, `growth_interval`, ...
         schedule_unit: what schedulers count: "batch", the batches of the loader as the script wrote it; "step", the
-            optimizer steps of this run; "device_step", the steps that one device would take. None infers it, and
-            raises an error where it matters and cannot be known.
+            optimizer steps of this run; "device_step", the steps that one device would take. None is an error in a
+            loop where these differ: on several ranks, or with accumulation.
         log_with: where `log` writes, besides a file of JSON lines: "tensorboard", "wandb", "mlflow", "all" (those that
             are installed), objects with the methods of `unisono.Tracker`, or a list of these.
         project_dir: the directory for trackers and checkpoints; None uses "runs" in the working directory.

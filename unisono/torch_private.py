@@ -107,7 +107,6 @@ NAMES = {  # ours: (torch's, what we do by it)
     "STEP_CALLED": (f"{_SCHEDULER}.LRScheduler._opt_called", "tells schedulers of steps"),
     "STEP_WRAPPED": (f"{_SCHEDULER}.LRScheduler._wrapped_by_lr_sched", "tells schedulers of steps"),
     "SCHEDULERS": (f"{_SCHEDULER}.SequentialLR._schedulers", "finds the length of a schedule of several"),
-    "MILESTONES": (f"{_SCHEDULER}.SequentialLR._milestones", "finds the length of a schedule of several"),
     # DataLoaders and their workers.
     "loader_worker": (_WORKER, "shows loader workers the user's dataset"),
     "WORKER_INFO": (f"{_WORKER}._worker_info", "shows loader workers the user's dataset"),

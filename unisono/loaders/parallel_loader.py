@@ -378,7 +378,6 @@ class DeviceLoader:
         self._device = world.device if device is None else device
         # Each loop is an `again()` of it, so its source and its bookmark last for all of them.
         self._never_begun = ParallelLoader(loader, [self._device], world=world, **options)
-        self.length_was_asked = False
         self._loops = [Progress()]  # the innermost last; not the iterators, which keep threads alive
 
     @property
@@ -414,7 +413,6 @@ class DeviceLoader:
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch; TypeError if the loader has no length."""
-        self.length_was_asked = True
         return len(self._never_begun)
 
     def __getattr__(self, name: str) -> Any:

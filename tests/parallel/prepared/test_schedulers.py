@@ -1,7 +1,8 @@
-"""Learning rates are those of one device, whatever a schedule was built from, or an error names the lengths."""
+"""Learning rates are those of one device, in the unit that the script says; or an error names the lengths."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
 
@@ -10,6 +11,7 @@ import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     LambdaLR,
     LinearLR,
     OneCycleLR,
@@ -153,7 +155,9 @@ def ends_of_steps(ranks, accumulate=1):
 @pytest.mark.parametrize("name", MARKED)
 @MODES
 def test_a_schedule_built_from_the_plain_length_has_one_devices_rates(mode: Mode, name: str) -> None:
-    found = mode.run(lambda: rates_in(lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader))))
+    found = mode.run(
+        lambda: rates_in(lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader)), schedule_unit="batch")
+    )
     plain = plain_rates(lambda optimizer: BUILT[name](optimizer, EPOCHS * BATCHES), EPOCHS * BATCHES)
     assert found == [pytest.approx([plain[end] for end in ends_of_steps(mode.ranks)], abs=1e-12)] * mode.ranks
 
@@ -161,7 +165,11 @@ def test_a_schedule_built_from_the_plain_length_has_one_devices_rates(mode: Mode
 @pytest.mark.parametrize("name", MARKED)
 @MODES
 def test_a_schedule_built_from_the_prepared_length_ends_with_the_loop(mode: Mode, name: str) -> None:
-    found = mode.run(lambda: rates_in(lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader)), "later"))
+    found = mode.run(
+        lambda: rates_in(
+            lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader)), "later", schedule_unit="step"
+        )
+    )
     steps = EPOCHS * -(-BATCHES // mode.ranks)
     plain = plain_rates(lambda optimizer: BUILT[name](optimizer, steps), steps)
     assert found == [pytest.approx(plain[1:], abs=1e-12)] * mode.ranks
@@ -191,7 +199,7 @@ def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: 
 
 UNKNOWN = {
     "no length": (lambda optimizer, _: StepLR(optimizer, 5), {}),
-    "no multiple": (lambda optimizer, _: CosineAnnealingLR(optimizer, 100), {}),
+    "an epoch's batches, or twice its steps": (lambda optimizer, _: CosineAnnealingLR(optimizer, 16), {}),
     "two units": (lambda optimizer, _: CosineAnnealingLR(optimizer, 48), {"gradient_accumulation_steps": 2}),
 }
 
@@ -211,20 +219,31 @@ def test_where_it_is_not_known_what_a_schedule_counts_the_error_names_the_length
         assert f"and {steps} optimizer steps on these ranks; pass Accelerator(schedule_unit=...)" in told
 
 
-@pytest.mark.parametrize("length", [3 * BATCHES, 3 * BATCHES + 1, 2 * BATCHES // 3 * 3])
-def test_where_steps_accumulate_the_unit_of_a_schedule_is_asked_for(length):
-    """A length may be a multiple of another unit's by chance, as epochs * len(loader) + 1 is."""
-    with pytest.raises(ValueError, match=rf"ends after {length} steps, .*16 batches .*\(6 steps of 3 microbatches\)"):
-        rates_in(lambda optimizer, _: CosineAnnealingLR(optimizer, length), gradient_accumulation_steps=3)
+def test_on_one_device_it_is_asked_where_steps_accumulate():
+    with pytest.raises(ValueError, match=r"an epoch has 16 batches .*'device_step' if from 6, 'step' if from 6"):
+        rates_in(lambda optimizer, _: CosineAnnealingLR(optimizer, 48), gradient_accumulation_steps=3)
 
 
-def test_a_schedule_that_was_taken_for_another_is_an_error_when_the_loop_goes_past_its_end():
+@MODES
+def test_a_position_that_is_given_needs_no_unit(mode: Mode) -> None:
     def body():
-        with pytest.raises(RuntimeError, match="CosineAnnealingLR ends after 16 steps, and the loop con") as error:
-            rates_in(lambda optimizer, _: CosineAnnealingLR(optimizer, 16), epochs=2)
-        return "schedule_unit='step'" in str(error.value)
+        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
+        optimizer, rates = sgd(network.parameters()), []
+        network, optimizer, loader, scheduler = accelerator.prepare(
+            network, optimizer, loader_of(12, 1), CosineAnnealingWarmRestarts(optimizer, 2)
+        )
+        for epoch in range(2):
+            for number, (inputs, _, _) in enumerate(loader):
+                accelerator.backward(network(inputs).sum())
+                optimizer.step()
+                scheduler.step(epoch + number / len(loader))
+                rates.append(optimizer.param_groups[0]["lr"])
+        return rates
 
-    assert THREADS_2.run(body) == [True, True]
+    rounds = 12 // mode.ranks
+    positions = [epoch + number / rounds for epoch in range(2) for number in range(rounds)]
+    expected = [0.1 * (1 + math.cos(math.pi * each / 2)) / 2 for each in positions]
+    assert mode.run(body) == [pytest.approx(expected)] * mode.ranks
 
 
 @MODES

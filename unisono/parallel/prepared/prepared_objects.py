@@ -36,7 +36,7 @@ class PreparedObjects:
     Args:
         builder: builds models and steppers.
         make_loader: prepares loaders.
-        schedule_unit: the unit that schedules count; None determines it for each schedule.
+        schedule_unit: the unit that schedules count; None where it makes no difference.
     """
 
     def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
@@ -260,8 +260,7 @@ class PreparedObjects:
             setattr(optimizer.step.__func__, STEP_WRAPPED, True)
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # ensured by `_check`
-        is_later = any(getattr(each, "length_was_asked", False) for each in self.loaders())
-        prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit, is_later)
+        prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit)
         _all_prepared[scheduler] = prepared
         self._schedulers.append(ref(prepared))
         return prepared

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono.deliveries import Loop
-from unisono.parallel.prepared.schedule_units import Lengths, Unit, length_of, unit_of
+from unisono.parallel.prepared.schedule_units import Unit, unit_of
 from unisono.parallel.prepared.stepper import Stepper
 
 Scheduler = LRScheduler | ReduceLROnPlateau
@@ -25,31 +24,32 @@ class PreparedScheduler:
     Args:
         scheduler: the scheduler of a prepared optimizer.
         stepper: the stepper of that optimizer.
-        unit: the unit that the schedule counts; None determines it.
-        is_later: whether the script had read the length of a prepared loader before it prepared the scheduler.
+        unit: the unit that the schedule counts; None: it makes no difference.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, stepper: Stepper, unit: Unit | None = None, is_later: bool = False
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, stepper: Stepper, unit: Unit | None = None) -> None:
         self.scheduler = scheduler
         self._stepper = stepper
-        self._unit, self._is_later = unit, is_later
-        self._end: int | None = None  # the schedule's end, if its unit was determined here
+        self._unit = unit
         self._taken = stepper.taken
         self._asked = stepper.num_asked
         self._epoch = self._last_epoch()
         stepper.checks.append(self.check_hand)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """`scheduler.step`.
+        """`scheduler.step`. A position, as in `step(epoch + batch / batches)`, is passed on.
 
         Raises:
             RuntimeError: the scheduler was stepped by hand; or, inside a loop, the optimizer's `step` was not called
-                since the last call; or the schedule would pass its end, in a unit that was determined.
+                since the last call.
             ValueError: the unit of the schedule is unknown; or the ranks pass different metrics.
         """
         self.check_hand()
+        has_metric = isinstance(self.scheduler, ReduceLROnPlateau)
+        if (args or kwargs) and not has_metric:
+            self.scheduler.step(*args, **kwargs)
+            self._epoch = self._last_epoch()
+            return
         stepper, before = self._stepper, self._taken
         name, loop = type(self.scheduler).__name__, stepper.loop_of_last_step()
         was_asked = stepper.num_asked != self._asked
@@ -58,30 +58,18 @@ class PreparedScheduler:
                 f"the {name} was stepped again without an optimizer step in between; call step() once after each "
                 "optimizer.step(), or once for each epoch"
             )
-        if loop is not None and self._unit is None:
-            self._find_unit(loop)
+        lengths = None if loop is None else loop.lengths()
+        if lengths is not None and self._unit is None and not has_metric:
+            self._unit = unit_of(self.scheduler, *lengths, int(stepper.every))
         self._asked, self._taken = stepper.num_asked, stepper.taken
         if was_asked and before.steps == stepper.taken.steps:
             return
-        if isinstance(self.scheduler, ReduceLROnPlateau):
+        if has_metric:
             args, kwargs = (self._common_metric(*args, **kwargs),), {}
         units = 1 if loop is None else stepper.taken.since(before, self._unit or "step")
-        if self._end is not None and (self._epoch or 0) + units > self._end:
-            raise RuntimeError(
-                f"the {name} ends after {self._end} steps, and the loop continues: it was treated as counting in units "
-                f"of schedule_unit={self._unit!r}; pass Accelerator(schedule_unit='step') if it counts the optimizer "
-                "steps of this run"
-            )
         for _ in range(units):
             self.scheduler.step(*args, **kwargs)
         self._epoch = self._last_epoch()
-
-    def _find_unit(self, loop: Loop) -> None:
-        lengths = loop.lengths()
-        if lengths is None or isinstance(self.scheduler, ReduceLROnPlateau):
-            return
-        self._unit = unit_of(self.scheduler, Lengths(*lengths), int(self._stepper.every), self._is_later)
-        self._end = None if self._unit == "step" else length_of(self.scheduler)
 
     def _common_metric(self, metrics: Any, epoch: Any = None) -> float:
         """Rank zero's metric, from which those of other ranks may differ only by rounding. A small collective."""
