@@ -68,6 +68,6 @@ def unit_of(scheduler: Any, batches: int, rounds: int, microbatches: int) -> Uni
     between = f"'device_step' if from {device_steps}, " if microbatches > 1 else ""
     raise ValueError(
         f"it is unknown what the {type(scheduler).__name__} counts: an epoch has {batches} batches of the loader as "
-        f"you wrote it, and {steps} optimizer steps on these ranks; pass Accelerator(schedule_unit=...): 'batch' if the "
-        f"schedule was built from {batches}, {between}'step' if from {steps}"
+        f"you wrote it, and {steps} optimizer steps on these ranks; pass Accelerator(schedule_unit=...): 'batch' if "
+        f"the schedule was built from {batches}, {between}'step' if from {steps}"
     )
