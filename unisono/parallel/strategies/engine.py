@@ -313,11 +313,12 @@ class Engine:
             return False
         is_there = any(each.grad is not None for each in self.trained())
         # The sum of what all ranks hold already would be larger; a mean of equal ones is equal.
-        if is_there and self._steps.is_sum and (held.is_reduced if held.is_changed() else has_stepped):
+        if is_there and self._steps.is_sum:
             raise RuntimeError(
-                f"the {type(optimizer).__name__} finds gradients of the {self.name} that are the ranks' sum already, "
-                "and may have been changed by hand, or stepped on before, so that with loss_reduction='sum' what the "
-                "ranks hold cannot be added up; zero_grad() before gradients are assigned, and after each step"
+                f"the {type(optimizer).__name__} finds gradients of the {self.name} that were assigned or changed by "
+                "hand, or stepped on before, and with loss_reduction='sum' it is not known whether they are this "
+                "rank's, or the ranks' sum already; let accelerator.backward(loss) leave them, zero_grad() after each "
+                "step, or use loss_reduction='mean'"
             )
         return is_there
 
