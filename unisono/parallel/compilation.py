@@ -24,7 +24,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import CodeType, FunctionType
@@ -35,7 +37,15 @@ import torch
 from torch import nn
 
 from unisono.comm.gate import compiling
-from unisono.torch_private import CALL, COMPILED_CALL, compile_session_context, set_lru_cache
+from unisono.torch_private import (
+    CALL,
+    COMPILED_CALL,
+    CodeAction,
+    CodeStrategy,
+    compile_session_context,
+    set_code_strategy,
+    set_lru_cache,
+)
 from unisono.world import World
 
 _BACKWARD_AT_ONCE = "force_non_lazy_backward_lowering"
@@ -238,3 +248,29 @@ def _general(leaf: Any) -> object:
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         return min(leaf, _MANY)
     return type(leaf) if isinstance(leaf, float) else _exact(leaf)
+
+
+def keep_out_of_graphs() -> None:
+    """Have torch.compile leave this package's functions out of its graphs: it compiles what a prepared model runs, the
+    user's module, as if that were compiled itself. What has been imported since the last call is marked."""
+    skips = CodeStrategy(CodeAction.SKIP, CodeAction.DEFAULT)  # the function itself, not those that it calls
+    for name in [each for each in sys.modules if each.startswith("unisono.") and each not in _kept_out]:
+        _kept_out.add(name)
+        for code in _codes_in(vars(sys.modules[name]).values(), name):
+            set_code_strategy(code, skips)
+
+
+_kept_out: set[str] = set()  # names of modules
+
+
+def _codes_in(values: Iterable[Any], module: str) -> Iterator[CodeType]:
+    """The code of functions that the module defines, methods and nested functions among them."""
+    for each in list(values):
+        if isinstance(each, type) and each.__module__ == module:
+            yield from _codes_in(vars(each).values(), module)
+        function = inspect.unwrap(getattr(getattr(each, "fget", each), "__func__", each))
+        if isinstance(function, FunctionType) and function.__module__ == module:
+            codes = [function.__code__]
+            for code in codes:  # which grows
+                yield code
+                codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

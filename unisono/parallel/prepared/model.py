@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from unisono.parallel.backward import Passes
+from unisono.parallel.compilation import keep_out_of_graphs
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded
@@ -40,6 +41,7 @@ class PreparedModel(nn.Module):
         self, engine: Engine, passes: Passes, autocast: Callable[[], AbstractContextManager[Any]] | None
     ) -> None:
         super().__init__()
+        keep_out_of_graphs()
         self._engine = (engine,)  # in a tuple, so that the wrapped module is not registered as a second child
         self._passes = passes
         self._autocast = autocast
