@@ -461,8 +461,11 @@ def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded:
         return Verdict("unsaid", str(plain.stop))
     if plain.stop is not None and not any(each.error for each in outcomes):
         return Verdict("different", f"must be refused: {plain.stop}")
+    failed_at = min((each.at for each in outcomes if each.error is not None and not each.is_secondary), default=end)
     for outcome in outcomes:
         rank, at = outcome.rank, min(outcome.at, end)
+        if outcome.error is None and at > failed_at:
+            continue  # with no further collective, it came to its end after another rank's error, which is the run's
         expected = plain.states[at]
         if is_sharded:  # but for what is gathered at the moment
             expected = [
