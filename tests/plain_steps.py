@@ -167,9 +167,12 @@ class Plain(Machine):
         if (batch.loop is not NO_LOADER and not is_computed) or not self.open:
             return batch
         last = list(self.open.values())[-1]
+        is_kept = batch.loop is not NO_LOADER and batch.loop not in self.open
+        if is_kept and len(batch.tensors[0]) < self.ranks >= len(last.tensors[0]):  # a row on each rank, of either
+            raise Unsaid("computed inputs of a tail that was kept, while another loop delivers")
         if len(last.tensors[0]) != len(batch.tensors[0]):
             return batch
-        if batch.loop is not NO_LOADER and batch.loop not in self.open and self.setup.every > 1:
+        if is_kept and self.setup.every > 1:
             raise Unsaid("computed inputs of a batch that was kept, while another loop delivers")
         return last if batch.loop is NO_LOADER else batch
 
