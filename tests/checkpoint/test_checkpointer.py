@@ -562,3 +562,19 @@ def test_loading_amid_an_accumulation_drops_what_it_has_so_far(tmp_path: Path) -
         optimizer.step()
     accelerator.load_state()
     assert torch.equal(step(), expected)
+
+
+@pytest.mark.parametrize("other", ["SGD", "Adam"])
+def test_the_state_of_an_optimizer_of_another_class_is_refused_unless_it_is_meant(other: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    saved, made = torch.optim.AdamW(model.parameters(), lr=0.5), getattr(torch.optim, other)(model.parameters(), lr=0.1)
+    saved.step()
+    save(tmp_path / "one", model=model, optimizer=saved)
+    with pytest.raises(
+        CheckpointMismatchError, match=rf"is the state of AdamW, and this is {other}, .* make AdamW, or "
+    ):
+        load(tmp_path / "one", model=model, optimizer=made)
+    assert made.param_groups[0]["lr"] == 0.1
+    load(tmp_path / "one", model=model, optimizer=made, allow_other_optimizer=True)
+    assert made.param_groups[0]["lr"] == 0.5

@@ -80,7 +80,13 @@ class CheckpointMethods:
         with self.world.timeline.loop().named(SAVE):
             return self._states.save(output_dir, score, is_async)
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        *,
+        must_exist: bool = True,
+        allow_other_optimizer: bool = False,
+    ) -> Loaded | None:
         """Load what `save_state` has saved, on any number of ranks, under any strategy.
 
         Every rank must call it, with the same things prepared and registered, in the same order.
@@ -89,6 +95,7 @@ class CheckpointMethods:
             input_dir: a checkpoint, or a directory of numbered ones, of which the latest is used; None uses
                 `project_dir/checkpoints`. Damaged ones are skipped with a warning.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
+            allow_other_optimizer: load the state of an optimizer of another class as it is; otherwise it is an error.
 
         Returns:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
@@ -98,7 +105,7 @@ class CheckpointMethods:
                 loaded.
             CheckpointMismatchError: the checkpoint holds other objects; nothing was changed.
         """
-        return self._states.load(input_dir, must_exist)
+        return self._states.load(input_dir, must_exist, allow_other_optimizer)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Accelerate's `register_save_state_pre_hook`: "a function to be called in `Accelerator.save_state` before

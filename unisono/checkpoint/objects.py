@@ -41,6 +41,7 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 DIVIDED = ("model", "optimizer")
 OF_EACH_RANK = ("loader", "generator")
 _SHOWN = 3
+_OF_ZERO1 = "ZeroRedundancyOptimizer"  # the class in checkpoints that earlier versions wrote under "zero1"
 
 
 def kind_of(name: str, each: Any) -> str:
@@ -69,7 +70,13 @@ def kind_of(name: str, each: Any) -> str:
 
 def kinds_of(objects: Objects) -> dict[str, list[str]]:
     """The kind of each object, and its class; TypeError as for `kind_of`."""
-    return {name: [kind_of(name, each), type(_user_module(each)).__name__] for name, each in objects.items()}
+    return {name: [kind_of(name, each), _class_of(each)] for name, each in objects.items()}
+
+
+def _class_of(each: Any) -> str:
+    """The name of the user's class; under "zero1" torch's optimizer holds the user's as `optim`."""
+    held = getattr(each, "optim", None) if isinstance(each, Optimizer) else None
+    return type(held if isinstance(held, Optimizer) else _user_module(each)).__name__
 
 
 def _user_module(each: Any) -> Any:
@@ -174,13 +181,20 @@ def describe(states: Mapping[str, Any], kinds: Mapping[str, Sequence[str]]) -> d
     return found
 
 
-def check_fit(objects: Objects, saved: Mapping[str, Sequence[str]], described: Mapping[str, Any], where: str) -> None:
+def check_fit(
+    objects: Objects,
+    saved: Mapping[str, Sequence[str]],
+    described: Mapping[str, Any],
+    where: str,
+    allow_other_optimizer: bool = False,
+) -> None:
     """Check that a checkpoint holds these objects, before anything is changed.
 
     Raises:
-        CheckpointMismatchError: the message has the first names that are missing, unexpected or of another shape.
+        CheckpointMismatchError: the message has the first names that are missing, unexpected or of another shape, or
+            both classes of an optimizer.
     """
-    for name, (kind, _) in kinds_of(objects).items():
+    for name, (kind, own_class) in kinds_of(objects).items():
         if name not in saved:
             raise CheckpointMismatchError(
                 f"{where} has no {name}: it holds {', '.join(saved)}; load the objects that were saved, under the same "
@@ -191,6 +205,12 @@ def check_fit(objects: Objects, saved: Mapping[str, Sequence[str]], described: M
         if kind == "model":
             _check_model(name, _user_module(objects[name]), described[name], saved[name][1], where)
         elif kind == "optimizer":
+            if not allow_other_optimizer and saved[name][1] not in (own_class, _OF_ZERO1):
+                raise CheckpointMismatchError(
+                    f"{name} in {where} is the state of {saved[name][1]}, and this is {own_class}, which reads other "
+                    f"numbers in it, or misses some; make {saved[name][1]}, or load it as it is: "
+                    "allow_other_optimizer=True"
+                )
             own = [len(group["params"]) for group in objects[name].param_groups]
             if own != described[name]:
                 raise CheckpointMismatchError(

@@ -85,12 +85,13 @@ class PreparedStates:
                 remove_files(files)
         return saved
 
-    def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
+    def load(
+        self, directory: str | os.PathLike[str] | None, must_exist: bool, allow_other_optimizer: bool
+    ) -> Loaded | None:
         """See `Accelerator.load_state`."""
         folder = self._root if directory is None else folder_at(directory)
-        restored = self._saver.load(
-            folder, self._named_objects(), must_exist, self._choose_objects if self.load_hooks else None
-        )
+        choose = self._choose_objects if self.load_hooks else None
+        restored = self._saver.load(folder, self._named_objects(), must_exist, allow_other_optimizer, choose)
         if restored is None:
             return None
         facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts

@@ -305,6 +305,7 @@ class Saver:
         folder: Folder,
         objects: Objects,
         must_exist: bool = True,
+        allow_other_optimizer: bool = False,
         choose: Callable[[str], Objects] | None = None,
     ) -> Restored | None:
         """Load the objects. A collective.
@@ -312,6 +313,7 @@ class Saver:
         Args:
             folder: a checkpoint, or a directory of numbered ones. Rank zero's counts.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
+            allow_other_optimizer: whether an optimizer may be of another class than the saved one.
             choose: called with the place of the files of the checkpoint that was found; returns the objects to load in
                 place of all.
 
@@ -340,7 +342,7 @@ class Saver:
             return None
         if choose is not None:
             objects = choose(f"{facts['path']}/{facts['manifest'].directory}")
-        check_fit(objects, facts["kinds"], facts["described"], str(facts["path"]))
+        check_fit(objects, facts["kinds"], facts["described"], str(facts["path"]), allow_other_optimizer)
         if world.rank == 0 and (left := [name for name in facts["kinds"] if name not in objects]):
             logger.warning("%s also holds %s, which was not loaded", facts["path"], ", ".join(left))
         ranks = facts["ranks"]
