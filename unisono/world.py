@@ -149,6 +149,16 @@ def current_world() -> World:
     return _solo
 
 
+# The variables of a rank, a size, a local rank and a local size, that MPI's launchers set: those of Open MPI and of
+# MVAPICH are theirs alone; those of MPICH and Intel MPI are set by srun, too.
+MPI_OWN = (
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE",
+)
+MPI_SHARED = ("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",)
+_RANKS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")  # of launchers that tell no more here
+
+
 def announcement(environ: Mapping[str, str]) -> str | None:
     """Describe the variable by which a launcher announces that this process has peers; None if there is none."""
     size = environ.get("WORLD_SIZE", "1")
@@ -156,6 +166,12 @@ def announcement(environ: Mapping[str, str]) -> str | None:
         return f"WORLD_SIZE={size} is set, as torchrun does"
     if is_slurm_step(environ) and _is_several(tasks := environ.get("SLURM_STEP_NUM_TASKS", "1")):
         return f"SLURM_STEP_NUM_TASKS={tasks} is set: srun has started several of these processes"
+    for _, size, *_ in (names.split() for names in (*MPI_OWN, *MPI_SHARED)):
+        if _is_several(count := environ.get(size, "1")):
+            return f"{size}={count} is set: mpirun has started several of these processes"
+    for name in _RANKS:
+        if environ.get(name, "0") != "0":
+            return f"{name}={environ[name]} is set: a launcher has started several of these processes"
     pods = environ.get("PET_NNODES", "1")
     # Elastic launchers also accept a range, such as "1:4".
     if pods not in ("", "1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,58 @@ def test_a_pod_of_the_kubeflow_trainer_is_recognised():
 def test_a_pod_that_is_to_start_several_ranks_is_told_how():
     with pytest.raises(NoWorldError, match=r"PET_NPROC_PER_NODE=4 ask for an agent in this pod.*unisono run script.py"):
         announced_place({**TRAINER, "PET_NPROC_PER_NODE": "4"})
+
+
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1693319169",
+    "PMIX_RANK": "3",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def test_mpirun_is_recognised_and_needs_an_address_between_machines():
+    address = {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
+    assert announced_place({**MPIRUN, **address}) == Place("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
+    assert announced_place({**HYDRA, **address}) == Place("mpirun", 1, 2, 1, 2, 0, "node1", 1234)
+    assert announced_place({**SLURM, **MPIRUN, **address}) == Place("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
+    for environ in (MPIRUN, HYDRA):
+        with pytest.raises(NoWorldError, match="mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500"):
+            announced_place(environ)
+
+
+def test_on_one_machine_the_ranks_of_mpirun_meet_at_a_port_of_their_job():
+    alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    place, other = announced_place(alone), announced_place({**alone, "PMIX_NAMESPACE": "5"})
+    assert place is not None
+    assert other is not None
+    assert (place.address, place.rank, place.node_rank) == ("127.0.0.1", 3, 0)
+    assert 20000 <= place.port < 30000
+    assert place.port != other.port
+    assert announced_place({**alone, "OMPI_COMM_WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize("environ", [MPIRUN, HYDRA, {"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}], ids=str)
+def test_a_process_that_a_launcher_has_started_beside_others_does_not_train_alone(environ):
+    assert "has started several of these processes" in (announcement(environ) or "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt install openmpi-bin")
+def test_a_script_under_mpirun_trains_in_one_world(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, unisono\n"
+        "unisono.join_world()\n"
+        "total = unisono.all_reduce(torch.tensor(unisono.rank() + 1.0), 'sum')\n"
+        "print(f'{unisono.rank()} of {unisono.world_size()}: {total.item()}')\n"
+    )
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["0 of 2: 3.0", "1 of 2: 3.0"]), done.stderr
 
 
 def test_torchrun_inside_a_pod_or_a_step_comes_first():

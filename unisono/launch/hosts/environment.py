@@ -1,9 +1,9 @@
 """Which launcher has started this process, and as which rank: read from the environment variables that launchers set.
 
-Three kinds of launchers are supported. *One process per rank* is started by torchrun or another launcher that sets the
-same variables, by a SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): that is a `Place`. *One agent
-per machine*, which starts the ranks itself, is started by the same three: that is an `AgentPlace`, and `unisono run`
-reads it.
+Two kinds of launchers are supported. *One process per rank* is started by torchrun or another launcher that sets the
+same variables, by mpirun, by a SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): that is a `Place`.
+*One agent per machine*, which starts the ranks itself, is started by all of these but mpirun: that is an `AgentPlace`,
+and `unisono run` reads it.
 
 Workers of `spawn` have variables of their own and get their world as an argument, so no place is announced to them.
 
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from zlib import crc32
 
 from unisono.errors import NoWorldError
 from unisono.launch.starting.marks import OUTER_DIRECTORY
-from unisono.world import is_slurm_step
+from unisono.world import MPI_OWN, MPI_SHARED, is_slurm_step
 
 TAKEN = "UNISONO_TAKEN"
 """The variable that records which process has taken which place."""
@@ -93,7 +94,13 @@ def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
         environ = os.environ
     if OUTER_DIRECTORY in environ:
         return None
-    place = _torchrun_place(environ) or _pod_place(environ) or _slurm_place(environ)
+    place = (
+        _torchrun_place(environ)
+        or _mpi_place(environ, MPI_OWN)
+        or _pod_place(environ)
+        or _slurm_place(environ)
+        or _mpi_place(environ, MPI_SHARED)
+    )
     if place is None or _is_of_another(place, environ.get(TAKEN, "")):
         return None
     return _check_place(place)
@@ -156,6 +163,28 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place | None:
         port=_number(environ, "MASTER_PORT", _TORCH_PORT),
         is_store_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+# MPI.
+
+
+def _mpi_place(environ: Mapping[str, str], implementations: Sequence[str]) -> Place | None:
+    for rank, size, local_rank, local_size in (names.split() for names in implementations):
+        if rank not in environ or (world_size := _number(environ, size)) == 1:
+            continue
+        own, local_count = _number(environ, rank), _number(environ, local_size)
+        address, port = environ.get("MASTER_ADDR", ""), _number(environ, "MASTER_PORT", _TORCH_PORT)
+        if not address and local_count == world_size and (job := environ.get("PMIX_NAMESPACE")):
+            address, port = "127.0.0.1", 20000 + crc32(job.encode()) % 10000  # differs between jobs on this machine
+        elif not address:
+            raise NoWorldError(
+                f"{rank}={own} of {size}={world_size} says that mpirun has started this process, and not where the "
+                "ranks meet; name the first machine and a free port: mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500 "
+                "(with MPICH and Intel MPI: -genv MASTER_ADDR host1 -genv MASTER_PORT 29500)"
+            )
+        node_rank = own // local_count  # where machines have equally many ranks, one after the other
+        return Place("mpirun", own, world_size, _number(environ, local_rank), local_count, node_rank, address, port)
+    return None
 
 
 # Kubernetes: PyTorchJob sets RANK, WORLD_SIZE and MASTER_ADDR per pod; it and Kubeflow Trainer set torchrun's options.

@@ -1,4 +1,4 @@
-"""Joining the world that another launcher has announced: torchrun, SLURM, Kubernetes.
+"""Joining the world that another launcher has announced: torchrun, SLURM, Kubernetes, mpirun.
 
 `join_world` does what `spawn` has already done for its workers: it gives the process its place in the world
 (`process_group.py`), and leaves the world when the process ends. `run_announced` is `spawn` in such a process.
@@ -42,7 +42,7 @@ def join_world(
     checked: bool = False,
     process_group: Literal["gloo"] | None = None,
 ) -> World:
-    """Join the world that this process's launcher (torchrun, SLURM, Kubernetes) has announced.
+    """Join the world that this process's launcher (torchrun, SLURM, Kubernetes, mpirun) has announced.
 
     Creates the process group, binds the device and sets the rank's world, as in a worker of `spawn`; the process leaves
     the group when it exits. Calling it again returns the same world; so does calling it in a worker of `spawn`, or
