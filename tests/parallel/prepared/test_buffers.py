@@ -66,6 +66,20 @@ def test_nothing_is_said_where_the_ranks_agree(mode: Mode) -> None:
         assert not said
 
 
+def test_where_a_rank_has_one_sample_the_error_of_batch_norm_says_what_to_do() -> None:
+    def body() -> None:
+        accelerator = Accelerator()
+        network = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(6, 2))
+        for inputs, _, _ in loader:
+            accelerator.backward(network(inputs).pow(2).mean())
+            optimizer.step()
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as error:
+        THREADS_2.run(body)
+    assert any("pass Accelerator(sync_batchnorm=True)" in note for note in error.value.__notes__)
+
+
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 def test_nothing_is_said_of_batch_norm(mode: Mode) -> None:
     for said, _ in mode.run(lambda: train(nn.BatchNorm1d(5))):

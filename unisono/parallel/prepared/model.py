@@ -21,6 +21,7 @@ from unisono.torch_private import MODULES
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
+_ONE_VALUE = "Expected more than 1 value per channel"  # torch's error
 _MET_PARTS = (
     "the forward pass of the {} met a part of a parameter that was taken outside of it, and strategy='fsdp' gathers "
     "parameters only while the model is called; make tensors from the inputs (inputs.new_zeros(...)), and use "
@@ -99,6 +100,13 @@ class PreparedModel(nn.Module):
                     result = tree_map(_in_full, engine.run(args, kwargs, method))
         except RuntimeError as error:
             _explain_parts(error, _MET_PARTS.format(engine.name))
+            raise
+        except ValueError as error:
+            if _ONE_VALUE in str(error):
+                error.add_note(
+                    "BatchNorm has no variance over one sample, and that is this rank's part of the batch; pass "
+                    "Accelerator(sync_batchnorm=True), which computes it over all ranks, or DataLoader(drop_last=True)"
+                )
             raise
         if origin is not None:
             return passes.watch(engine, result, origin)
