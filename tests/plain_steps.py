@@ -97,6 +97,7 @@ class Plain(Machine):
         self.starts = {"a": 0, "b": 0}  # where the next loop begins
         self.open: dict[Any, Batch] = {}  # the last batch of each open loop; the loop that delivered last is the last
         self.left: set[Any] = set()  # loops that were
+        self.used: set[Any] = set()  # batches that a forward pass was computed from
         self.states: list[list[torch.Tensor]] = []
         self.stop: Exception | None = None
         self.prepare()
@@ -159,6 +160,7 @@ class Plain(Machine):
         super().forward(kind)
         if len(self.losses) > count:
             self.last, self.is_pending = self.meant(self.hand, self.hand.is_computed or kind == "copied"), True
+            self.used.add(self.hand.key)
             ((value, _),) = self.losses[-1].parts
             self.losses[-1] = self.losses[-1]._replace(parts=((value, self.last),))
 
@@ -168,7 +170,10 @@ class Plain(Machine):
             return batch
         last = list(self.open.values())[-1]
         is_kept = batch.loop is not NO_LOADER and batch.loop not in self.open
-        if is_kept and len(batch.tensors[0]) < self.ranks >= len(last.tensors[0]):  # a row on each rank, of either
+        is_used = batch.key in self.used
+        if (
+            is_kept and is_used and len(batch.tensors[0]) < self.ranks >= len(last.tensors[0])
+        ):  # a row on each rank, of either
             raise Unsaid("computed inputs of a tail that was kept, while another loop delivers")
         if len(last.tensors[0]) != len(batch.tensors[0]):
             return batch
