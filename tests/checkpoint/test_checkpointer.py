@@ -218,12 +218,13 @@ def test_what_is_no_checkpoint_stays_and_does_not_count(root: Any) -> None:
     folder_at(below(root, "thesis")).write("chapter.tex", b"years of work")
     with pytest.raises(FileExistsError, match=r"is no checkpoint.*thesis/best"):
         save(below(root, "thesis"), model=nn.Linear(2, 2))
+    folder_at(below(root, "checkpoint_5/0123456789ab")).write("precious.txt", b"a commit's")
     folder_at(below(root, "checkpoint_1")).write("model.safetensors", b"of another framework")
-    folder_at(below(root, "checkpoint_9/0123456789ab")).write("state.pt", b"a save that was killed")
+    folder_at(below(root, "checkpoint_9/save-0123456789ab")).write("state.pt", b"a save that was killed")
     checkpointer = Checkpointer(root, keep=2, is_async=False, model=nn.Linear(2, 2))
     for checkpointer.num_steps in (2, 3, 4):
         checkpointer.save()
-    assert names_in(root) == ["checkpoint_1", "checkpoint_3", "checkpoint_4", "latest", "thesis"]
+    assert names_in(root) == ["checkpoint_1", "checkpoint_3", "checkpoint_4", "checkpoint_5", "latest", "thesis"]
     checkpointer.num_steps = 1
     with pytest.raises(FileExistsError, match="checkpoint_1 is no checkpoint"):
         checkpointer.save()

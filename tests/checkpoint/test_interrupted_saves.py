@@ -262,3 +262,23 @@ def test_a_checkpoint_that_has_lost_its_manifest_is_no_interrupted_save(tmp_path
     (tmp_path / "latest").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"has lost its manifest\.json"):
         Checkpointer(tmp_path, model=model).load(must_exist=False)
+
+
+def test_of_two_saves_at_one_place_one_is_whole_and_the_other_an_error(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+
+    written = saver.write_tensors
+
+    def write(path: Path, contents: Any) -> Any:
+        found = written(path, contents)
+        saver.write_tensors = written  # type: ignore[assignment]
+        save(tmp_path / "best", step=2, model=model)
+        return found
+
+    saver.write_tensors = write  # type: ignore[assignment]
+    try:
+        with pytest.raises(FileNotFoundError):
+            save(tmp_path / "best", step=1, model=model)
+    finally:
+        saver.write_tensors = written
+    assert load(tmp_path / "best", model=model).step == 2

@@ -9,7 +9,7 @@ which have neither renames nor links.
     runs/checkpoints/
         latest                            "checkpoint_200"
         checkpoint_100/manifest.json      names the files, with their checksums
-        checkpoint_100/3f2a91c05b7e/      state.pt, for large sharded states shards/, and at last complete
+        checkpoint_100/save-3f2a91c05b7e/ state.pt, for large sharded states shards/, and at last complete
         checkpoint_200/
 
 *Threads:* one at a time for each directory; one process of a run writes.
@@ -40,9 +40,9 @@ from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpoint
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-_COMPLETE = "complete"  # beside the files of a save, once its manifest is there: so a manifest that was lost is noticed
+COMPLETE = "complete"  # beside the files of a save, once its manifest is there: so a manifest that was lost is noticed
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-_OF_A_SAVE = re.compile(rf"[0-9a-f]{{12}}|\.{MANIFEST}\.new")
+_OF_A_SAVE = re.compile(rf"save-[0-9a-f]{{12}}|\.{MANIFEST}\.new")
 
 Write = Callable[[Path], dict[str, Checksum]]
 """Writes a checkpoint's files into a new directory; returns their checksums, by name."""
@@ -94,7 +94,7 @@ def _is_ours(folder: Folder) -> bool:
 
 def new_mark() -> str:
     """Make the unique name under which a save puts its files."""
-    return uuid4().hex[:12]
+    return f"save-{uuid4().hex[:12]}"
 
 
 def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
@@ -112,16 +112,22 @@ def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
         with folder.new_files(mark) as directory:
             files = {f"{mark}/{name}": list(checksum) for name, checksum in write(directory).items()}
         created = _created_after_latest(manifest.created, folder.parent) if place.is_numbered else manifest.created
+        if mark not in folder.entries():
+            raise FileNotFoundError(
+                f"another save to {folder} has removed this one's files; give each run its own place"
+            )
+        replaced = _files_of(folder)
         folder.write(MANIFEST, replace(manifest, files=files, created=created).to_bytes())
-        folder.write(f"{mark}/{_COMPLETE}", b"")
     except BaseException:
         with suppress(OSError):
             _give_back(folder, mark)
         raise
+    with suppress(OSError):  # the checkpoint is there
+        folder.write(f"{mark}/{COMPLETE}", b"")
     if place.is_numbered:
         folder.parent.write(LATEST, folder.name.encode())
     try:
-        _remove_old_files(folder, mark)
+        _remove_old_files(folder, mark, replaced)
         for each in outdated(place):
             each.parent.remove(each.name)
     except OSError as error:
@@ -138,10 +144,17 @@ def _give_back(folder: Folder, mark: str) -> None:
         folder.parent.remove(folder.name)
 
 
-def _remove_old_files(folder: Folder, mark: str) -> None:
+def _files_of(folder: Folder) -> set[str]:
+    """What the manifest there names: files, and the directories of some."""
+    with suppress(CheckpointError):
+        return {name.partition("/")[0] for name in read_manifest(folder).files}
+    return set()
+
+
+def _remove_old_files(folder: Folder, mark: str, replaced: set[str]) -> None:
     """Remove the files of the checkpoint that was replaced, and of interrupted saves."""
     for name in folder.entries():
-        if _OF_A_SAVE.fullmatch(name) and name != mark:
+        if name != mark and (_OF_A_SAVE.fullmatch(name) or name in replaced):
             folder.remove(name)
 
 
@@ -246,4 +259,4 @@ def _holds_files(folder: Folder) -> bool:
 
 def _was_complete(folder: Folder) -> bool:
     names = [name for name, is_folder in folder.entries().items() if is_folder and _OF_A_SAVE.fullmatch(name)]
-    return any(_COMPLETE in (folder / name).entries() for name in names)
+    return any(COMPLETE in (folder / name).entries() for name in names)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.agreement import agree_on
+from unisono.checkpoint.directory import COMPLETE
 from unisono.checkpoint.files import Checksum, checksum_of, sync_directory
 from unisono.parallel.strategies.states import model_state
 from unisono.world import World
@@ -104,7 +105,7 @@ def take_files(directory: Path, checkpoint: Path) -> dict[str, Checksum]:
     found: dict[str, Checksum] = {}
     for each in sorted(directory.iterdir()):
         target = checkpoint / each.name
-        if target.exists():
+        if target.exists() or each.name == COMPLETE:
             raise FileExistsError(
                 f"a hook has written {each.name!r}, the name of a file of every checkpoint; rename it"
             )

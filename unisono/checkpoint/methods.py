@@ -113,7 +113,7 @@ class CheckpointMethods:
 
         `models` are the prepared models; `weights` their states, as of `state_dict`: complete on rank zero, {} on the
         others. A model whose state rank zero removes from `weights` is not saved. Files that a hook writes into
-        `output_dir`, a directory on its way to become the checkpoint, are part of the checkpoint; not in a store.
+        `output_dir`, a directory on its way to become the checkpoint, are part of the checkpoint.
 
         Returns:
             A handle, whose `remove()` takes the hook out again.

@@ -124,6 +124,11 @@ class ProcessCommunicator:
             self._watch = DeviceWatch(backend, device, _sequence_number, self._end_wait)
 
     @property
+    def compares_calls(self) -> bool:
+        """Whether each call is compared before it runs; otherwise announcements are."""
+        return self._is_checked or self._here is not None
+
+    @property
     def current(self) -> str | None:
         """What this rank waits for: a collective, as `all_reduce(float32[10], 'sum')`, or its device; otherwise
         None."""

@@ -29,7 +29,7 @@ from unisono.errors import BusyError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
 from unisono.loaders.registry import Sources
-from unisono.outcome import add_note_once, first_cause
+from unisono.outcome import add_note_once
 from unisono.parallel.agreement import first_difference
 from unisono.parallel.caller_state import CallerState
 from unisono.parallel.context import ReplicaContext
@@ -284,7 +284,9 @@ class DataParallel:
             with kept_num_threads():
                 outcomes = self._threads.run(bodies, interrupt)
             if failed:
-                outcomes[first_cause({rank: outcomes[rank] for rank in failed})].unwrap()
+                # In their order: an outcome is made after others were woken by its failure.
+                cause = next((rank for rank in failed if not outcomes[rank].is_secondary), failed[0])
+                outcomes[cause].unwrap()
             return [outcome.unwrap() for outcome in outcomes]
         except BaseException as error:
             if self._threads.running:  # interrupted twice, perhaps before the replicas were notified of the first

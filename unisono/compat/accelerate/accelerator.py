@@ -69,7 +69,7 @@ class Accelerator(Native):
         mixed_precision: "no", "fp16" or "bf16"; None uses ACCELERATE_MIXED_PRECISION, or "no".
         fsdp_plugin: selects strategy="fsdp"; "HYBRID_SHARD" shards within each machine.
         rng_types: has no effect: orders are functions of the seed.
-        schedule_unit: as for the native one, for when it cannot be inferred what a scheduler counts; Accelerate assumes
+        schedule_unit: as for the native one, where it matters what a scheduler counts; Accelerate assumes
             "device_step".
         step_scheduler_with_optimizer: False leaves schedulers unchanged: each of their steps counts.
 

@@ -14,7 +14,8 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -24,9 +25,11 @@ import torch.distributed as dist
 from unisono import preemption
 from unisono.backends import NAMES, pick_backend
 from unisono.backends.cores import fair_num_threads
+from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.errors import StoppedError
 from unisono.launch.hosts.environment import announced_place, take, within
+from unisono.launch.hosts.joint_return import return_together
 from unisono.launch.process_group import depart, join
 from unisono.launch.script_group import install
 from unisono.launch.worker import exit_error
@@ -112,10 +115,8 @@ def run_announced(
         )
     world = join_world(timeout, family.name, process_group=process_group)
     try:
-        with within():
+        with within(), _returning_together(world, timeout):
             result = fn(world.rank, *args)
-        # A peer that is still in fn, and waits for this rank in a collective, is told why that will not come.
-        world.comm.announce("the end of fn")
         results = _gather(world, result)
     except BaseException as error:
         failure = exit_error(error, world.rank) if isinstance(error, SystemExit) else error
@@ -128,6 +129,21 @@ def run_announced(
     if preemption.is_agreed():
         raise StoppedError(results)
     return results
+
+
+def _returning_together(world: World, timeout: timedelta) -> AbstractContextManager[None]:
+    """A block that all ranks end, or none: a peer that is still in fn, and waits for a rank that is back in a
+    collective, is told why that will not come."""
+    comm = world.comm
+    if isinstance(comm, ProcessCommunicator) and not comm.compares_calls:
+        return return_together(comm, timeout)
+    return _announced_end(world)
+
+
+@contextlib.contextmanager
+def _announced_end(world: World) -> Iterator[None]:
+    yield
+    world.comm.announce("the end of fn")
 
 
 @functools.cache

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 _CHUNK = 65536  # bytes per read
 _TAIL = 16384  # the number of bytes of each stderr to remember
 _HOLD_S = 0.2
+_POLL_MS = 100  # between two looks at the deadline, while nobody reads
+_DRAIN_S = 1.0  # for what the pipes still hold, after it
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,10 @@ class OutputOptions:
 class _CallersStream:
     """One of the caller's own streams, by a descriptor of ours, since the caller may close its own."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, end_at: Callable[[], float | None]) -> None:
         self.mixer = LineMixer()
+        self._end_at = end_at
+        self.is_given_up = False  # nobody has read it up to the end
         self.is_marked = False  # whether lines have got prefixes
         try:
             self.fd = os.dup(descriptor)
@@ -73,12 +77,19 @@ class _CallersStream:
             self.fd = os.open(os.devnull, os.O_WRONLY)
 
     def write(self, data: bytes) -> None:
-        """Write everything, or nothing more once the stream is broken."""
-        while data and self.fd >= 0:
+        """Write everything, or nothing more once the stream is broken, or nobody has read it up to the end."""
+        poll = select.poll()
+        if self.fd >= 0:
+            poll.register(self.fd, select.POLLOUT)
+        while data and self.fd >= 0 and not self.is_given_up:
+            if not poll.poll(_POLL_MS):
+                end_at = self._end_at()
+                self.is_given_up = end_at is not None and time.monotonic() >= end_at
+                continue
             try:
-                data = data[os.write(self.fd, data) :]
+                data = data[os.write(self.fd, data[: select.PIPE_BUF]) :]  # so many do not block
             except BlockingIOError:  # another holder of the stream has made it non-blocking
-                select.select([], [self.fd], [])
+                pass
             except OSError:
                 self.close()
 
@@ -144,7 +155,10 @@ class Output:
         self._options = options
         self._run = run
         self._stdout = stdout
-        self._callers = {"stdout": _CallersStream(stdout), "stderr": _CallersStream(stderr)}
+        self._callers = {
+            "stdout": _CallersStream(stdout, lambda: self._deadline),
+            "stderr": _CallersStream(stderr, lambda: self._deadline),
+        }
         self._write_ends: dict[int, list[int]] = {}
         self._of_stderr: dict[int, _Source] = {}
         self._has_complained = False
@@ -187,7 +201,7 @@ class Output:
         if self._deadline is None:
             self._deadline = time.monotonic() + timeout_s
             self._wake()
-            self._thread.join(timeout_s + 1.0)  # a stopped terminal may hold it for longer
+            self._thread.join(timeout_s + 2 * _DRAIN_S)
 
     def _is_shown(self, rank: int) -> bool:
         return self._options.log_ranks is None or rank in self._options.log_ranks
@@ -237,7 +251,9 @@ class Output:
         if self._deadline is None:
             return False
         is_done = len(selector.get_map()) == 1 and self._news.empty()  # what is left is what wakes this thread
-        return is_done or time.monotonic() >= self._deadline
+        # The files get what is left, also where nobody reads the caller's streams.
+        more_s = _DRAIN_S if any(each.is_given_up for each in self._callers.values()) else 0.0
+        return is_done or time.monotonic() >= self._deadline + more_s
 
     def _take_news(self, selector: selectors.BaseSelector) -> None:
         self._wake_r.recv(64)

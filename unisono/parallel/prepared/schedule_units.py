@@ -52,22 +52,28 @@ class Taken(NamedTuple):
 _taken = partial(tuple.__new__, Taken)  # without a Python call, in each step
 
 
-def unit_of(scheduler: Any, batches: int, rounds: int, microbatches: int) -> Unit:
+def unit_of(scheduler: Any, lengths: tuple[int, int] | None, microbatches: int, ranks: int) -> Unit:
     """The unit that the schedule counts, if all of them are equal, as on one rank without accumulation.
 
     Args:
-        batches, rounds: the lengths of the loader that the loop runs over: as the user wrote it, and prepared.
+        lengths: of the loader that the loop runs over: as the user wrote it, and prepared; None if it has none.
         microbatches: the number of microbatches in a step.
 
     Raises:
         ValueError: they are not; the message names the lengths.
     """
-    steps, device_steps = math.ceil(rounds / microbatches), math.ceil(batches / microbatches)
-    if batches == steps:  # the number of device steps lies between these two
+    if microbatches == 1 and (ranks == 1 or (lengths is not None and lengths[0] == lengths[1])):
         return "step"
-    between = f"'device_step' if from {device_steps}, " if microbatches > 1 else ""
-    raise ValueError(
-        f"it is unknown what the {type(scheduler).__name__} counts: an epoch has {batches} batches of the loader as "
-        f"you wrote it, and {steps} optimizer steps on these ranks; pass Accelerator(schedule_unit=...): 'batch' if "
-        f"the schedule was built from {batches}, {between}'step' if from {steps}"
-    )
+    name, ways = type(scheduler).__name__, "'batch' or 'step'"
+    has = "the loader has no length"
+    if lengths is not None:
+        batches, rounds = lengths
+        steps, device_steps = math.ceil(rounds / microbatches), math.ceil(batches / microbatches)
+        if batches == steps:  # the number of device steps lies between these two
+            return "step"
+        between = f"'device_step' if from {device_steps}, " if microbatches > 1 else ""
+        ways = f"'batch' if the schedule was built from {batches}, {between}'step' if from {steps}"
+        has = (
+            f"an epoch has {batches} batches of the loader as you wrote it, and {steps} optimizer steps on these ranks"
+        )
+    raise ValueError(f"it is unknown what the {name} counts: {has}; pass Accelerator(schedule_unit=...): {ways}")

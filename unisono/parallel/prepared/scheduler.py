@@ -58,15 +58,15 @@ class PreparedScheduler:
                 f"the {name} was stepped again without an optimizer step in between; call step() once after each "
                 "optimizer.step(), or once for each epoch"
             )
-        lengths = None if loop is None else loop.lengths()
-        if lengths is not None and self._unit is None and not has_metric:
-            self._unit = unit_of(self.scheduler, *lengths, int(stepper.every))
+        unit = self._unit
+        if loop is not None and unit is None and not has_metric:
+            unit = unit_of(self.scheduler, loop.lengths(), int(stepper.every), stepper.world.comm.size)
         self._asked, self._taken = stepper.num_asked, stepper.taken
         if was_asked and before.steps == stepper.taken.steps:
             return
         if has_metric:
             args, kwargs = (self._common_metric(*args, **kwargs),), {}
-        units = 1 if loop is None else stepper.taken.since(before, self._unit or "step")
+        units = 1 if loop is None else stepper.taken.since(before, unit or "step")
         for _ in range(units):
             self.scheduler.step(*args, **kwargs)
         self._epoch = self._last_epoch()
