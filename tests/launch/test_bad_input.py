@@ -43,7 +43,7 @@ REFUSALS: list[Refusal] = [
     (
         TypeError,
         lambda: spawn(work, num_threads=2),
-        "spawn has no argument 'num_threads'; there are backend, start_method,",
+        "spawn has no argument 'num_threads'; there are args, nprocs, join, backend,",
     ),
     (ValueError, lambda: spawn(work, backend="tpu9"), "backend 'tpu9' does not exist; choose one of cpu, cuda, mps"),
     (ValueError, lambda: spawn(work, cores=0), "num_threads=0 is too small; pass an integer of at least 1"),
@@ -52,11 +52,19 @@ REFUSALS: list[Refusal] = [
     (ValueError, lambda: Cores(num_loader_workers=-1), "num_loader_workers=-1 is too small; pass the num_workers of"),
     (TypeError, lambda: Cores(pin=1), "pin=1 is of type int; pass True or False"),
     (ValueError, lambda: spawn(work, nprocs=2, grace_s=-1), "grace_s=-1 is not a duration"),
-    (ValueError, lambda: spawn(work, grace_s=math.inf), "grace_s=inf is not a duration; pass seconds from 0 to 315"),
+    (
+        ValueError,
+        lambda: spawn(work, grace_s=math.inf),
+        "grace_s=inf is not a duration; pass seconds from 0, up to 315",
+    ),
     (TypeError, lambda: spawn(work, grace_s="5"), "grace_s='5' is of type str; pass seconds"),
     (ValueError, lambda: spawn(work, hang_timeout_s=0), "hang_timeout_s=0 is not a duration"),
     (ValueError, lambda: spawn(work, timeout=0), "timeout=0 is not a duration"),
-    (ValueError, lambda: spawn(work, timeout=timedelta.max), "is not a duration; pass seconds from 0 to .*, a year"),
+    (
+        ValueError,
+        lambda: spawn(work, timeout=timedelta.max),
+        "is not a duration; pass seconds above 0, up to .*, a year",
+    ),
     (TypeError, lambda: spawn(work, timeout="30"), "timeout='30' is of type str; pass seconds"),
     (
         ValueError,

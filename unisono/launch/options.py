@@ -179,4 +179,5 @@ def _check_seconds(seconds: float, name: str, is_zero_allowed: bool = False) -> 
     """Check that `seconds` is a finite number, positive or, if that is allowed, 0."""
     check_type(seconds, name, "pass seconds", int, float)
     if not (0 < seconds <= _YEAR_S or (is_zero_allowed and seconds == 0)):
-        raise ValueError(f"{name}={seconds!r} is not a duration; pass seconds from 0 to {_YEAR_S}, a year")
+        least = "from 0" if is_zero_allowed else "above 0"
+        raise ValueError(f"{name}={seconds!r} is not a duration; pass seconds {least}, up to {_YEAR_S}, a year")

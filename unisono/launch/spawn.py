@@ -109,7 +109,8 @@ def spawn(
     refuse_while_loading()
     _check_call(fn, args)
     if unknown := options.keys() - SpawnOptions.__annotations__.keys():
-        raise TypeError(f"spawn has no argument {min(unknown)!r}; there are {', '.join(SpawnOptions.__annotations__)}")
+        known = ", ".join(["args", "nprocs", "join", *SpawnOptions.__annotations__])
+        raise TypeError(f"spawn has no argument {min(unknown)!r}; there are {known}")
     chosen = Options(daemon=daemon, **options)
     family = pick_backend(chosen.backend)
     count = check_nprocs(nprocs, family, chosen.process_group)

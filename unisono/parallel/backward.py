@@ -27,6 +27,7 @@ leaves nothing that another one could mistake for its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +46,8 @@ from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import current_graph_task_id, queue_callback
 from unisono.tree import tensors, tree_map
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -105,6 +108,7 @@ class Passes:
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
+        self._has_warned = False
         self._parts: set[float] = set()  # of the batches of the forward passes since the last request
         self._given: tuple[Any, Origin | None] | None = None  # to `backward`, which runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
@@ -197,6 +201,15 @@ class Passes:
                 "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
                 "(weight_decay=)"
             )
+        if not self._engines and not self._has_warned and self._world.comm.size > 1:
+            self._has_warned = True
+            if self._world.rank == 0:
+                logger.warning(
+                    "accelerator.backward() is called, and no model is prepared: nothing reduces its gradients, and "
+                    "each of the %d ranks trains a model of its own; model, optimizer, loader = accelerator.prepare("
+                    "model, optimizer, loader)",
+                    self._world.comm.size,
+                )
         self._is_called = True
         try:
             if weight is not None or batch is not None:

@@ -139,12 +139,15 @@ class Step:
         return bool(self.visits)
 
     def num_dealt(self) -> int:
-        """The number of batches of the user's loader in the step; of the first loader, if there are several."""
+        """The number of batches of the user's loader in the step; if microbatches have losses of several loops, of the
+        first of each."""
         if len(self.visits) == 1:
             batch = self.visits[0].batch
             return 1 if batch is None else batch.dealt
-        loop = next((each.loop for each in self.visits), None)
-        return sum(1 if each.batch is None else each.batch.dealt for each in self.visits if each.loop is loop)
+        counted: dict[int, Visit] = {}
+        for each in self.visits:
+            counted.setdefault(each.microbatch, each)
+        return sum(1 if each.batch is None else each.batch.dealt for each in counted.values())
 
     def place(self) -> str:
         """Describe where this rank is: equal on all ranks, unless they have lost step."""

@@ -24,7 +24,7 @@ from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.randomness import seed_all, seed_of
 from unisono.torch_private import APPLY
-from unisono.world import World
+from unisono.world import World, given_world
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Builder:
     def _seed_generators(self, seed: int) -> None:
         """Seed the process's generators; if ranks are threads, which share those, only the replica's own."""
         world = self.world
-        if world.world_size == 1 or world.is_of_processes:
+        if given_world() is None or world.is_of_processes:
             seed_all(seed)
         else:
             torch.manual_seed(seed)

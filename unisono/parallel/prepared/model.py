@@ -122,6 +122,13 @@ class PreparedModel(nn.Module):
         finally:
             self._syncs = before
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raises RuntimeError: it would compile what runs the module, too."""
+        raise RuntimeError(
+            f"the prepared {self.engine.name} cannot be compiled in place; pass Accelerator(compile=True), or what "
+            "torch.compile(model) returns to prepare()"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`module.zero_grad`, which does nothing between microbatches of one step."""
         if all(stepper.may_zero() for stepper in self._steppers):
