@@ -233,7 +233,7 @@ def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
         return candidate, checked
     if damaged:
         raise DamagedCheckpointError(f"no checkpoint at {folder} is intact: {'; '.join(damaged)}")
-    unfinished = [each for each in (folder, *(each for _, each in numbered_in(folder))) if _holds_files(each)]
+    unfinished = [each for each in (folder, *(each for _, each in numbered_in(folder))) if holds_files(each)]
     if lost := [str(each) for each in unfinished if _was_complete(each)]:
         raise DamagedCheckpointError(f"{', '.join(lost)} has lost its {MANIFEST}, without which nothing verifies it")
     for each in unfinished:
@@ -253,7 +253,13 @@ def _candidates(folder: Folder) -> list[Folder]:
     return sorted(numbered, key=lambda each: each != named)  # the sort is stable: the others stay newest first
 
 
-def _holds_files(folder: Folder) -> bool:
+def is_unfinished(folder: Folder) -> bool:
+    """Whether there are files of a save that was interrupted, and no checkpoint."""
+    return MANIFEST not in folder.entries() and holds_files(folder) and not _was_complete(folder)
+
+
+def holds_files(folder: Folder) -> bool:
+    """Whether there are files of a save, whether it was interrupted or not."""
     return any(map(_OF_A_SAVE.fullmatch, folder.entries()))
 
 

@@ -48,16 +48,21 @@ def add_parser(subparsers: Any) -> None:
 
 def show(arguments: argparse.Namespace) -> int:
     """Print a line for each checkpoint; return 1 if one is damaged, or there is none."""
-    from unisono.checkpoint.directory import numbered_in
-    from unisono.checkpoint.folders import folder_at
+    from unisono.checkpoint.directory import holds_files, is_unfinished, numbered_in
+    from unisono.checkpoint.folders import MANIFEST, folder_at
     from unisono.checkpoint.manifest import verify
 
     folder = folder_at(arguments.path)
-    if not folder.entries():
-        return _refuse(NoCheckpointError(f"there is no checkpoint at {arguments.path}"))
     numbered = sorted(numbered_in(folder), key=lambda pair: pair[0])
+    entries = folder.entries()
+    if not numbered and MANIFEST not in entries and not holds_files(folder):
+        hint = f"; look in {folder / 'checkpoints'}" if "checkpoints" in entries else ""
+        return _refuse(NoCheckpointError(f"there is no checkpoint at {arguments.path}{hint}"))
     damaged = False
     for path in [each for _, each in numbered] or [folder]:
+        if is_unfinished(path):
+            print(f"{path}  unfinished: its save was interrupted")
+            continue
         try:
             with TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
                 _, manifest = verify(path, Path(directory))
