@@ -96,3 +96,11 @@ def test_show_lists_them_and_finds_the_damaged_one(tmp_path: Path, capsys: pytes
     file.write_bytes(data)
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert "damaged: " in capsys.readouterr().out
+
+
+def test_show_says_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints" / "checkpoint_1" / "save-0123456789ab").mkdir(parents=True)
+    assert main(["checkpoint", "show", str(tmp_path)]) == 1
+    assert f"there is no checkpoint at {tmp_path}; look in {tmp_path}/checkpoints" in capsys.readouterr().err
+    assert main(["checkpoint", "show", str(tmp_path / "checkpoints")]) == 0
+    assert "checkpoint_1  unfinished: its save was interrupted" in capsys.readouterr().out
