@@ -54,9 +54,9 @@ class PreparedScheduler:
         name, loop = type(self.scheduler).__name__, stepper.loop_of_last_step()
         was_asked = stepper.num_asked != self._asked
         if not was_asked and loop is not None:
+            when = "again without an optimizer step in between" if stepper.num_asked else "before its optimizer"
             raise RuntimeError(
-                f"the {name} was stepped again without an optimizer step in between; call step() once after each "
-                "optimizer.step(), or once for each epoch"
+                f"the {name} was stepped {when}; call step() once after each optimizer.step(), or once for each epoch"
             )
         unit = self._unit
         if loop is not None and unit is None and not has_metric:
