@@ -179,6 +179,12 @@ EXACT: dict[str, Callable[[int], Program]] = {
         )
         for every in (1, 2)
     },
+    "a block has losses of two loops, of which one is open": lambda ranks: program(
+        ["enter_block; draw a; forward fit; draw b; end a; forward square; add; backward accelerator; step f; step f"],
+        samples=8 * ranks,
+        others=8 * ranks,
+        every=2,
+    ),
     "an accumulate() block goes on in another loop": lambda ranks: program(
         ["enter_block; draw a; forward fit; backward plain; step f; leave a", f"draw a; {VISIT}", f"draw a; {VISIT}"],
         samples=8 * ranks,

@@ -69,16 +69,18 @@ class Visit:
     Attributes:
         source: the batch; or the `accumulate()` block, or what stands for data of no loader.
         batch: None for data of no loader.
+        loops: of all its batches; a block may have several.
         loop: that delivered it, or what stands for one; losses of different loops may be one microbatch.
         claim: n of N.
         began: the logical time of its first pass (`Steps.now`).
         microbatch: the time of the first pass of its microbatch, which identifies it within the step.
     """
 
-    __slots__ = ("batch", "began", "claim", "microbatch", "source")
+    __slots__ = ("batch", "began", "claim", "loops", "microbatch", "source")
 
     def __init__(self, source: object, batch: Batch | None, claim: Claim, began: int, microbatch: int) -> None:
         self.source, self.batch, self.claim, self.began, self.microbatch = source, batch, claim, began, microbatch
+        self.loops: tuple[Loop, ...] = () if batch is None else (batch.loop,)
 
     @property
     def loop(self) -> object:
@@ -304,7 +306,8 @@ class Steps:
         if known is not None:
             _check_same(known.claim, claim)
             if source is self._block:  # it may go on to another loop, and to the last batch of one
-                known.batch = batch or known.batch
+                if batch is not None and batch.loop not in known.loops:
+                    known.loops += (batch.loop,)
                 self._note_batch(batch)
             return known
         self.now += 1
@@ -377,7 +380,7 @@ class Steps:
             return requests.stepped is not step
         # What remains of a loop that was left: asked for again, without a further pass.
         last = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
-        loops = [each.batch.loop for each in last if each.batch is not None]
+        loops = [loop for each in last for loop in each.loops]
         return bool(loops) and not any(each.is_open for each in loops) and all(before > each.began for each in last)
 
     def close(self, optimizer: Optimizer) -> None:
