@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from twin import CLOSE, data, model, sgd
 
-from unisono import Accelerator, DataParallel, rank, world_size
+from unisono import Accelerator, DataParallel, rank, spawn, world_size
 from unisono.tree import leaves
 
 
@@ -33,6 +34,24 @@ def test_a_seed_gives_the_same_first_weights_on_each_rank_and_mode_and_then_numb
         (alone,) = SOLO.run(body)
     assert all(torch.equal(weight, alone[0]) for weight, _ in found)
     assert not torch.equal(found[0][1], found[1][1])
+
+
+def test_a_seed_is_that_of_all_generators_also_in_a_single_worker_and_of_a_single_replica_s_own():
+    def body(*_: object) -> tuple[float, float]:
+        random.seed(99)
+        Accelerator(seed=3)
+        return torch.rand(1).item(), random.random()
+
+    with torch.random.fork_rng():
+        plain = body()
+    replicas = DataParallel(nn.Linear(1, 1), ["cpu:0"])
+    before = torch.default_generator.get_state()
+    (replica,) = replicas.run_on_replicas(body)
+    assert torch.equal(torch.default_generator.get_state(), before)
+    assert replica == plain
+    with torch.random.fork_rng():
+        assert spawn(body, nprocs=1) == [plain]
+    assert spawn(body, nprocs=2) == [plain, plain]
 
 
 @pytest.mark.any_family

@@ -38,8 +38,13 @@ def mixed(seed: int, place: int) -> int:
 
 def seed_all(seed: int) -> None:
     """Seed the three generators; numpy's only if numpy is imported. Touches no accelerator."""
-    random.seed(seed)
     torch.default_generator.manual_seed(seed)
+    seed_python(seed)
+
+
+def seed_python(seed: int) -> None:
+    """Seed Python's generator, and numpy's if numpy is imported."""
+    random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         # numpy's seed has 32 bits.

@@ -22,9 +22,9 @@ from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.strategy import Strategy
-from unisono.randomness import seed_all, seed_of
+from unisono.randomness import seed_of, seed_python
 from unisono.torch_private import APPLY
-from unisono.world import World, given_world
+from unisono.world import World
 
 
 @dataclass
@@ -107,10 +107,9 @@ class Builder:
     def _seed_generators(self, seed: int) -> None:
         """Seed the process's generators; if ranks are threads, which share those, only the replica's own."""
         world = self.world
-        if given_world() is None or world.is_of_processes:
-            seed_all(seed)
-        else:
-            torch.manual_seed(seed)
+        torch.manual_seed(seed)  # in a replica, also in the only one, its own
+        if world.world_size == 1 or world.is_of_processes:
+            seed_python(seed)
         state = world.backend.seeded_state(seed, world.device)
         if state is not None:
             world.backend.set_rng_state(state, world.device)
