@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_type
 from unisono.checkpoint.methods import CheckpointMethods
+from unisono.checkpoint.objects import user_module
 from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import advice_on
 from unisono.loaders.device_iterator import DeviceIterator
@@ -421,7 +422,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that was given to `prepare`."""
-        return model.module if isinstance(model, PreparedModel) else model
+        return user_module(model)
 
     def state_dict(self, prepared: nn.Module | Optimizer) -> dict[str, Any]:
         """The state of a prepared model or optimizer in torch's plain form: complete, on the CPU, without prefixes.
@@ -429,7 +430,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Every rank must call it. A loader has its own `state_dict()`.
 
         Returns:
-            The state on rank zero; {} on the others.
+            The state, on every rank. Where ranks have parts of it ("fsdp"; of an optimizer also "zero1"), it is on rank
+            zero, and what the others get is empty and can be passed to `load_state_dict`; to read or to save it is a
+            CheckpointError.
 
         Raises:
             TypeError: `prepared` is neither a model nor an optimizer.
@@ -459,7 +462,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             prepared: a prepared model or optimizer.
-            state: with the names of the module that was given to `prepare`; other ranks than zero may pass {}.
+            state: with the names of the module that was given to `prepare`; what other ranks than zero pass is ignored.
         """
         if isinstance(prepared, Optimizer):
             load_optimizer_state(prepared, self._prepared.modules(), state, self.world)

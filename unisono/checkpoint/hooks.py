@@ -65,12 +65,12 @@ def _call_save_hooks(
     hooks: Hooks, models: Sequence[nn.Module], states: Sequence[dict[str, Any]], directory: Path
 ) -> list[bool]:
     """Call the hooks; returns which of the states they have kept."""
-    weights, before = list(states), [dict(each) for each in states]
+    weights, before = list(states), [dict(each) if each else {} for each in states]
     for hook in list(hooks.values()):
         hook(list(models), weights, str(directory))
     kept = [any(state is each for each in weights) for state in states]
     for place, (is_kept, state, was) in enumerate(zip(kept, states, before, strict=True)):
-        if is_kept and (state.keys() != was.keys() or any(state[key] is not was[key] for key in was)):
+        if is_kept and was and (state.keys() != was.keys() or any(state[key] is not was[key] for key in was)):
             raise ValueError(
                 f"a hook has changed the state of model {place}, and what is saved is the model's; remove the state "
                 "from `weights`, and write a file of your own into `output_dir`"

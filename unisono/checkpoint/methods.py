@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.agreement import agree_on
 from unisono.checkpoint.export import Format, write_state
 from unisono.checkpoint.folders import Location
 from unisono.checkpoint.hooks import add_hook
+from unisono.checkpoint.objects import user_module
 from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.checkpoint.saver import Loaded
+from unisono.parallel.strategies.states import model_state, on_host
 from unisono.timeline import SAVE
 from unisono.world import World
 
@@ -34,10 +35,6 @@ class CheckpointMethods:
 
     world: World
     _states: PreparedStates
-
-    def state_dict(self, prepared: nn.Module | Optimizer) -> dict[str, Any]:
-        """As `Accelerator.state_dict`, which overrides it."""
-        raise NotImplementedError
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects along with what was prepared: an EMA, counters, anything with `state_dict()` and
@@ -111,9 +108,9 @@ class CheckpointMethods:
         """Accelerate's `register_save_state_pre_hook`: "a function to be called in `Accelerator.save_state` before
         `save_checkpoint`", with the signature `hook(models, weights, output_dir)`. Every rank calls it.
 
-        `models` are the prepared models; `weights` their states, as of `state_dict`: complete on rank zero, {} on the
-        others. A model whose state rank zero removes from `weights` is not saved. Files that a hook writes into
-        `output_dir`, a directory on its way to become the checkpoint, are part of the checkpoint.
+        `models` are the prepared models; `weights` their states, as of `Accelerator.state_dict`. A model whose state
+        rank zero removes from `weights` is not saved. Files that a hook writes into `output_dir`, a directory on its
+        way to become the checkpoint, are part of the checkpoint.
 
         Returns:
             A handle, whose `remove()` takes the hook out again.
@@ -149,7 +146,8 @@ class CheckpointMethods:
             OSError: the file cannot be written; an existing one is as it was.
             CheckpointError: safetensors is asked for, and the state has more than tensors.
         """
-        state, directory = self.state_dict(model), Path(save_directory)
+        copy = on_host if self.world.rank == 0 else None
+        state, directory = model_state(user_module(model), self.world, copy), Path(save_directory)
         name, file_format = _FILES[safe_serialization]
 
         def write() -> None:

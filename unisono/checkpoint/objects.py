@@ -76,16 +76,17 @@ def kinds_of(objects: Objects) -> dict[str, list[str]]:
 def _class_of(each: Any) -> str:
     """The name of the user's class; under "zero1" torch's optimizer holds the user's as `optim`."""
     held = getattr(each, "optim", None) if isinstance(each, Optimizer) else None
-    return type(held if isinstance(held, Optimizer) else _user_module(each)).__name__
+    return type(held if isinstance(held, Optimizer) else user_module(each)).__name__
 
 
-def _user_module(each: Any) -> Any:
+def user_module(each: nn.Module) -> nn.Module:
+    """The module that was given to `prepare`."""
     return each.module if isinstance(each, PreparedModel) else each
 
 
 def modules_of(objects: Objects) -> list[nn.Module]:
     """The models among the objects."""
-    return [_user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
+    return [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
 
 
 # Saving.
@@ -106,14 +107,14 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
     Raises:
         TypeError: a state is not plain data.
     """
-    modules = modules_of(objects)
+    modules, own_copy = modules_of(objects), copy if world.rank == 0 else None
     states: dict[str, Any] = {}
     for name, each in objects.items():
         kind = kind_of(name, each)
         if kind == "model":
-            states[name] = model_state(_user_module(each), world, copy)
+            states[name] = model_state(user_module(each), world, own_copy)
         elif kind == "optimizer":
-            states[name] = optimizer_state(each, modules, world, copy)
+            states[name] = optimizer_state(each, modules, world, own_copy)
         elif kind == "state":
             states[name] = each.state_dict()  # on every rank: it may be a collective
     # Only after the loop, in which the states are gathered by collectives.
@@ -147,7 +148,7 @@ def divided_states(
     for name, each in objects.items():
         kind, found = kind_of(name, each), dict[Any, Any]()
         if kind == "model":
-            found = model_parts(_user_module(each), world)
+            found = model_parts(user_module(each), world)
             states[name] = list(found)
         elif kind == "optimizer":
             found = optimizer_parts(each, world)
@@ -203,7 +204,7 @@ def check_fit(
         if saved[name][0] != kind:
             raise CheckpointMismatchError(f"{name} is a {kind}, and in {where} it is a {saved[name][0]}")
         if kind == "model":
-            _check_model(name, _user_module(objects[name]), described[name], saved[name][1], where)
+            _check_model(name, user_module(objects[name]), described[name], saved[name][1], where)
         elif kind == "optimizer":
             if not allow_other_optimizer and saved[name][1] not in (own_class, _OF_ZERO1):
                 raise CheckpointMismatchError(
@@ -259,7 +260,7 @@ def restore(
     for name, each in objects.items():
         kind = kind_of(name, each)
         if kind == "model":
-            load_model_state(_user_module(each), states.get(name, {}), world)
+            load_model_state(user_module(each), states.get(name, {}), world)
         elif kind == "optimizer":
             load_optimizer_state(each, modules, states.get(name, {}), world)
         elif kind == "generator":
