@@ -32,6 +32,7 @@ from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduc
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.checks import AUTOCAST, check_accumulation, check_arguments, check_features, world_on
+from unisono.parallel.prepared.metric_sync import note_gathered
 from unisono.parallel.prepared.metrics import valid_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
@@ -371,7 +372,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """
         kept, count = valid_rows(values, valid_samples, self.world)
         with torch.no_grad():
-            return all_gather_samples(kept, count, world=self.world)
+            gathered = all_gather_samples(kept, count, world=self.world)
+        note_gathered(gathered, self.world)
+        return gathered
 
     def reduce(self, values: Any, reduction: ReduceOp = "mean", scale: float = 1.0) -> Any:
         """Reduce over all ranks, and multiply by `scale`.
