@@ -45,7 +45,7 @@ def _update(metric: Any, update: Callable[..., Any], world: World, *args: Any, *
         raise ValueError(
             f"the {type(metric).__name__} is updated with what gather_for_metrics has returned, and gathers over the "
             f"ranks itself: each sample would count {world.world_size} times; update it with the rank's own (count = "
-            "loader.valid_samples; metric.update(scores[:count], labels[:count])), or make it with sync_on_compute=False"
+            "loader.valid_samples; metric.update(scores[:count], labels[:count])), or pass it sync_on_compute=False"
         )
     return update(*args, **kwargs)
 
