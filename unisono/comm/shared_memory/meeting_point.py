@@ -20,6 +20,7 @@ import ctypes
 import os
 import time
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -70,7 +71,8 @@ class MeetingPoint:
         Raises:
             CollectiveMismatchError: the same, if all others wait in their next collective; on all ranks.
         """
-        self._check_open()
+        if self._is_closed:
+            self._refuse()
         if self.notes.is_full:
             self.enter("came to a full page of announcements")
         self.notes.add(action)
@@ -92,7 +94,8 @@ class MeetingPoint:
             CollectiveMismatchError: others do something else; on all ranks.
             DistNetworkError: as for `meet`.
         """
-        self._check_open()  # first: peers may be reading what this rank noted last
+        if self._is_closed:  # first: peers may be reading what this rank noted last
+            self._refuse()
         name, self._name = self._name, ""
         self.notes.add(name or action, is_torchs=not name)
         self.meet()
@@ -116,13 +119,13 @@ class MeetingPoint:
         Raises:
             DistNetworkError: one is gone, or did not arrive in time; on this rank, and on those that wait with it.
         """
-        self._check_open()
+        if self._is_closed:
+            self._refuse()
         self.turn += 1
         self._words[self._count_at[self.rank] // 4] = self.turn % _WORD
         futex.wake(self._address + self._count_at[self.rank])
         for rank in self._others:
-            if not self._has_come(rank):
-                self._wait_for(rank)
+            self._wait_for(rank)
 
     def close(self, *, is_broken: bool = False) -> None:
         """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent."""
@@ -139,14 +142,14 @@ class MeetingPoint:
         Raises:
             DistNetworkError: it has left or ended, or this rank has.
         """
-        self._check_open()
+        if self._is_closed:
+            self._refuse()
         if reason := self._absence_of(rank):
             self.close(is_broken=True)
             raise dist.DistNetworkError(f"rank {rank} {reason}")
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
+    def _refuse(self) -> NoReturn:
+        raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
 
     def _absence_of(self, rank: int) -> str:
         """Why that rank will not arrive any more; "" if it may."""
@@ -164,15 +167,16 @@ class MeetingPoint:
         return ahead % _WORD < _WORD // 2
 
     def _wait_for(self, rank: int) -> None:
+        words, word, turn = self._words, self._count_at[rank] // 4, self.turn
         for _ in range(_SPINS):
-            if self._has_come(rank):
+            if (words[word] - turn) % _WORD < _WORD // 2:  # `_has_come`, without a hundred calls
                 return
             os.sched_yield()
-        word, address = self._count_at[rank] // 4, self._address + self._count_at[rank]
+        address = self._address + self._count_at[rank]
         deadline, nap_s = time.monotonic() + self._timeout.total_seconds(), _FIRST_NAP_S
         while True:
             # Read before the check: if the word changes after that, the futex does not sleep.
-            seen = self._words[word]
+            seen = words[word]
             if self._has_come(rank):
                 return
             self._check(deadline)
