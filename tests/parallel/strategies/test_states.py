@@ -163,11 +163,12 @@ def test_a_state_shares_no_memory_with_what_it_was_saved_from_or_loaded_into(mod
         for strategy in strategies:
             trained = run(strategy, "adam").train(BEFORE)
             saved = trained.save()
-            before = copy.deepcopy(saved)
+            here = [each for each in saved if each]
+            before = copy.deepcopy(here)
             trained.train(1)
-            torch.testing.assert_close(saved, before, rtol=0, atol=0)
+            torch.testing.assert_close(here, before, rtol=0, atol=0)
             trained.load(saved).train(1)
-            torch.testing.assert_close(saved, before, rtol=0, atol=0)
+            torch.testing.assert_close(here, before, rtol=0, atol=0)
         return True
 
     assert all(mode.run(body))
