@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,49 @@ def test_a_full_disk_is_the_same_error_on_all_ranks_where_all_of_them_write(tmp_
         assert taken.path.name == f"checkpoint_{first - 1}"
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def step_on_after_a_failed_save(index: int, root: Path, strategy: str, failing: int) -> tuple[int, str, list[str]]:
+    """The step that raised what the save met on one rank, the error, and what is there in the end."""
+    accelerator, network = Accelerator(strategy=strategy, project_dir=root), nn.Linear(300, 300)  # type: ignore[arg-type]
+    saver.SMALL = -1  # all ranks write, where the states are in parts
+    model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
+    inputs, raised, limits = torch.ones(2, 300), [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(6):
+        if step == 2:
+            if index == failing:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+            accelerator.save_state(is_async=True)
+            for each in threading.enumerate():
+                if each.name == "unisono-checkpoint":
+                    each.join()
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        accelerator.backward(model(inputs).pow(2).mean())
+        try:
+            optimizer.step()
+        except OSError as error:
+            raised.append((step, str(error)))
+        optimizer.zero_grad()
+    accelerator.save_state()
+    accelerator.end_training()
+    ((step, text),) = raised
+    return step, text, sorted(each.name for each in (root / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "failing"), [("ddp", 0), pytest.param("fsdp", 1, marks=pytest.mark.slow)], ids=["one", "parts"]
+)
+def test_what_a_save_in_the_background_fails_with_is_raised_by_all_ranks_at_one_step_and_they_go_on(
+    strategy: str, failing: int, tmp_path: Path
+) -> None:
+    found = spawn(step_on_after_a_failed_save, args=(tmp_path, strategy, failing), nprocs=2, cores=1)
+    for step, text, names in found:
+        assert step == 2
+        assert "File too large" in text
+        assert names == ["checkpoint_0", "latest"]
+    taken = load(tmp_path / "checkpoints", model_0=nn.Linear(300, 300))
+    assert taken is not None
+    assert taken.step == 5, "the step that raised was not taken"
 
 
 def test_a_directory_that_may_not_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -61,8 +61,9 @@ class CheckpointMethods:
                 of which `total_limit` are kept.
             score: save only if it is higher than the score of the checkpoint at `output_dir`; rank zero's score counts.
                 For a loss, pass `score=-loss`.
-            is_async: return once everything is copied to main memory; a thread writes it. If that fails, the next
-                optimizer step, save or `end_training()` raises the error.
+            is_async: return once everything is copied to main memory; a thread writes it. If that fails, all ranks
+                raise the error in the same optimizer step, or in the next save or load; that step is not taken.
+                `end_training()` raises it on the rank that has met it.
 
         Returns:
             The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.

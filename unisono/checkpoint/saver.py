@@ -49,7 +49,8 @@ from unisono.checkpoint.objects import (
 )
 from unisono.checkpoint.plain_data import as_plain
 from unisono.checkpoint.staging import HostMemory, host_view
-from unisono.checkpoint.writer import Writer
+from unisono.checkpoint.writer import ENDED, FAILED, Writer
+from unisono.comm.operations import HOST
 from unisono.errors import NoCheckpointError
 from unisono.launch.gloo_output import suppress_greetings
 from unisono.outcome import Outcome
@@ -118,24 +119,37 @@ class Saver:
         self.world = world
         self._memory, self._writer = HostMemory(), Writer()
         self._group: ShardGroup | None = None
+        self._is_writing = False  # on some rank, perhaps; the same on all
 
     # Saves in progress.
 
     def poll(self) -> None:
-        """Raise the error of a save that has failed meanwhile; do not wait for one in progress."""
-        self._writer.poll()
+        """Raise the error of a save that has failed meanwhile, on all ranks; do not wait for one in progress. A
+        collective until the save has ended on all of them, and nothing from then on."""
+        if self._is_writing:
+            self.world.comm.announce("a look at the save in progress")
+            state = torch.tensor(self._writer.state, dtype=torch.int32, device=HOST)
+            worst = int(self.world.comm.all_reduce(state, "max"))
+            self._is_writing = worst > ENDED
+            if worst == FAILED:
+                self._raise_failure()
 
     def wait(self) -> None:
-        """Wait for the save in progress, and raise its error if it failed."""
+        """Wait for the save in progress, and raise its error on all ranks if it failed. A collective."""
         self._writer.wait()
-        self._writer.poll()
+        self._is_writing = False
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure = self._writer.take_failure()
+        raise_any(self.world.comm.all_gather_object(encode_error(failure)), failure)
 
     def close(self) -> None:
-        """Wait like `wait`, and release the host memory."""
-        try:
-            self.wait()
-        finally:
-            self._memory = HostMemory()
+        """Wait for the save in progress, and raise its error if it failed on this rank; release the host memory."""
+        self._writer.wait()
+        self._memory, self._is_writing = HostMemory(), False
+        if (failure := self._writer.take_failure()) is not None:
+            raise failure
 
     # Saving.
 
@@ -175,6 +189,7 @@ class Saver:
         self._writer.wait()
         own, failure = self._own_part(objects, facts), self._writer.take_failure()
         ranks = comm.all_gather_object({"step": step, "failure": encode_error(failure), "rank": own})
+        self._is_writing = False
         raise_any([each["failure"] for each in ranks], failure)
         # Also compared by the announcement, except in a process group that was created elsewhere.
         check_steps([each["step"] for each in ranks])
@@ -198,8 +213,10 @@ class Saver:
         if not is_async:
             result = Outcome.capture(write)
             raise_any(comm.all_gather_object(encode_error(result.error)), result.error)
-        elif contents is not None or parts is not None:
-            self._writer.start(write, f"saving {chosen.folder} at step {step}")
+        else:
+            self._is_writing = True
+            if contents is not None or parts is not None:
+                self._writer.start(write, f"saving {chosen.folder} at step {step}")
         return chosen.folder.location
 
     def _own_part(self, objects: Objects, facts: Any) -> dict[str, Any]:

@@ -189,7 +189,10 @@ class Speaker(nn.Module):
 ALONE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "the model": (lambda model, x: model(x), "a forward pass of the Speaker"),
     "its method": (lambda model, x: model.speak(x), "a forward pass of the Speaker"),
-    "a marked method": (lambda model, x: (model.mark_forward_method("speak"), model.speak(x)), "speak() of the Speaker"),
+    "a marked method": (
+        lambda model, x: (model.mark_forward_method("speak"), model.speak(x)),
+        "speak() of the Speaker",
+    ),
     "the module": (lambda model, x: model.module(x), "a forward pass of the Speaker"),
     "a unit": (lambda model, x: model.first(x), "a forward pass of the Linear"),
 }
@@ -218,7 +221,9 @@ def test_a_rank_that_evaluates_alone_under_fsdp_is_named_at_the_first_time(
 
     with by_value(body), pytest.raises(CollectiveMismatchError) as caught:
         spawn(body, nprocs=2, cores=1, process_group=process_group)  # type: ignore[arg-type]
-    told = f"rank 0 came to {what} without gradients (strategy='fsdp' gathers its parameters from all ranks) while rank 1"
+    told = (
+        f"rank 0 came to {what} without gradients (strategy='fsdp' gathers its parameters from all ranks) while rank 1"
+    )
     assert told in str(caught.value)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["0-0", "1-0", "1-1"]
 
