@@ -97,6 +97,7 @@ class FSDPEngine(Engine):
         self._backward_pass = -1  # the last one that was announced
         self._is_running = False  # in a forward pass of the prepared model
         self._is_reducing = False  # during a reducing backward pass, and after one that failed
+        unit: Any
         for unit in self._units:
             unit.register_forward_pre_hook(weak_method(self._announce_unit), prepend=True)
         sharded.register_forward_hook(weak_method(self._watch), prepend=True)
