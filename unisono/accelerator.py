@@ -27,13 +27,11 @@ from unisono.foreign_names import advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel.backward import Passes
-from unisono.parallel.collectives import all_gather_samples
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.checks import AUTOCAST, check_accumulation, check_arguments, check_features, world_on
-from unisono.parallel.prepared.metric_sync import note_gathered
-from unisono.parallel.prepared.metrics import valid_rows
+from unisono.parallel.prepared.metrics import gather_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
@@ -370,11 +368,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             TypeError: as for `unisono.all_gather_samples`.
             CollectiveMismatchError: the ranks received these batches in different rounds; or they make different calls.
         """
-        kept, count = valid_rows(values, valid_samples, self.world)
-        with torch.no_grad():
-            gathered = all_gather_samples(kept, count, world=self.world)
-        note_gathered(gathered, self.world)
-        return gathered
+        return gather_rows(values, valid_samples, self.world)
 
     def reduce(self, values: Any, reduction: ReduceOp = "mean", scale: float = 1.0) -> Any:
         """Reduce over all ranks, and multiply by `scale`.

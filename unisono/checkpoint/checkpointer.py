@@ -138,6 +138,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for the save in progress, and raise its error if it failed. All ranks must call it."""
+        self._saver.world.comm.announce("the end of a save")
         self._saver.wait()
 
     def close(self) -> None:

@@ -147,6 +147,7 @@ class CheckpointMethods:
             OSError: the file cannot be written; an existing one is as it was.
             CheckpointError: safetensors is asked for, and the state has more than tensors.
         """
+        self.world.comm.announce("save_model")
         copy = on_host if self.world.rank == 0 else None
         state, directory = model_state(user_module(model), self.world, copy), Path(save_directory)
         name, file_format = _FILES[safe_serialization]

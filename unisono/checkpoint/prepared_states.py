@@ -74,6 +74,7 @@ class PreparedStates:
         held = None if claims is None else held_gradients(self._prepared_engines())
         objects, files, saved = self._named_objects(), None, None
         if self.save_hooks:
+            self._steps.world.comm.announce("save_state")
             models, modules = self._prepared.models(), self._prepared.modules()
             left_out, files = run_save_hooks(self.save_hooks, models, modules, self._steps.world)
             objects = self._named_objects(left_out)

@@ -127,7 +127,7 @@ class Saver:
         """Raise the error of a save that has failed meanwhile, on all ranks; do not wait for one in progress. A
         collective until the save has ended on all of them, and nothing from then on."""
         if self._is_writing:
-            self.world.comm.announce("a look at the save in progress")
+            self.world.comm.announce("a step during a save")
             state = torch.tensor(self._writer.state, dtype=torch.int32, device=HOST)
             worst = int(self.world.comm.all_reduce(state, "max"))
             self._is_writing = worst > ENDED

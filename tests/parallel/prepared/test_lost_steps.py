@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,34 @@ def test_who_catches_what_the_others_departure_raises_reads_our_words(strategy: 
     told, _ = PROCESSES_2.run(body)
     assert "rank 1 has left this world after it" in told
     assert "gloo" not in told
+
+
+CALLS: dict[str, Callable[[Training, Path], Any]] = {
+    "gather_for_metrics of ": lambda training, path: training.accelerator.gather_for_metrics(torch.ones(2)),
+    "save_state": lambda training, path: training.accelerator.save_state(path),
+    "save_model": lambda training, path: training.accelerator.save_model(training.network, path),
+    "load_state": lambda training, path: training.accelerator.load_state(path),
+}
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "with hooks"])
+def test_what_a_rank_calls_alone_is_named_as_it_was_called(mode: Mode, hooks: bool, tmp_path: Path) -> None:
+    for name in [each for each in CALLS if not hooks or each == "save_state"]:
+
+        def body(name: str = name) -> None:
+            training = Training("ddp", 1)
+            if hooks:
+                training.accelerator.register_save_state_pre_hook(lambda *_: None)
+            for batch in training.loader:
+                training.learn(batch)
+                training.optimizer.step()
+                if rank() == 0:
+                    CALLS[name](training, tmp_path / "one")
+
+        with pytest.raises(CollectiveMismatchError) as caught:
+            mode.run(body)
+        assert re.search(f"rank 0 (came to|called .* for) {name}.* while rank 1 .* the gradients of", str(caught.value))
 
 
 class Speaker(nn.Module):
