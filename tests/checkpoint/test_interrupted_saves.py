@@ -309,21 +309,31 @@ def test_a_checkpoint_that_has_lost_its_manifest_is_no_interrupted_save(tmp_path
         Checkpointer(tmp_path, model=model).load(must_exist=False)
 
 
-def test_of_two_saves_at_one_place_one_is_whole_and_the_other_an_error(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 1)
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_of_two_saves_at_one_place_one_is_whole_and_the_other_an_error(
+    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, place, written = torch.nn.Linear(2, 1), tmp_path / "best", saver.write_tensors
+    second: list[Outcome[Any]] = []
 
-    written = saver.write_tensors
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     def write(path: Path, contents: Any) -> Any:
         found = written(path, contents)
-        saver.write_tensors = written  # type: ignore[assignment]
-        save(tmp_path / "best", step=2, model=model)
+        monkeypatch.setattr(saver, "write_tensors", written)
+        second.append(Outcome.capture(save, place, step=2, model=model))
         return found
 
-    saver.write_tensors = write  # type: ignore[assignment]
-    try:
-        with pytest.raises(FileNotFoundError):
-            save(tmp_path / "best", step=1, model=model)
-    finally:
-        saver.write_tensors = written
-    assert load(tmp_path / "best", model=model).step == 2
+    monkeypatch.setattr(saver, "write_tensors", write)
+    if not has_locks:
+        monkeypatch.setattr("fcntl.flock", flock)
+    first = Outcome.capture(save, place, step=1, model=model).error
+    if has_locks:
+        assert first is None
+        with pytest.raises(FileExistsError, match="best is in progress; give each run its own place"):
+            second[0].unwrap()
+    else:  # the later one has removed the files of the earlier one, which notices it
+        assert second[0].error is None
+        assert isinstance(first, FileNotFoundError)
+    assert load(place, model=model).step == (1 if has_locks else 2)

@@ -249,3 +249,21 @@ def test_an_optimizer_that_was_not_prepared_is_not_left_out_in_silence(mode: Mod
         return sorted(each.name for each in (tmp_path / "checkpoints").glob("checkpoint_*"))
 
     assert mode.run(body) == [["checkpoint_0", "checkpoint_1"]] * mode.ranks
+
+
+@pytest.mark.parametrize("way", ["left out", "prepared", "registered"])
+def test_a_scheduler_that_was_left_out_is_named_when_the_run_is_saved(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(project_dir=tmp_path)
+    optimizer = torch.optim.SGD((network := nn.Linear(2, 1)).parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(network, optimizer)
+    assert model is not None  # what is dropped is not saved
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    if way == "prepared":
+        scheduler = accelerator.prepare(scheduler)
+    elif way == "registered":
+        accelerator.register_for_checkpointing(scheduler)
+    for _ in range(2):
+        accelerator.save_state()
+    assert caplog.text.count("leaves out the scheduler of the SGD, which was not prepared") == (way == "left out")

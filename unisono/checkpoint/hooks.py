@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.agreement import agree_on
 from unisono.checkpoint.directory import COMPLETE
-from unisono.checkpoint.files import Checksum, checksum_of, sync_directory
+from unisono.checkpoint.files import Checksum, checksum_of, sync
 from unisono.parallel.strategies.states import model_state
 from unisono.world import World
 
@@ -114,6 +114,6 @@ def take_files(directory: Path, checkpoint: Path) -> dict[str, Checksum]:
             if path.is_file():
                 found[str(path.relative_to(checkpoint))] = checksum_of(path)
             else:
-                sync_directory(path)
+                sync(path)
     remove_files(directory)
     return found

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,9 @@ from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
+from unisono.torch_private import STEP_WRAPPED
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = "checkpoints"
 
@@ -56,6 +60,7 @@ class PreparedStates:
         self._registered: list[Any] = []
         self.save_hooks, self.load_hooks = Hooks(), Hooks()
         self._saver = Saver(steps.world)
+        self._has_warned = False
 
     def register(self, objects: Sequence[Any]) -> None:
         """See `Accelerator.register_for_checkpointing`."""
@@ -66,6 +71,7 @@ class PreparedStates:
     def save(self, directory: str | os.PathLike[str] | None, score: float | None, is_async: bool) -> Location | None:
         """See `Accelerator.save_state`."""
         self._check_optimizers()
+        self._warn_of_schedulers()
         place = self._next_place if directory is None else Place(folder_at(directory))
         if is_async:
             self._poll_in_steps()
@@ -128,6 +134,23 @@ class PreparedStates:
                         "since it was not prepared, and a resumed run would lose its state; prepare it, or pass it to "
                         "register_for_checkpointing"
                     )
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn once of a prepared optimizer that has a scheduler, none of which is known."""
+        known = [*self._prepared.schedulers(), *self._registered]
+        followed = {id(getattr(each, "optimizer", None)) for each in known}
+        left_out = [
+            type(each.optimizer).__name__
+            for each in self._prepared.steppers()
+            if hasattr(each.optimizer.step, STEP_WRAPPED) and id(each.optimizer) not in followed
+        ]
+        if left_out and not self._has_warned and self._steps.world.rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "save_state leaves out the scheduler of the %s, which was not prepared: a resumed run would begin its "
+                "schedule again; prepare it, or pass it to register_for_checkpointing",
+                left_out[0],
+            )
 
     def _steps_taken(self) -> int:
         return max((each.taken.steps for each in self._prepared.steppers()), default=0)

@@ -30,7 +30,7 @@ from unisono.checkpoint.agreement import (
 )
 from unisono.checkpoint.contents import HELD, Contents, read_contents
 from unisono.checkpoint.directory import Place, commit, new_mark
-from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
+from unisono.checkpoint.files import Checksum, checksum_of, sync, write_tensors
 from unisono.checkpoint.folders import Folder, LocalFolder, Location
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
 from unisono.checkpoint.hooks import take_files
@@ -303,12 +303,13 @@ class Saver:
                 has_met = True
                 group.write(parts, directory / SHARDS)
                 files = {f"{SHARDS}/{each.name}": checksum_of(each) for each in (directory / SHARDS).iterdir()}
-                sync_directory(directory / SHARDS)
+                sync(directory / SHARDS)
             files[STATE] = write_tensors(directory / STATE, contents)
             return files if hook_files is None else {**files, **take_files(hook_files, directory)}
 
         try:
-            commit(place, write, manifest, mark)
+            with place.folder.lock():
+                commit(place, write, manifest, mark)
         except BaseException:
             if group is not None and not has_met:
                 # The other ranks are waiting in `group.write` for this one.
