@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from unisono.checkpoint.agreement import agree_on
 from unisono.checkpoint.checkpointer import check_count
 from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
@@ -81,8 +82,10 @@ class PreparedStates:
         objects, files, saved = self._named_objects(), None, None
         if self.save_hooks:
             self._steps.world.comm.announce("save_state")
+            self._saver.wait()  # the save in progress clears up in its folder
+            place = agree_on(place, self._steps.world) if callable(place) else place  # before there are files in it
             models, modules = self._prepared.models(), self._prepared.modules()
-            left_out, files = run_save_hooks(self.save_hooks, models, modules, self._steps.world)
+            left_out, files = run_save_hooks(self.save_hooks, models, modules, place, self._steps.world)
             objects = self._named_objects(left_out)
         facts = {"taken": taken, "claims": claims}
         try:
