@@ -119,7 +119,7 @@ class Run:
 
 def weights_of(accelerator: Accelerator, model: nn.Module) -> torch.Tensor:
     """On rank zero, in one row."""
-    state = accelerator.state_dict(model)
+    state = accelerator.state_dict(model) or {}
     return torch.cat([each.double().flatten() for each in state.values()] or [torch.zeros(0)])
 
 

@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from file_faults import (
     PowerCuts,
     at_each_operation,
     count_operations,
+    end_save,
     fail_at,
     in_child,
     kill_at,
@@ -171,56 +171,27 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> No
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def save_parts_until_full(index: int, root: Path) -> int:
-    accelerator = Accelerator(strategy="fsdp", project_dir=root)
-    saver.SMALL = -1  # all ranks write
-    model = accelerator.prepare(nn.Linear(300, 300))
-    assert model is not None  # what is dropped is not saved
-    saved = 0
-    with pytest.raises(OSError, match="No space left on device"):
-        while True:
-            accelerator.save_state()
-            saved += 1
-    return saved
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
-def test_a_full_disk_is_the_same_error_on_all_ranks_where_all_of_them_write(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", tmp_path], capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
-        first, second = spawn(save_parts_until_full, args=(tmp_path,), nprocs=2, cores=1)
-        assert first == second > 1
-        names = {each.name for each in (tmp_path / "checkpoints").iterdir()}
-        assert names == {*(f"checkpoint_{number}" for number in range(first)), "latest"}
-        taken = load(tmp_path / "checkpoints", model_0=nn.Linear(300, 300))
-        assert taken is not None
-        assert taken.path.name == f"checkpoint_{first - 1}"
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
-
-
-def step_on_after_a_failed_save(index: int, root: Path, strategy: str, failing: int) -> tuple[int, str, list[str]]:
+def step_on_after_a_failed_save(
+    index: int, root: Path, strategy: str, failing: int, is_async: bool
+) -> tuple[int, str, list[str]]:
     """The step that raised what the save met on one rank, the error, and what is there in the end."""
     accelerator, network = Accelerator(strategy=strategy, project_dir=root), nn.Linear(300, 300)  # type: ignore[arg-type]
     saver.SMALL = -1  # all ranks write, where the states are in parts
     model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
     inputs, raised, limits = torch.ones(2, 300), [], resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(6):
-        if step == 2:
-            if index == failing:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-            accelerator.save_state(is_async=True)
-            for each in threading.enumerate():
-                if each.name == "unisono-checkpoint":
-                    each.join()
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        accelerator.backward(model(inputs).pow(2).mean())
         try:
+            if step == 2:
+                if index == failing:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+                accelerator.save_state(is_async=is_async)
+                end_save()
+            accelerator.backward(model(inputs).pow(2).mean())
             optimizer.step()
         except OSError as error:
             raised.append((step, str(error)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         optimizer.zero_grad()
     accelerator.save_state()
     accelerator.end_training()
@@ -229,12 +200,18 @@ def step_on_after_a_failed_save(index: int, root: Path, strategy: str, failing: 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "failing"), [("ddp", 0), pytest.param("fsdp", 1, marks=pytest.mark.slow)], ids=["one", "parts"]
+    ("strategy", "failing", "is_async"),
+    [
+        ("ddp", 0, True),
+        pytest.param("fsdp", 1, True, marks=pytest.mark.slow),
+        pytest.param("fsdp", 1, False, marks=pytest.mark.slow),
+    ],
 )
-def test_what_a_save_in_the_background_fails_with_is_raised_by_all_ranks_at_one_step_and_they_go_on(
-    strategy: str, failing: int, tmp_path: Path
+def test_what_a_save_fails_with_is_raised_by_all_ranks_at_one_step_and_they_go_on(
+    strategy: str, failing: int, is_async: bool, tmp_path: Path
 ) -> None:
-    found = spawn(step_on_after_a_failed_save, args=(tmp_path, strategy, failing), nprocs=2, cores=1)
+    options = (tmp_path, strategy, failing, is_async)
+    found = spawn(step_on_after_a_failed_save, args=options, nprocs=2, cores=1)
     for step, text, names in found:
         assert step == 2
         assert "File too large" in text

@@ -147,7 +147,7 @@ def live(index: int, root: Path) -> int:
     model, number = accelerator.prepare(nn.Linear(300, 300)), Number()
     accelerator.register_for_checkpointing(number)
     if accelerator.load_state(must_exist=False) is not None:
-        whole = accelerator.state_dict(model)
+        whole = accelerator.state_dict(model) or {}
         assert all(bool((each == number.value).all()) for each in whole.values()), "a mixture of two saves"
     killed, after_s = draw.randrange(2), 0.3 * draw.random()
     for saved in range(1000 if life < LIVES else 2):

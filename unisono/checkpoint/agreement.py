@@ -43,6 +43,11 @@ def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None
             Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
 
 
+def raise_together(own: BaseException | None, world: World) -> None:
+    """Raise, on all ranks, the error of the first rank that has one. A collective."""
+    raise_any(world.comm.all_gather_object(encode_error(own)), own)
+
+
 def check_steps(steps: Sequence[int]) -> None:
     """Check that all ranks are at the same step.
 

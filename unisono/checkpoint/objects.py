@@ -117,16 +117,11 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
             states[name] = optimizer_state(each, modules, world, own_copy)
         elif kind == "state":
             states[name] = each.state_dict()  # on every rank: it may be a collective
-    # Only after the loop, in which the states are gathered by collectives.
+    # Only after the loop, in which the states are gathered by collectives, which copies those of models and optimizers.
+    copies = {name: copy if kind_of(name, objects[name]) == "state" else _as_it_is for name in states}
     if world.rank != 0:
         return {}
-    return {name: _plain_state(name, objects[name], state, copy) for name, state in states.items()}
-
-
-def _plain_state(name: str, each: Any, state: Any, copy: Copy) -> Any:
-    # Tensors of models and optimizers were copied when their states were gathered.
-    is_copied = kind_of(name, each) != "state"
-    return as_plain(state, f"{name}.state_dict()", _as_it_is if is_copied else copy)
+    return {name: as_plain(state, f"{name}.state_dict()", copies[name]) for name, state in states.items()}
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +149,7 @@ def divided_states(
             found = optimizer_parts(each, world)
             states[name] = {"param_groups": as_plain(groups_of(each), f"{name}.param_groups", copy)}
         elif kind == "state":
-            states[name] = _plain_state(name, each, each.state_dict(), copy)
+            states[name] = as_plain(each.state_dict(), f"{name}.state_dict()", copy)
         tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
         parts.update((part_name(name, key), copy(value)) for key, value in tensors.items())
         others = {key: value for key, value in found.items() if key not in tensors}

@@ -27,6 +27,7 @@ from unisono.checkpoint.agreement import (
     encode_error,
     new_manifest,
     raise_any,
+    raise_together,
 )
 from unisono.checkpoint.contents import HELD, Contents, read_contents
 from unisono.checkpoint.directory import Place, commit, new_mark
@@ -132,17 +133,13 @@ class Saver:
             worst = int(self.world.comm.all_reduce(state, "max"))
             self._is_writing = worst > ENDED
             if worst == FAILED:
-                self._raise_failure()
+                raise_together(self._writer.take_failure(), self.world)
 
     def wait(self) -> None:
         """Wait for the save in progress, and raise its error on all ranks if it failed. A collective."""
         self._writer.wait()
         self._is_writing = False
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        failure = self._writer.take_failure()
-        raise_any(self.world.comm.all_gather_object(encode_error(failure)), failure)
+        raise_together(self._writer.take_failure(), self.world)
 
     def close(self) -> None:
         """Wait for the save in progress, and raise its error if it failed on this rank; release the host memory."""
@@ -211,8 +208,7 @@ class Saver:
         contents, parts = self._agreed_copy(outcome)
         write = partial(self._write_checkpoint, chosen, contents, parts, manifest, mark, hook_files)
         if not is_async:
-            result = Outcome.capture(write)
-            raise_any(comm.all_gather_object(encode_error(result.error)), result.error)
+            raise_together(Outcome.capture(write).error, world)
         else:
             self._is_writing = True
             if contents is not None or parts is not None:
