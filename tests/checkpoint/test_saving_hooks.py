@@ -9,19 +9,13 @@ import pytest
 import torch
 from file_faults import PowerCuts, at_each_operation, write_tree
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
+from resumable import filled
 from torch import nn
 
 from unisono import Accelerator
 from unisono.errors import DamagedCheckpointError
 
 ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
-
-
-def filled(value: float) -> nn.Linear:
-    model = nn.Linear(2, 1)
-    for each in model.parameters():
-        nn.init.constant_(each, value)
-    return model
 
 
 def files_of(checkpoint: Path) -> Path:
