@@ -51,7 +51,8 @@ FOUND = [
         SOLO,
         Setup(batch=3, every=2, layout="two"),
         "draw b; forward square; backward accelerator; zero_model f zeros; forward other; backward plain; draw b; "
-        "forward other; backward plain; step g; draw b; forward square; backward accelerator; zero_model f zeros; step f",
+        "forward other; backward plain; step g; draw b; forward square; backward accelerator; zero_model f zeros; "
+        "step f",
     ),
     (THREADS_2, Setup(others=4, batch=3), "draw a; forward fit; draw b; forward square; add; backward named; step f"),
 ]
