@@ -334,6 +334,13 @@ class ParallelLoader:
         except TypeError:
             return None
 
+    def num_skipped(self) -> int:
+        """The number of rounds before the position at which the next pass begins; 0 if it is unknown."""
+        _, position = self._source.next_position()
+        size = getattr(self._loader, "batch_size", None)
+        taken = position["offset"] // self._rule.shards // size if size else 0
+        return self._rule.rounds_of(position.get("batches", taken))
+
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
 
@@ -414,6 +421,10 @@ class DeviceLoader:
     def __len__(self) -> int:
         """The number of batches of a whole epoch; TypeError if the loader has no length."""
         return len(self._never_begun)
+
+    def num_skipped(self) -> int:
+        """The number of batches before the position at which the next loop begins; 0 if it is unknown."""
+        return self._never_begun.num_skipped()
 
     def __getattr__(self, name: str) -> Any:
         """The attributes of the user's DataLoader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""

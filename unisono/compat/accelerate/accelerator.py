@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from unisono.accelerator import Accelerator as Native
+from unisono.arguments import explain_unknown_names
 from unisono.compat.accelerate.arguments import (
     compile_arguments,
     ddp_options,
@@ -62,6 +63,11 @@ def _view_of(path: str) -> Any:
     return property(attrgetter(path))
 
 
+@explain_unknown_names(
+    dict.fromkeys(
+        DataLoaderConfiguration.__dataclass_fields__, "it is one of DataLoaderConfiguration's, dataloader_config="
+    )
+)
 class Accelerator(Native):
     """Accepts Accelerate's arguments; docs/migrating_from_accelerate.md says what they mean here.
 
