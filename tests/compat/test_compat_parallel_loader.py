@@ -121,6 +121,10 @@ def test_a_loader_without_a_length_is_taken_and_only_len_says_so():
     with pytest.raises(TypeError):
         len(loader)
     assert firsts(loader) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="was looped over before, and its source, a list_iterator, yields its batch"):
+        list(loader)
+    with pytest.raises(TypeError, match="no argument 'batchdims'; is it batchdim"):
+        pl.MpDeviceLoader([], xm.xla_device(), batchdims=1)
 
 
 @needs_two

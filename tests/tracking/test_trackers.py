@@ -309,7 +309,9 @@ def test_a_library_that_is_installed_and_fails_to_import_is_named(
     pytest.importorskip("tensorboard")
     accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"^log_with='tensorboard' is installed, but its import fails, ModuleNotFound"):
+    with pytest.raises(
+        ImportError, match=r"^log_with='tensorboard' is installed, but its import fails, ModuleNotFound"
+    ):
         accelerator.init_trackers("digits")
 
 

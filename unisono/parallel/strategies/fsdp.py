@@ -284,8 +284,9 @@ class FSDPEngine(Engine):
     def reduce(self) -> None:
         raise RuntimeError(
             "strategy='fsdp' reduces in the backward pass that ends a step, and the gradients are of passes that end "
-            "none: they ran under no_sync(model), or their loop was left; let the last backward pass of a step run "
-            "outside of it, or zero_grad() after a loop that was left"
+            "none: they ran under no_sync(model), or their loop was left, or a view that the model returned was then "
+            "changed in place; let the last backward pass of a step run outside of no_sync, call zero_grad() after a "
+            "loop that was left, and write y = y + 1 in place of y += 1"
         )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

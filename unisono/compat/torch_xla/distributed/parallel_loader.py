@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from unisono.arguments import check_integer
+from unisono.arguments import check_integer, explain_unknown_names
 from unisono.backends import resolve_device
 from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core.devices import send_attributes
@@ -86,41 +86,15 @@ class ParallelLoader:
     Args:
         loader: a DataLoader or another iterable of batches, with or without a length.
         devices: without repetition.
-        batchdim: the dimension of the samples, for `fixed_batch_size`.
-        fixed_batch_size: end before the first round with a batch of another size than the first.
-        loader_prefetch_size, device_prefetch_size: how many loaded, and moved, batches may wait per device, at least:
-            the moved ones are always half of the loaded ones. 0 for the first: nothing is read ahead.
-        batches_per_execution: the number of batches per step.
-        host_to_device_transfer_threads: has no effect: each device has its own thread.
-        input_sharding: None; as for `runtime.use_spmd`.
+        arguments, options: those of `native_options`.
 
     Raises:
         TypeError, ValueError: an argument is invalid; nothing was started.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        devices: Sequence[Place],
-        batchdim: int = 0,
-        fixed_batch_size: bool = False,
-        loader_prefetch_size: int = 8,
-        device_prefetch_size: int = 4,
-        batches_per_execution: int = 1,
-        host_to_device_transfer_threads: int = 1,
-        input_sharding: None = None,
-    ) -> None:
-        self._per_step = _checked(batches_per_execution, input_sharding)
-        self._native = native.ParallelLoader(
-            loader,
-            devices,
-            batch_dim=batchdim,
-            fixed_batch_size=fixed_batch_size,
-            prefetch=_prefetch_for(loader_prefetch_size, device_prefetch_size),
-            tail=tail_of(devices),
-            already_sharded=is_rank_of_several(),
-            sources=PASSES,
-        )
+    def __init__(self, loader: Iterable[Any], devices: Sequence[Place], *arguments: Any, **options: Any) -> None:
+        self._per_step, found = native_options(*arguments, **options)
+        self._native = native.ParallelLoader(loader, devices, tail=tail_of(devices), **found)
         take_epoch(loader, self._native)
 
     def per_device_loader(self, device: Place) -> PerDeviceLoader:
@@ -156,31 +130,10 @@ class MpDeviceLoader:
     Arguments as for `ParallelLoader`.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        device: Place,
-        batchdim: int = 0,
-        fixed_batch_size: bool = False,
-        loader_prefetch_size: int = 8,
-        device_prefetch_size: int = 4,
-        batches_per_execution: int = 1,
-        host_to_device_transfer_threads: int = 1,
-        input_sharding: None = None,
-    ) -> None:
-        self._per_step = _checked(batches_per_execution, input_sharding)
-        self._device = device
-        self._loader = loader
-        self._native = native.DeviceLoader(
-            loader,
-            device,
-            batch_dim=batchdim,
-            fixed_batch_size=fixed_batch_size,
-            prefetch=_prefetch_for(loader_prefetch_size, device_prefetch_size),
-            tail="split",
-            already_sharded=is_rank_of_several(),
-            sources=PASSES,
-        )
+    def __init__(self, loader: Iterable[Any], device: Place, *arguments: Any, **options: Any) -> None:
+        self._loader, self._device = loader, device
+        self._per_step, found = native_options(*arguments, **options)
+        self._native = native.DeviceLoader(loader, device, tail="split", **found)
 
     def __iter__(self) -> Iterator[Any]:
         take_epoch(self._loader, self._native)
@@ -190,21 +143,42 @@ class MpDeviceLoader:
         return len(self._native)
 
 
-def _checked(batches_per_execution: int, input_sharding: Any) -> int:
+@explain_unknown_names()
+def native_options(
+    batchdim: int = 0,
+    fixed_batch_size: bool = False,
+    loader_prefetch_size: int = 8,
+    device_prefetch_size: int = 4,
+    batches_per_execution: int = 1,
+    host_to_device_transfer_threads: int = 1,
+    input_sharding: None = None,
+) -> tuple[int, dict[str, Any]]:
+    """The number of batches per step, and the native loaders' options.
+
+    Args:
+        batchdim: the dimension of the samples, for `fixed_batch_size`.
+        fixed_batch_size: end before the first round with a batch of another size than the first.
+        loader_prefetch_size, device_prefetch_size: how many loaded, and moved, batches may wait per device, at least:
+            the moved ones are always half of the loaded ones. 0 for the first: nothing is read ahead.
+        batches_per_execution: the number of batches per step.
+        host_to_device_transfer_threads: has no effect: each device has its own thread.
+        input_sharding: None; as for `runtime.use_spmd`.
+    """
     check_integer(batches_per_execution, "batches_per_execution", 1)
+    check_integer(loader_prefetch_size, "loader_prefetch_size", 0)
+    check_integer(device_prefetch_size, "device_prefetch_size", 1)
     if input_sharding is not None:
         raise ValueError(
             "input_sharding is for one program over all devices, which is unisono.Accelerator(strategy='spmd'); leave "
             "it out, and each device gets its own batches"
         )
-    return batches_per_execution
-
-
-def _prefetch_for(loaded: int, moved: int) -> int:
-    """The `prefetch` with which at least this many batches may wait; half as many may be moved as loaded."""
-    check_integer(loaded, "loader_prefetch_size", 0)
-    check_integer(moved, "device_prefetch_size", 1)
-    return max(loaded, 2 * moved) if loaded else 0
+    return batches_per_execution, {
+        "batch_dim": batchdim,
+        "fixed_batch_size": fixed_batch_size,
+        "prefetch": max(loader_prefetch_size, 2 * device_prefetch_size) if loader_prefetch_size else 0,
+        "already_sharded": current_world().world_size > 1,  # the other ranks have parts of their own
+        "sources": PASSES,
+    }
 
 
 def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.DeviceLoader) -> None:
@@ -217,8 +191,3 @@ def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.Dev
 def tail_of(devices: Sequence[Place]) -> Tail:
     """How the last round is handled: a single device takes what there is."""
     return "drop" if len(devices) > 1 else "split"
-
-
-def is_rank_of_several() -> bool:
-    """Whether there are other ranks, with parts of their own."""
-    return current_world().world_size > 1
