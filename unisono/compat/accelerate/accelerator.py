@@ -45,8 +45,7 @@ from unisono.compat.accelerate.utils.dataclasses import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from unisono.compat.accelerate.utils.memory import release_memory
-from unisono.compat.accelerate.utils.other import extract_model_from_parallel, save
+from unisono.compat.accelerate.utils.other import extract_model_from_parallel, release_memory, save
 from unisono.parallel.collectives import all_gather_object
 from unisono.parallel.prepared.checks import AUTOCAST
 from unisono.parallel.prepared.metrics import NoSuchBatchError
