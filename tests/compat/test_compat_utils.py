@@ -76,13 +76,6 @@ def test_a_structure_is_walked_and_rewritten_with_its_types_its_sharing_and_its_
     assert xu.for_each_instance_rewrite(structure, lambda part: False, str) is structure
 
 
-def test_views_of_one_memory_are_found():
-    base = torch.arange(4)
-    xm.check_view_sharing([base, {"again": base}, torch.arange(4)])
-    with pytest.raises(RuntimeError, match=r"shape \(4,\) and \(2,\) share memory"):
-        xm.check_view_sharing([base, base[:2]])
-
-
 def test_data_is_sent_with_its_types_and_keeps_what_takes_gradients():
     leaf = torch.ones(2, requires_grad=True)
     data = (leaf, Pair("name", torch.nn.Parameter(torch.ones(1))), None)

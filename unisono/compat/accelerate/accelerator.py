@@ -164,17 +164,11 @@ class Accelerator(Native):
                 made[place] = each
         return made[0] if len(made) == 1 else tuple(made)
 
-    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        return self.prepare(model)
+    def prepare_model(self, prepared: Any, device_placement: Any = None, **options: Any) -> Any:
+        """`prepare`, for one object."""
+        return self.prepare(prepared)
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> Any:
-        return self.prepare(optimizer)
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        return self.prepare(scheduler)
-
-    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, **options: Any) -> Any:
-        return self.prepare(data_loader)
+    prepare_optimizer = prepare_scheduler = prepare_data_loader = prepare_model
 
     def _is_taken(self, each: Any) -> bool:
         if isinstance(each, LRScheduler | ReduceLROnPlateau):
