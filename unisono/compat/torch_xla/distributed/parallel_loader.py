@@ -16,21 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.arguments import check_integer, explain_unknown_names
 from unisono.backends import resolve_device
 from unisono.compat.left_out import left_out
-from unisono.compat.torch_xla.core.devices import send_attributes
+from unisono.compat.torch_xla.core.devices import DeviceName, send_attributes
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.loaders import parallel_loader as native
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.registry import Sources
 from unisono.loaders.sharding import Tail
 from unisono.world import current_world
-
-Place = str | torch.device
 
 PASSES = Sources()  # over each DataLoader, whichever loaders of these modules make them
 
@@ -46,7 +43,7 @@ class PerDeviceLoader:
         batches_per_execution: the number of batches per step.
     """
 
-    def __init__(self, iterator: DeviceIterator, device: Place, batches_per_execution: int = 1) -> None:
+    def __init__(self, iterator: DeviceIterator, device: DeviceName, batches_per_execution: int = 1) -> None:
         self._iterator = iterator
         self._place = resolve_device(device)
         self._per_step = batches_per_execution
@@ -92,12 +89,12 @@ class ParallelLoader:
         TypeError, ValueError: an argument is invalid; nothing was started.
     """
 
-    def __init__(self, loader: Iterable[Any], devices: Sequence[Place], *arguments: Any, **options: Any) -> None:
+    def __init__(self, loader: Iterable[Any], devices: Sequence[DeviceName], *arguments: Any, **options: Any) -> None:
         self._per_step, found = native_options(*arguments, **options)
         self._native = native.ParallelLoader(loader, devices, tail=tail_of(devices), **found)
         take_epoch(loader, self._native)
 
-    def per_device_loader(self, device: Place) -> PerDeviceLoader:
+    def per_device_loader(self, device: DeviceName) -> PerDeviceLoader:
         """The iterator of one device, which keeps this loader alive.
 
         Raises:
@@ -130,7 +127,7 @@ class MpDeviceLoader:
     Arguments as for `ParallelLoader`.
     """
 
-    def __init__(self, loader: Iterable[Any], device: Place, *arguments: Any, **options: Any) -> None:
+    def __init__(self, loader: Iterable[Any], device: DeviceName, *arguments: Any, **options: Any) -> None:
         self._loader, self._device = loader, device
         self._per_step, found = native_options(*arguments, **options)
         self._native = native.DeviceLoader(loader, device, tail="split", **found)
@@ -188,6 +185,6 @@ def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.Dev
         reader.set_epoch(sampler.epoch)
 
 
-def tail_of(devices: Sequence[Place]) -> Tail:
+def tail_of(devices: Sequence[DeviceName]) -> Tail:
     """How the last round is handled: a single device takes what there is."""
     return "drop" if len(devices) > 1 else "split"
