@@ -6,6 +6,7 @@ the advice of the table if there is one. So is a ModuleNotFoundError, for module
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -69,43 +70,36 @@ _OF_TORCH_XLA = {
     "test.test_utils.XlaTestCase": "torch.testing.assert_close compares tensors on any device",
 }
 
-_OF_ACCELERATE = {
+TORCH_XLA = {name: advice for names, advice in _OF_TORCH_XLA.items() for name in names.split()}
+"""By modules of `torch_xla`, with all that they have and is not here, and by names in a module."""
+
+ACCELERATE = {
     "ParallelismConfig": "there is one axis, data parallel; shard large models by FullyShardedDataParallelPlugin",
     "prepare_pippy": (
         "pipelines are not supported; PartialState().split_between_processes distributes inputs for inference"
     ),
-    (
-        "DeepSpeedPlugin DeepSpeedSequenceParallelConfig GatheredParameters MegatronLMPlugin TorchTensorParallelPlugin "
-        "TorchTensorParallelConfig TorchContextParallelConfig"
-    ): (
+    "DeepSpeed.*|GatheredParameters|MegatronLM.*|TorchTensorParallel.*|TorchContextParallel.*": (
         "DeepSpeed, Megatron-LM, pipelines and tensor parallelism are not supported; unisono.Accelerator has strategy="
     ),
-    "AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs FP8RecipeKwargs": "mixed_precision is 'no', 'fp16' or 'bf16'",
+    ".*RecipeKwargs": "mixed_precision is 'no', 'fp16' or 'bf16'",
     "BnbQuantizationConfig": "models are trained in the precision they have; quantise before prepare()",
     "SageMakerDistributedType": "SageMaker starts torchrun, whose world is joined",
-    (
-        "cpu_offload cpu_offload_with_hook disk_offload dispatch_model load_checkpoint_and_dispatch "
-        "load_checkpoint_in_model infer_auto_device_map attach_layerwise_casting_hooks"
-    ): "each device holds a whole replica, or its part of one under Accelerator(strategy='fsdp')",
-    "BatchSamplerShard IterableDatasetShard MpDeviceLoaderWrapper": (
+    ".*_offload.*|dispatch_model|load_checkpoint_.*|infer_auto_device_map|attach_layerwise_casting_hooks": (
+        "each device holds a whole replica, or its part of one under Accelerator(strategy='fsdp')"
+    ),
+    "BatchSamplerShard|IterableDatasetShard|MpDeviceLoaderWrapper": (
         "a prepared loader is a unisono.DeviceLoader, which shards by itself"
     ),
-    "GeneralTracker TensorBoardTracker WandBTracker MLflowTracker filter_trackers": (
+    ".*Tracker|filter_trackers": (
         "pass log_with= the name of a library, or an object with the methods of unisono.Tracker"
     ),
     "initialize_tensors": "call broadcast_object_list, or unisono.broadcast(tensor)",
     "get_data_structure": "ranks compare structures themselves before they send",
-    "active_dataloader dataloader_references remainder": (
+    "active_dataloader|dataloader_references|remainder": (
         "a loader's own loop knows: loader.valid_samples, loader.epoch, loader.state_dict()"
     ),
 }
-
-TORCH_XLA, ACCELERATE = (
-    {name: advice for names, advice in table.items() for name in names.split()}
-    for table in (_OF_TORCH_XLA, _OF_ACCELERATE)
-)
-"""The advice by modules of `torch_xla`, with all that they have and is not here, and by names in a module; by names in
-any module of `accelerate`, which has most names in several modules."""
+"""By patterns of names in any module of `accelerate`, which has most names in several modules."""
 
 
 def left_out(module: str) -> Callable[[str], Any]:
@@ -127,7 +121,8 @@ def refuse(owner: str, name: str) -> NoReturn:
 def _advice_on(full_name: str) -> str | None:
     framework, _, name = full_name.removeprefix("unisono.compat.").partition(".")
     if framework == "accelerate":
-        return ACCELERATE.get(name.rpartition(".")[2])
+        last = name.rpartition(".")[2]
+        return next((ACCELERATE[each] for each in ACCELERATE if re.fullmatch(each, last)), None)
     is_special = name.rpartition(".")[2].startswith("__")  # asked for by the import system
     found = (TORCH_XLA[each] for each in TORCH_XLA if name == each or name.startswith(f"{each}."))
     return None if is_special else next(found, None)
