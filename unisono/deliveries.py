@@ -216,7 +216,11 @@ class Deliveries:
 
     def find(self, values: Any) -> list[Batch]:
         """The batches whose memory the tensors share, the latest first; tensors computed from batches have none."""
-        known = self._batches_in(values)
+        return self.find_in(tensors(values))
+
+    def find_in(self, inputs: Sequence[torch.Tensor]) -> list[Batch]:
+        """The same for the tensors among the values."""
+        known = list(filter(None, map(self._by_memory.find, inputs)))
         if len(known) == 1 and len(known[0]) == 1:
             return known[0]
         # Tensors that lie in one batch only decide first; others add a batch only if none of theirs was found.
@@ -242,8 +246,7 @@ class Deliveries:
 
     def _batches_in(self, values: Any) -> list[list[Batch]]:
         """For each tensor that shares memory with batches: these batches."""
-        known = map(self._by_memory.find, tensors(values))
-        return list(filter(None, known))  # without a Python call of its own for each tensor
+        return list(filter(None, map(self._by_memory.find, tensors(values))))
 
     def named(self, values: Any) -> list[Batch]:
         """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`.
@@ -352,7 +355,7 @@ def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
         before: the batch that was used before them.
     """
     last = batches[-1]
-    numbers = [each.number for each in batches if each.loop is last.loop]
+    numbers = [last.number] if len(batches) == 1 else [each.number for each in batches if each.loop is last.loop]
     names = f"batch {numbers[0]}" if len(numbers) == 1 else f"batches {', '.join(map(str, numbers))}"
     order = f", round {last.mark:08x}" if last.mark else ""
     first = before.number + 1 if before is not None and before.loop is last.loop else numbers[0]

@@ -230,26 +230,25 @@ def test_a_rank_that_returns_while_another_waits_for_it_breaks_the_world_and_nob
     code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", script(RETURNING.format(body=body)))
     assert code == 1
     assert output.splitlines() == ["got nothing"]
-    assert re.search(r"rank 0 came to the end of fn while rank 1 called (barrier|all_gather)", errors)
+    assert re.search(r"rank 0 came to the end of fn by spawn\(\) .* while rank 1 called (barrier|all_gather)", errors)
     assert time.monotonic() - began < SOON_S
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        # whose root waits for nobody
         (
-            "world.comm.broadcast_object(1) if rank == 0 else None",
-            ["rank 0 called broadcast_object(0) while rank 1 came to the end of fn"],
+            "world.comm.broadcast_object(1) if rank == 0 else None",  # whose root waits for nobody
+            r"rank 0 called broadcast_object\(0\) in train .* while rank 1 came to the end of fn",
         ),
-        ("1 / rank", ["ZeroDivisionError: division by zero", "rank 0 of 2, cpu:0"]),
-        ("return (n for n in ())", ["the result, a generator, cannot be sent"]),
+        ("1 / rank", r"ZeroDivisionError: division by zero\n(.*\n)*rank 0 of 2, cpu:0"),
+        ("return (n for n in ())", "the result, a generator, cannot be sent"),
     ],
 )
 def test_what_went_wrong_on_a_rank_reaches_one_that_has_returned(run, script, body, words):
     code, output, errors = run("-n", "2", "--backend", "cpu", script(RETURNING.format(body=body)))
     assert (code, output) == (1, "")
-    assert all(each in errors for each in words)
+    assert re.search(words, errors)
 
 
 STOPPING = """

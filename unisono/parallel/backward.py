@@ -31,6 +31,7 @@ import logging
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -126,7 +127,7 @@ class Passes:
                 for known in (self._running, self._passed_by, self._open):
                     known.clear()
                 for each in self._engines:
-                    each.await_pass()
+                    each.gradients.arrivals.call_at_next(each.notice)
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             found = self._world.state.deliveries.find(values)
             if not found:
@@ -135,8 +136,9 @@ class Passes:
         steps = self.steps
         if steps.origin is None and steps.now == steps.requested:
             self._parts.clear()
-        self.origin = steps.origin = origin = steps.find(values, syncs, engine.give_optimizers)
-        origin.is_chained = True in [each.grad_fn is not None for each in tensors(values)]
+        inputs = tensors(values)
+        self.origin = steps.origin = origin = steps.find(inputs, syncs, engine.give_optimizers)
+        origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
         self._parts.add(origin.part)
         if origin.part != 1 or steps.step.every > 1 or steps.every > 1 or steps.is_sum:
             engine.scale_leaves()
@@ -236,7 +238,7 @@ class Passes:
                 "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
                 "batch and zero_grad() after each step"
             )
-        origin = self.origin if self._parts else self.steps.find(())  # without a forward pass of the model
+        origin = self.origin if self._parts else self.steps.find()  # without a forward pass of the model
         self._count_late(origin, engine)
         engine.adopt(origin.part)
 
@@ -470,7 +472,7 @@ class Passes:
             return self.steps.origin_of(
                 list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
             )
-        return self.origin if self.steps.is_recent() else self.steps.find(())
+        return self.origin if self.steps.is_recent() else self.steps.find()
 
     def _watch_end(self, task: int) -> None:
         """Have `_end` called at the end of the running backward pass, unless it ends with an error."""
@@ -495,7 +497,7 @@ class Passes:
                     self._count_late(run.origin or self.origin, engine)
                     engine.reduce()
         for engine in self._engines if self._world.comm.size > 1 else ():
-            engine.await_pass()
+            engine.gradients.arrivals.call_at_next(engine.notice)  # of a pass that no output shows
         if (ended := self._running.pop(task, None)) is None:
             return
         for each, _, reduces in ended.engines:

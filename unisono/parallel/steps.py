@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -24,7 +25,6 @@ from torch.optim import Optimizer
 
 from unisono.deliveries import Batch, Loop, name_batches
 from unisono.parallel.claims import Claim, check_counts, claim_of, rows_of
-from unisono.tree import tensors
 from unisono.world import World
 
 COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
@@ -153,7 +153,7 @@ class Step:
 
     def place(self) -> str:
         """Describe where this rank is: equal on all ranks, unless they have lost step."""
-        batches = [each.batch for each in self.visits if each.batch is not None]
+        batches = list(filter(None, map(attrgetter("batch"), self.visits)))
         if not batches:
             return f"step {self.number}" + (f" ({self.count} microbatches of no loader)" if self.count > 1 else "")
         return f"step {self.number} ({name_batches(batches, self.before)})"
@@ -221,16 +221,15 @@ class Steps:
 
     def find(
         self,
-        values: Any,
+        inputs: Sequence[torch.Tensor] = (),
         syncs: bool = True,
         optimizers: Callable[[], Collection[Optimizer]] = tuple,
     ) -> Origin:
         """Where these inputs of a pass come from; note the batch as used."""
         deliveries = self.world.state.deliveries
-        batches: Sequence[Batch | None] = deliveries.find(values)
+        batches: Sequence[Batch | None] = deliveries.find_in(inputs)
         is_computed = not batches
         if is_computed:
-            inputs = tensors(values)
             batches = deliveries.computed_from(rows_of(inputs), inputs)
         found = Origin(batches, self.world, self.is_sum, is_computed, syncs, optimizers)
         if found.batch is not None:
@@ -361,7 +360,7 @@ class Steps:
 
     def stepped_at(self, optimizer: Optimizer) -> int:
         """When the optimizer has stepped last; 0 if it has not."""
-        return self._requests_of(optimizer).stepped_at
+        return (self._requests.get(ref(optimizer)) or self._requests_of(optimizer)).stepped_at
 
     def _ends_loop(self, batch: Batch | None) -> bool:
         if batch is None or self.every == math.inf:
@@ -370,7 +369,7 @@ class Steps:
 
     def request(self, optimizer: Optimizer) -> bool:
         """Note that a step is requested: return whether it is taken."""
-        step, requests = self.step, self._requests_of(optimizer)
+        step, requests = self.step, self._requests.get(ref(optimizer)) or self._requests_of(optimizer)
         self.origin, before = None, requests.at
         self.now += 1
         self.requested = requests.at = self.now
@@ -385,7 +384,7 @@ class Steps:
 
     def close(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        requests = self._requests_of(optimizer)
+        requests = self._requests.get(ref(optimizer)) or self._requests_of(optimizer)
         self.now += 1  # later than gradients that were assigned, which count at the step
         requests.stepped, requests.stepped_at = self.step, self.now
         self.step.state = TAKEN
