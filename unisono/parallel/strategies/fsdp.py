@@ -242,7 +242,8 @@ class FSDPEngine(Engine):
         Returns:
             The outputs, with copies of views: a view that is changed in place would lose the hooks.
         """
-        outputs = tree_map(_without_base, outputs)
+        if any(map(is_view, _with_gradients(outputs))):
+            outputs = tree_map(_without_base, outputs)
         for leaf in _with_gradients(outputs):
             leaf.register_hook(weak_method(self._announce))
         return outputs
