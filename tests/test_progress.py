@@ -17,7 +17,7 @@ import pytest
 import torch
 import warm_scripts
 from modes import HOST, SOLO, THREADS_2, Mode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import unisono
 from unisono import DeviceLoader, terminal
@@ -271,7 +271,14 @@ def test_a_bar_over_a_loader_begins_one_epoch(kind: str, written: Callable[[], s
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 @pytest.mark.parametrize("tail", ["drop", "split"])
-@pytest.mark.parametrize("source", [DataLoader(range(22), batch_size=3, shuffle=True), list(torch.arange(22).split(3))])
+@pytest.mark.parametrize(
+    "source",
+    [
+        DataLoader(range(22), batch_size=3, shuffle=True),
+        DataLoader(range(22), batch_sampler=BatchSampler(range(22), 3, False)),
+        list(torch.arange(22).split(3)),
+    ],
+)
 def test_a_bar_over_a_resumed_epoch_begins_at_its_position(mode: Mode, tail: str, source: Any) -> None:
     def body() -> list[tuple[int, int]]:
         loader, resumed = (DeviceLoader(source, tail=tail) for _ in range(2))

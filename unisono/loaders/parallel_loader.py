@@ -337,7 +337,8 @@ class ParallelLoader:
     def num_skipped(self) -> int:
         """The number of rounds before the position at which the next pass begins; 0 if it is unknown."""
         _, position = self._source.next_position()
-        size = getattr(self._loader, "batch_size", None)
+        sampler = getattr(self._loader, "batch_sampler", None)  # has it, if the DataLoader was made with one
+        size = getattr(self._loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         taken = position["offset"] // self._rule.shards // size if size else 0
         return self._rule.rounds_of(position.get("batches", taken))
 
