@@ -97,8 +97,9 @@ def explain_unknown_names(advice: Mapping[str, str] | None = None) -> Callable[[
     """
 
     def decorate(target: C) -> C:
+        is_class = isinstance(target, type)
         names = list(inspect.signature(target).parameters)
-        function = vars(target)["__init__"] if isinstance(target, type) else target
+        function: Any = vars(target)["__init__"] if is_class else target
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -108,9 +109,9 @@ def explain_unknown_names(advice: Mapping[str, str] | None = None) -> Callable[[
                 raise TypeError(f"{target.__name__}() has no argument {name!r}; {hint}")
             return function(*args, **kwargs)
 
-        if not isinstance(target, type):
-            return call  # type: ignore[return-value]
-        setattr(target, "__init__", call)  # noqa: B010 - for a type checker the constructor stays as it is
-        return target
+        checked: Any = call
+        if is_class:
+            setattr(target, "__init__", call)  # noqa: B010 - for a type checker the constructor stays as it is
+        return target if is_class else checked
 
     return decorate
