@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 import unisono.compat.accelerate as compat
-from unisono import Accelerator, current_world
+from unisono import Accelerator, DeviceLoader, Output, current_world
 from unisono.comm.solo import SoloCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.foreign_names import IN_PACKAGE, advice_on
@@ -82,12 +83,14 @@ def test_an_unknown_name_is_an_error_without_advice() -> None:
             Accelerator,
             {"gradient_acumulation_steps": "is it gradient_accumulation_steps?", "zzz": "there are device, mix"},
         ),
+        (Output, {"logdir": "is it log_dir?"}),
+        (partial(DeviceLoader, []), {"batchdim": "is it batch_dim?"}),
         (compat.Accelerator, {"fsdp_plugins": "is it fsdp_plugin?", "even_batches": "it is one of DataLoaderConf"}),
     ],
 )
 def test_an_unknown_argument_says_what_to_pass_instead(make: Callable[..., Any], words: dict[str, str]) -> None:
     for name, hint in words.items():
-        with pytest.raises(TypeError, match=re.escape(f"Accelerator() has no argument {name!r}; {hint}")):
+        with pytest.raises(TypeError, match=re.escape(f"() has no argument {name!r}; {hint}")):
             make(**{name: True})
 
 

@@ -24,7 +24,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from unisono.arguments import check_integer, check_type
+from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends import resolve_device, resolve_devices
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
@@ -69,6 +69,7 @@ class LoaderOptions(TypedDict, total=False):
     sources: Sources | None
 
 
+@explain_unknown_names()
 class ParallelLoader:
     """One pass over `loader`, distributed to `devices`: batch i goes to `devices[i % len(devices)]`.
 
