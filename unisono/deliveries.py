@@ -96,6 +96,7 @@ class Loop:
         is_exhausted: whether it has ended with its last batch.
         num_used: the number of batches that passes with gradients were computed from.
         begins_ahead: whether several batches were delivered before the first pass with gradients.
+        lags: whether an earlier batch was used since the last one was delivered, and that one was not.
         batches: those that were delivered last.
         kinds: the first batch with each of the different counts and numbers of rows.
     """
@@ -108,7 +109,7 @@ class Loop:
         self.ends_here, self.lengths = ends_here, lengths
         self.rows = LoopRows()
         self.is_evaluation = self.is_open = True
-        self.is_exhausted = self.begins_ahead = False
+        self.is_exhausted = self.begins_ahead = self.lags = False
         self.num_used = 0
         self.batches: deque[Batch] = deque(maxlen=_KEPT)
         self.kinds: dict[Any, Batch] = {}
@@ -193,6 +194,7 @@ class Deliveries:
         batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized)
         loop.kinds.setdefault((batch.counts, batch.rows), batch)
         loop.batches.append(batch)
+        loop.lags = False
         with self._changing:
             if self._loops[-1:] != [loop]:
                 # `recent` lists the loops by their latest batches.
@@ -271,6 +273,7 @@ class Deliveries:
             batch.is_used, loop = True, batch.loop
             loop.begins_ahead = loop.begins_ahead or (not loop.num_used and loop.num_batches > 1)
             loop.num_used += 1
+        batch.loop.lags = not batch.loop.batches[-1].is_used
         self._used = batch
 
     def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:

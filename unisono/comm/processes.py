@@ -56,6 +56,7 @@ from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoErr
 from unisono.outcome import Outcome
 from unisono.pickling import dumps
 from unisono.protocols import Backend, ReduceOp
+from unisono.stacks import describe_call, own_frames
 from unisono.torch_private import sequence_number
 
 R = TypeVar("R")
@@ -221,7 +222,7 @@ class ProcessCommunicator:
         self.num_calls += 1
         try:
             if difference := here.announce(f"came to {purpose}"):
-                mismatch = mismatch_error(difference)
+                mismatch = mismatch_error(difference, {self.rank: describe_call(own_frames())})
                 self.abort(mismatch)  # peers that arrived before are waiting in their next call
                 raise mismatch
             return
@@ -356,8 +357,9 @@ class ProcessCommunicator:
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
             # All ranks see the same bounds, so all of them enter this gather.
-            actions = [pickle.loads(data) for data in self._gather_bytes(dumps(action))]
-            raise mismatch_error(dict(enumerate(actions)))
+            found = self._gather_bytes(dumps((action, describe_call(own_frames()))))
+            actions, places = zip(*map(pickle.loads, found), strict=True)
+            raise mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
     def _reason(self, error: BaseException) -> tuple[str, BaseException]:
         """Why the transport failed: the reason that a peer left in the store, or which ranks are missing and the error

@@ -264,7 +264,8 @@ class Passes:
     def forget(self) -> None:
         """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
         for engine in self._engines:
-            if engine.gradients.passed is not None or engine.gradients.is_own:
+            held = engine.gradients
+            if held.is_own or (held.passed is not None and held.passed[0] is self.steps.step):
                 break
         else:
             self.steps.give_up()
@@ -312,6 +313,8 @@ class Passes:
             if origin.batch is not run.counted.origin.batch or len(origin.candidates) > 1:
                 visit = self._join_origin(model, origin)
                 size = self.steps.scale(visit) / self.steps.scale(run.counted.visit)
+        elif origin is not run.origin:
+            self._check_named(model, origin)
         # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
         if part == 0:
             return torch.zeros_like(gradient)
@@ -341,6 +344,17 @@ class Passes:
                 "strategy='ddp'"
             )
         return visit
+
+    def _check_named(self, engine: Engine, origin: Origin) -> None:
+        """Check that outputs which are known to be of another batch than the user names count as that one does."""
+        named = self._given[1] if self._given is not None else None
+        if named is None or origin.is_computed or origin.batch in (None, named.batch) or origin.part == named.part:
+            return
+        raise ValueError(
+            f"backward(batch=) names one batch, and the loss has outputs of the {engine.name} for another one, of "
+            "which this rank has a different part; call it for the loss of each batch, or, if the loss is a mean over "
+            "the samples of one of them, pass their number as weight="
+        )
 
     def _check_graphs(self, engine: Engine, part: float) -> None:
         """Check that gradients which were differentiated, and which may be in this pass, have its part.
@@ -437,6 +451,8 @@ class Passes:
             self.went_past = self.went_past or not self._is_called
             is_named = self._given is not None
             weight, named = self._given or (None, None)
+            if run.origin is not None:
+                self._check_named(engine, run.origin)
             origin = named or run.origin or self._bypassing(engine)
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
                 found = dict.fromkeys([*origin.candidates, *self._world.state.deliveries.latest()])

@@ -41,12 +41,13 @@ class Origin:
         claim: what a pass on that batch claims.
         part: this rank's part of it.
         is_computed: whether the inputs share no memory with a batch.
+        may_lag: whether they may be computed from the batch before, which was used last.
         is_chained: whether the inputs were computed with gradients, for example by another model.
         syncs: whether the backward pass may reduce.
         optimizers: returns those of the model.
     """
 
-    __slots__ = ("batch", "candidates", "claim", "is_chained", "is_computed", "optimizers", "part", "syncs")
+    __slots__ = ("batch", "candidates", "claim", "is_chained", "is_computed", "may_lag", "optimizers", "part", "syncs")
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class Origin:
         optimizers: Callable[[], Collection[Optimizer]] = tuple,
     ) -> None:
         self.candidates, self.batch = candidates, candidates[0]
-        self.is_computed, self.syncs, self.optimizers, self.is_chained = is_computed, syncs, optimizers, False
+        self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
+        self.is_chained = self.may_lag = False
         self.claim = claim = claim_of(self.batch, None, world, is_sum)
         self.part = claim.samples * world.comm.size / claim.total if claim.total else 0.0
 
@@ -233,6 +235,7 @@ class Steps:
             batches = deliveries.computed_from(rows_of(inputs), inputs)
         found = Origin(batches, self.world, self.is_sum, is_computed, syncs, optimizers)
         if found.batch is not None:
+            found.may_lag = is_computed and found.batch.loop.lags
             deliveries.use(found.batch)
         return found
 
@@ -259,7 +262,7 @@ class Steps:
             others = origin.candidates[1:]
             is_known = not any(each is not None and each.loop.has_gap for each in others) if is_in_block else not others
         else:
-            is_known = len(origin.candidates) == 1 and not batch.loop.has_gap
+            is_known = len(origin.candidates) == 1 and not batch.loop.has_gap and not origin.may_lag
         if not is_known:
             way = "" if is_in_block else "let each one's lines run in `with accelerator.accumulate():`, or "
             raise ValueError(

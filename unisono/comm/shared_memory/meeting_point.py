@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from unisono.comm.operations import CALLED, mismatch_error, name_ranks
+from unisono.comm.operations import mismatch_error, name_ranks
 from unisono.comm.shared_memory import futex
 from unisono.comm.shared_memory.mapping import Mapping
 from unisono.comm.shared_memory.notes import Notes
@@ -36,6 +36,7 @@ _OPEN, _LEFT, _BROKEN = 0, 1, 2
 _SPINS = 100
 # A process that dies wakes no sleeper, so a peer's lock and the deadline are checked after each nap.
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 0.1
+_GRACE_S = 2.0  # how long a rank that has found a difference waits for the others, to name their places
 _WORD = 2**32
 _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
 
@@ -77,10 +78,10 @@ class MeetingPoint:
             self.enter("came to a full page of announcements")
         self.notes.add(action)
         difference = self.notes.find_difference()
-        if difference and not self.missing(self.turn + 1):
+        if difference and self._all_come():
             self.meet()
             self.notes.turn_page()
-            raise self._mismatch(difference[self.rank], with_place=False)
+            raise self._mismatch(difference[self.rank])
         return difference
 
     def name_next(self, action: str) -> None:
@@ -102,16 +103,26 @@ class MeetingPoint:
         difference = self.notes.find_difference()
         self.notes.turn_page()
         if difference:
-            raise self._mismatch(difference[self.rank], with_place=not name)
+            raise self._mismatch(difference[self.rank])
 
-    def _mismatch(self, action: str, with_place: bool) -> CollectiveMismatchError:
+    def _all_come(self) -> bool:
+        """Whether all others come to their next meeting soon, so that all raise the same error, with their places."""
+        deadline = time.monotonic() + _GRACE_S
+        while missing := self.missing(self.turn + 1):
+            if time.monotonic() > deadline or any(map(self._absence_of, missing)):
+                return False
+            time.sleep(_FIRST_NAP_S)
+        return True
+
+    def _mismatch(self, action: str) -> CollectiveMismatchError:
         """The error, with the places of calls. All ranks get here, since each has found the same difference."""
-        place = describe_call(own_frames()) if with_place and action.startswith(CALLED) else ""
-        self.notes.add(f"{action} from {place}" if place else action)
+        self.notes.add(action)
+        self.notes.add(describe_call(own_frames()))
         # All must have written their places before any rank reads them.
         self.meet()
         self.close(is_broken=True)
-        return mismatch_error({rank: self.notes.only_line(rank) for rank in range(self.size)})
+        actions, places = zip(*map(self.notes.lines, range(self.size)), strict=True)
+        return mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
     def meet(self) -> None:
         """Wait until all ranks have arrived.

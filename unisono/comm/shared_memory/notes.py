@@ -94,9 +94,9 @@ class Notes:
         text = self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4]]
         return text.decode(errors="replace").rstrip("\n")
 
-    def only_line(self, rank: int) -> str:
-        """What that rank has noted, if it is one line."""
-        return self._read(rank).decode(errors="replace").rstrip("\n")
+    def lines(self, rank: int) -> list[str]:
+        """What that rank has noted, line by line."""
+        return self._read(rank).decode(errors="replace").split("\n")[:-1]
 
     def _read(self, rank: int) -> bytes:
         """What that rank has noted for this rank's next collective so far."""
