@@ -21,7 +21,6 @@ import torch
 
 from unisono.checkpoint.agreement import (
     agree_on,
-    check_steps,
     checked_score,
     chosen_place,
     encode_error,
@@ -185,11 +184,9 @@ class Saver:
         # Without raising: all ranks raise a failure together, after they have exchanged it below.
         self._writer.wait()
         own, failure = self._own_part(objects, facts), self._writer.take_failure()
-        ranks = comm.all_gather_object({"step": step, "failure": encode_error(failure), "rank": own})
+        ranks = comm.all_gather_object({"failure": encode_error(failure), "rank": own})
         self._is_writing = False
         raise_any([each["failure"] for each in ranks], failure)
-        # Also compared by the announcement, except in a process group that was created elsewhere.
-        check_steps([each["step"] for each in ranks])
         # All ranks derive the temporary path of their shards from the same mark.
         agreed: tuple[Place | None, str] = agree_on(lambda: (chosen_place(place, score), new_mark()), world)
         chosen, mark = agreed
