@@ -45,7 +45,7 @@ def trained(strategy: str, how: str, every: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("mode", "strategy", "hows"),
     [
-        pytest.param(PROCESSES_2, "fsdp", ["given"], id="fsdp, a compiled model"),
+        pytest.param(PROCESSES_2, "fsdp", ["given"], id="a compiled model"),
         *(
             pytest.param(mode, strategy, HOWS, id=f"{strategy}, {mode}", marks=pytest.mark.slow)
             for mode, strategy in [
