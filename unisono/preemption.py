@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from unisono.errors import UnisonoError
+from unisono.errors import STOP_EXIT_CODE, UnisonoError
 from unisono.torch_private import LOADER_WORKER_MODULE
 
 _is_requested = False
@@ -114,6 +114,16 @@ def agree() -> None:
 def is_agreed() -> bool:
     """Whether this process is heading for an agreed early end."""
     return _is_agreed
+
+
+def call(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn`; once the ranks have agreed to stop, `sys.exit()` in it, with 0 or 143, is a return like any other."""
+    try:
+        return fn(*args)
+    except SystemExit as error:
+        if not _is_agreed or error.code not in (None, 0, STOP_EXIT_CODE):
+            raise
+        return None
 
 
 def on_handling(callback: Callable[[], None]) -> None:

@@ -237,7 +237,7 @@ class Group:
         elif kind is Kind.NOTE:
             say_once(message.data.decode())
         elif kind is Kind.STOPPED:
-            worker.has_agreed_to_stop = True
+            worker.stopped_after = int(message.data)
         else:
             worker.outcome = Outcome.from_bytes(message.data, message.buffers)
             is_failure = worker.outcome.error is not None

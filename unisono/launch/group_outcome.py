@@ -36,7 +36,7 @@ class Worker:
     has_begun: bool = False  # fn is about to be called
     has_ended: bool = False
     handles_stop: bool = False
-    has_agreed_to_stop: bool = False
+    stopped_after: int | None = None  # steps, if the ranks have agreed to stop
     was_stopped: bool = False  # it ended after we had sent a signal
 
 

@@ -16,6 +16,7 @@ from unisono.backends import pick_backend
 from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ProcessContext
+from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
 from unisono.launch.job import Job
@@ -206,9 +207,11 @@ def _run_inline(fn: Callable[..., Any], args: Sequence[Any], family: Backend) ->
     world = solo_world(family)
     with preemption.scope(), use_world(world):
         try:
-            result = fn(0, *args)
+            result = preemption.call(fn, 0, *args)
             if preemption.is_agreed():
-                raise StoppedError([result])
+                stopped = StoppedError([result], count_of(world, "steps"))
+                logger.warning("%s", stopped)
+                raise stopped
             return result
         except StoppedError:
             raise

@@ -211,7 +211,12 @@ class Supervisor:
                 self._run.append(worker.rank, "".join(traceback.format_exception(worker.outcome.error)))
 
     def _has_agreed_to_stop(self) -> bool:
-        return self._group is not None and any(worker.has_agreed_to_stop for worker in self._group.workers)
+        return self._stopped_after() is not None
+
+    def _stopped_after(self) -> int | None:
+        """The steps after which the ranks have agreed to stop; None if they have not."""
+        workers = self._group.workers if self._group is not None else []
+        return next((each.stopped_after for each in workers if each.stopped_after is not None), None)
 
     def _run_attempt(self, restart_count: int) -> Outcome[list[Any]]:
         with rendezvous() as place:
@@ -254,8 +259,9 @@ class Supervisor:
 
     def _conclude_job(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
         if verdict.error is None and (self._has_agreed_to_stop() or Group.ask_to_stop in self._asked_for):
-            stopped = StoppedError(verdict.value or [])
-            logger.warning("%s", stopped)
+            stopped = StoppedError(verdict.value or [], self._stopped_after() or 0)
+            if self._job.first_rank == 0:  # once, of several machines
+                logger.warning("%s", stopped)
             verdict = Outcome(error=stopped)
         if self._run is not None and self._ends_run:
             code = INTERRUPTED if Group.interrupt in self._asked_for else exit_code_of(verdict.error)

@@ -36,7 +36,7 @@ from unisono.backends import get_backend
 from unisono.comm.processes import is_of_transport
 from unisono.comm.selection import translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.launch.heartbeat import beating
+from unisono.launch.heartbeat import beating, count_of
 from unisono.launch.hosts.environment import Place
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import Caller, Job
@@ -103,8 +103,8 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # first: once the caller knows of a failure, it may signal this process
         with contextlib.suppress(Exception):
             stream.flush()
-    if preemption.is_agreed():
-        reporter.send(Kind.STOPPED)
+    if preemption.is_agreed() and world is not None:
+        reporter.send(Kind.STOPPED, str(count_of(world, "steps")).encode())
     reporter.send(Kind.OUTCOME, *replace(outcome, where=where, is_secondary=is_secondary).to_buffers())
     # The default action works inside native code, where a handler in Python would not run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -162,7 +162,7 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
         compare_modules(pickle.loads(job.caller.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
     # Sent after the imports, whose duration the supervisor reports as a slow start.
     reporter.send(Kind.BEGUN)
-    return loaded.fn(world.rank, *loaded.args)
+    return preemption.call(loaded.fn, world.rank, *loaded.args)
 
 
 def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) -> None:
