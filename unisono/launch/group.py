@@ -136,7 +136,8 @@ class Group:
         """Handle a report of another machine: its workers' progress, or that its part of the group has failed."""
         self._standstill.hear(report, time.monotonic(), self._running_workers())
         if report.verdict:
-            self.give_up(Outcome.from_bytes(report.verdict), _SETTLE_S)
+            verdict: Outcome[Any] = Outcome.from_bytes(report.verdict)
+            self.give_up(verdict, _SETTLE_S if verdict.is_secondary else 0.0)
 
     def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
         """End the group for a reason outside it, which may be the first cause."""

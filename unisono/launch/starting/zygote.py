@@ -172,6 +172,8 @@ class Zygote:
                 # A request to stop is for the worker alone: its loader workers must go on until it has stopped.
                 send = kill_session if message["to_sessions"] else os.kill
                 send(pid, message["signal"])
+                if message["to_sessions"]:
+                    kill_session(pid, signal.SIGCONT)  # a stopped process would take the signal only then
 
     def _import_backend(self, family: str) -> None:
         """Import in advance what the workers of a family import. A failure is left for the worker to report."""
