@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import StoppedError, UnpicklableError
+from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError
 from unisono.launch.exit_codes import INTERRUPTED, exit_code_of
 from unisono.launch.group import Group
 from unisono.launch.hang import HangWatch
@@ -35,6 +35,7 @@ from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import Output, OutputOptions
 from unisono.launch.watching.run_directory import RunDirectory
 from unisono.outcome import Outcome
+from unisono.stacks import frames_of
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
@@ -282,14 +283,21 @@ def _supervise(supervisor: Supervisor) -> None:
     supervisor._has_ended.set()
 
 
-def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int, run: RunDirectory | None) -> None:
-    """Report that a group has failed and another one is started."""
+def tell_restart(
+    verdict: Outcome[list[Any]],
+    restart_count: int,
+    max_restarts: int,
+    run: RunDirectory | None,
+    level: int = logging.WARNING,
+) -> None:
+    """Report in one line that a group has failed, and where, and that another one is started."""
     error = verdict.error
-    logger.warning(
-        "restart %d of %d, because of %s: %s%s",
-        *(restart_count, max_restarts, type(error).__name__, error),
-        f" ({verdict.where})" if verdict.where else "",
-        exc_info=error if isinstance(error, Exception) and error.__cause__ is not None else None,
-    )
+    assert error is not None
+    kind = ":" if type(error) is UnisonoError else f", because of {type(error).__name__}:"
+    frames = frames_of(error.__cause__.text) if isinstance(error.__cause__, RemoteTraceback) else []
+    place = next((f", in {frame}" for frame in reversed(frames) if frame.is_users), "")
+    where = f" ({verdict.where})" if verdict.where else ""
+    text = str(error).partition("\n")[0]
+    logger.log(level, "restart %d of %d%s %s%s%s", restart_count, max_restarts, kind, text, place, where)
     if run is not None:
         run.event("restarted", restart_count=restart_count, where=verdict.where)
