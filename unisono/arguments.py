@@ -1,9 +1,15 @@
-"""Checks of arguments that many functions have: a type, a choice, the least value of an integer; a table of rules."""
+"""Checks of arguments that many functions have: a type, a choice, the least value of an integer; a table of rules; and
+of their names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 def check_type(value: Any, name: str, advice: str, *kinds: Any) -> None:
@@ -37,6 +43,32 @@ def check_integer(value: Any, name: str, least: int, advice: str = "") -> int:
     if value < least:
         raise ValueError(f"{name}={value} is too small; {advice or f'pass an integer of at least {least}'}")
     return int(value)
+
+
+def check_names(given: Iterable[str], known: Collection[str], owner: str) -> None:
+    """Check that `owner` has arguments of these names.
+
+    Raises:
+        TypeError: it has not; the message names the closest one, and all.
+    """
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"is it {close[0]!r}, of" if close else "there are"
+            raise TypeError(f"{owner} has no argument {name!r}; {hint} {', '.join(known)}{'?' if close else ''}")
+
+
+def with_checked_names(kind: type[T]) -> type[T]:
+    """Make a dataclass suggest the closest name for an unknown argument."""
+    original, known = kind.__init__, [each.name for each in fields(kind)]  # type: ignore[arg-type] # a dataclass
+
+    @wraps(original)
+    def checked(self: T, *args: Any, **given: Any) -> None:
+        check_names(given, known, kind.__name__)
+        original(self, *args, **given)
+
+    kind.__init__ = checked  # type: ignore[method-assign, assignment]
+    return kind
 
 
 class Rule(NamedTuple):

@@ -14,7 +14,7 @@ from datetime import timedelta
 from types import NoneType
 from typing import Literal, TypedDict
 
-from unisono.arguments import check_integer, check_type
+from unisono.arguments import check_integer, check_type, with_checked_names
 from unisono.backends.cores import disjoint_cores, fair_num_threads
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _YEAR_S = 365 * 24 * 3600
 
 
+@with_checked_names
 @dataclass(frozen=True)
 class Output:
     """What happens to the output of workers, for `spawn(..., output=Output(...))`.
@@ -54,6 +55,7 @@ class Output:
         check_type(self.prefix, "prefix", "pass True, False or None", bool, NoneType)
 
 
+@with_checked_names
 @dataclass(frozen=True)
 class Cores:
     """How workers share the CPU cores of a machine, for `spawn(..., cores=Cores(...))`.
@@ -142,8 +144,8 @@ class Options:
                 "safe, 'spawn', or None"
             )
         check_type(self.cores, "cores", "pass CPU threads per worker, or unisono.Cores(...)", int, Cores, NoneType)
-        if not isinstance(self.cores, Cores):
-            Cores(num_threads=self.cores)  # checks it
+        if isinstance(self.cores, int):
+            check_integer(self.cores, "cores", 1, "pass CPU threads per worker, or None for a fair share")
         _check_seconds(self.timeout_s if isinstance(self.timeout, timedelta) else self.timeout, "timeout")
         if self.hang_timeout_s is not None:
             _check_seconds(self.hang_timeout_s, "hang_timeout_s")
