@@ -114,9 +114,8 @@ def spawn(
     for name in options:
         for kind in (Output, Cores):
             if name in kind.__annotations__:
-                raise TypeError(
-                    f"spawn has no argument {name!r}; pass {kind.__name__.lower()}={kind.__name__}({name}=...)"
-                )
+                shown = kind.__name__
+                raise TypeError(f"spawn has no argument {name!r}; pass {shown.lower()}={shown}({name}=...)")
     check_names(options, ["args", "nprocs", "join", "daemon", *SpawnOptions.__annotations__], "spawn")
     chosen = Options(daemon=daemon, **options)
     family = pick_backend(chosen.backend)
@@ -193,8 +192,8 @@ def _check_call(fn: Any, args: Any) -> None:
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
         raise TypeError(
-            f"{name}{signature} cannot be called as fn(index, *args) with {len(args)} args: {error}; its first parameter "
-            "is the worker's index, and spawn(fn, args=(...)) passes the others"
+            f"{name}{signature} cannot be called as fn(index, *args) with {len(args)} args: {error}; its first "
+            "parameter is the worker's index, and spawn(fn, args=(...)) passes the others"
         ) from None
 
 
