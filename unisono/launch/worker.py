@@ -25,6 +25,7 @@ import sys
 import threading
 from dataclasses import replace
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,7 +139,8 @@ def is_about_a_peer(error: BaseException | None) -> bool:
 def refuse_while_loading() -> None:
     """Raise UnisonoError in a worker that is still importing the module of `fn`: a spawn there would recurse without
     end."""
-    if _is_loading:
+    # The second is multiprocessing's mark of a fresh interpreter that still imports the script.
+    if _is_loading or getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UnisonoError(
             "spawn was called by a module that a worker imports to find fn in it, and would be called again in each "
             'worker; put that call under `if __name__ == "__main__":`, or into a function'
@@ -173,8 +175,15 @@ def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) ->
 
 
 def _adopt_caller(caller: Caller, place: Place, directory: str) -> None:
+    main = sys.modules["__main__"]
     for name in ("sys", "main"):  # names from the command line that started the zygote
-        sys.modules["__main__"].__dict__.pop(name, None)
+        vars(main).pop(name, None)
+    # For loader workers that are fresh interpreters (forkserver, spawn): multiprocessing imports the script in them.
+    file, name = caller.main
+    if file:
+        main.__file__ = file
+    if name:
+        main.__spec__ = ModuleSpec(name, None, origin=file)
     os.environ.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.local_rank),
