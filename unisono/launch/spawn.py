@@ -204,10 +204,12 @@ def _report_idle_options(join: bool, options: Options) -> None:
             "spawn(join=False) would start workers and continue, but a launcher has started this process as one of its "
             "workers: pass join=True, or run the script without a launcher"
         )
-    if options.max_restarts or options.hang_timeout_s or options.output.log_dir:
+    names = ("start_method", "cores", "hang_timeout_s", "max_restarts", "grace_s", "output")
+    if idle := [name for name in names if getattr(options, name) != getattr(Options, name)]:
         logger.warning(
-            "max_restarts, hang_timeout_s and Output(log_dir=...) are up to the launcher, which has started this "
-            "process as one of its workers; `unisono run` has --max-restarts, --hang-timeout and --log-dir"
+            "spawn's %s: ignored, since a launcher has started this process as one of its workers; `unisono run` has "
+            "options for them",
+            ", ".join(idle),
         )
 
 
