@@ -1,15 +1,15 @@
-"""Checks of arguments that many functions have: a type, a choice, the least value of an integer; a table of rules; and
+"""Checks of arguments that many functions have: a type, a choice, the least value of an integer, a table of rules; and
 of their names."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
-T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 def check_type(value: Any, name: str, advice: str, *kinds: Any) -> None:
@@ -45,33 +45,7 @@ def check_integer(value: Any, name: str, least: int, advice: str = "") -> int:
     return int(value)
 
 
-def check_names(given: Iterable[str], known: Collection[str], owner: str) -> None:
-    """Check that `owner` has arguments of these names.
-
-    Raises:
-        TypeError: it has not; the message names the closest one, and all.
-    """
-    for name in given:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"is it {close[0]!r}, of" if close else "there are"
-            raise TypeError(f"{owner} has no argument {name!r}; {hint} {', '.join(known)}{'?' if close else ''}")
-
-
-def with_checked_names(kind: type[T]) -> type[T]:
-    """Make a dataclass suggest the closest name for an unknown argument."""
-    original, known = kind.__init__, [each.name for each in fields(kind)]  # type: ignore[arg-type] # a dataclass
-
-    @wraps(original)
-    def checked(self: T, *args: Any, **given: Any) -> None:
-        check_names(given, known, kind.__name__)
-        original(self, *args, **given)
-
-    kind.__init__ = checked  # type: ignore[method-assign, assignment]
-    return kind
-
-
-class Rule(NamedTuple):
+class ArgumentRule(NamedTuple):
     """What an argument may be.
 
     Attributes:
@@ -89,7 +63,7 @@ class Rule(NamedTuple):
     hint: str = ""
 
 
-def check_by_rules(given: Mapping[str, Any], **rules: Rule) -> None:
+def check_by_rules(given: Mapping[str, Any], **rules: ArgumentRule) -> None:
     """Check the arguments that have a rule, in the order of the rules.
 
     Args:
@@ -112,3 +86,37 @@ def check_by_rules(given: Mapping[str, Any], **rules: Rule) -> None:
             raise ValueError(f"{name}={value} is too small; {rule.hint}")
         if rule.above is not None and not value > rule.above:
             raise ValueError(f"{name}={value!r} is not above {rule.above:g}; {rule.hint}")
+
+
+def check_names(owner: str, given: Iterable[str], names: Collection[str], advice: Mapping[str, str]) -> None:
+    """Check that a function has arguments of the given names; see `explain_unknown_names`."""
+    for name in [each for each in given if each not in names]:
+        close = get_close_matches(name, names, n=1)
+        hint = advice.get(name) or (f"is it {close[0]}?" if close else f"there are {', '.join(names)}")
+        raise TypeError(f"{owner}() has no argument {name!r}; {hint}")
+
+
+def explain_unknown_names(advice: Mapping[str, str] | None = None) -> Callable[[C], C]:
+    """Decorate a function, or a class, for its constructor: for an argument of an unknown name, a TypeError gives the
+    advice on it, or else the closest name.
+
+    Args:
+        advice: what to do instead, by unknown names.
+    """
+
+    def decorate(target: C) -> C:
+        is_class = isinstance(target, type)
+        names = list(inspect.signature(target).parameters)
+        function: Any = vars(target)["__init__"] if is_class else target
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            check_names(target.__name__, kwargs, names, advice or {})
+            return function(*args, **kwargs)
+
+        checked: Any = call
+        if is_class:
+            setattr(target, "__init__", call)  # noqa: B010 - for a type checker the constructor stays as it is
+        return target if is_class else checked
+
+    return decorate

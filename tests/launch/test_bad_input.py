@@ -43,16 +43,16 @@ REFUSALS: list[Refusal] = [
     (
         TypeError,
         lambda: spawn(work, num_threads=2),
-        r"spawn has no argument 'num_threads'; pass cores=Cores\(num_threads=",
+        r"spawn\(\) has no argument 'num_threads'; pass cores=Cores\(num_threads=",
     ),
     (TypeError, lambda: spawn(work, log_dir="logs"), r"'log_dir'; pass output=Output\(log_dir="),
     (
         TypeError,
         lambda: spawn(work, max_restart=2),
-        "no argument 'max_restart'; is it 'max_restarts', of args, nprocs,",
+        "no argument 'max_restart'; is it max_restarts",
     ),
-    (TypeError, lambda: Output(logdir="logs"), "Output has no argument 'logdir'; is it 'log_dir', of log_dir, ranks,"),
-    (TypeError, lambda: Cores(threads=2, x=1), "Cores has no argument 'threads'; is it 'num_threads', of"),
+    (TypeError, lambda: Output(logdir="logs"), r"Output\(\) has no argument 'logdir'; is it log_dir"),
+    (TypeError, lambda: Cores(threads=2, x=1), r"Cores\(\) has no argument 'threads'; is it num_threads"),
     (
         TypeError,
         lambda: spawn(lambda: None),

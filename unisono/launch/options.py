@@ -14,7 +14,7 @@ from datetime import timedelta
 from types import NoneType
 from typing import Literal, TypedDict
 
-from unisono.arguments import check_integer, check_type, with_checked_names
+from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends.cores import disjoint_cores, fair_num_threads
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _YEAR_S = 365 * 24 * 3600
 
 
-@with_checked_names
+@explain_unknown_names()
 @dataclass(frozen=True)
 class Output:
     """What happens to the output of workers, for `spawn(..., output=Output(...))`.
@@ -55,7 +55,7 @@ class Output:
         check_type(self.prefix, "prefix", "pass True, False or None", bool, NoneType)
 
 
-@with_checked_names
+@explain_unknown_names()
 @dataclass(frozen=True)
 class Cores:
     """How workers share the CPU cores of a machine, for `spawn(..., cores=Cores(...))`.

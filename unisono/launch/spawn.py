@@ -21,7 +21,7 @@ from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
 from unisono.launch.job import Job
-from unisono.launch.messages import say_once
+from unisono.launch.messages import say_once, shorten_traceback
 from unisono.launch.options import Cores, Options, Output, SpawnOptions
 from unisono.launch.resource_limits import check_room
 from unisono.launch.settings import Settings
@@ -33,6 +33,12 @@ from unisono.protocols import Backend
 from unisono.world import solo_world, use_world
 
 logger = logging.getLogger(__name__)
+
+_MOVED = {
+    name: f"pass {kind.__name__.lower()}={kind.__name__}({name}=...)"
+    for kind in (Output, Cores)
+    for name in kind.__annotations__
+}
 
 
 @overload
@@ -111,12 +117,7 @@ def spawn(
     """
     refuse_while_loading()
     _check_call(fn, args)
-    for name in options:
-        for kind in (Output, Cores):
-            if name in kind.__annotations__:
-                shown = kind.__name__
-                raise TypeError(f"spawn has no argument {name!r}; pass {shown.lower()}={shown}({name}=...)")
-    check_names(options, ["args", "nprocs", "join", "daemon", *SpawnOptions.__annotations__], "spawn")
+    check_names("spawn", options, ["args", "nprocs", "join", "daemon", *SpawnOptions.__annotations__], _MOVED)
     chosen = Options(daemon=daemon, **options)
     family = pick_backend(chosen.backend)
     count = check_nprocs(nprocs, family, chosen.process_group)
@@ -130,7 +131,11 @@ def spawn(
         return [_run_inline(fn, args, family)]
     context = ProcessContext(Supervisor(make_job(fn, args, count, family, chosen)))
     if join:
-        return context.join() or []
+        try:
+            return context.join() or []
+        except BaseException as error:
+            shorten_traceback(error)
+            raise
     context.start()
     return context
 
