@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
 
@@ -88,6 +88,14 @@ def check_by_rules(given: Mapping[str, Any], **rules: ArgumentRule) -> None:
             raise ValueError(f"{name}={value!r} is not above {rule.above:g}; {rule.hint}")
 
 
+def check_names(owner: str, given: Iterable[str], names: Collection[str], advice: Mapping[str, str]) -> None:
+    """Check that a function has arguments of the given names; see `explain_unknown_names`."""
+    for name in [each for each in given if each not in names]:
+        close = get_close_matches(name, names, n=1)
+        hint = advice.get(name) or (f"is it {close[0]}?" if close else f"there are {', '.join(names)}")
+        raise TypeError(f"{owner}() has no argument {name!r}; {hint}")
+
+
 def explain_unknown_names(advice: Mapping[str, str] | None = None) -> Callable[[C], C]:
     """Decorate a function, or a class, for its constructor: for an argument of an unknown name, a TypeError gives the
     advice on it, or else the closest name.
@@ -103,10 +111,7 @@ def explain_unknown_names(advice: Mapping[str, str] | None = None) -> Callable[[
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for name in [each for each in kwargs if each not in names]:
-                close = get_close_matches(name, names, n=1)
-                hint = (advice or {}).get(name) or (f"is it {close[0]}?" if close else f"there are {', '.join(names)}")
-                raise TypeError(f"{target.__name__}() has no argument {name!r}; {hint}")
+            check_names(target.__name__, kwargs, names, advice or {})
             return function(*args, **kwargs)
 
         checked: Any = call

@@ -466,7 +466,7 @@ def train(index):
     return index
 
 try:
-    unisono.spawn(train)
+    unisono.spawn(train, cores=1, grace_s=3.0)
     print("second stage")
 except unisono.errors.StoppedError as stop:
     print("stopped with", stop.results)
@@ -476,7 +476,11 @@ except unisono.errors.StoppedError as stop:
 
 def test_an_agreed_stop_ends_the_script_of_every_rank(tmp_path):
     (tmp_path / "stopping.py").write_text(STOPPING)
-    assert [ended[:2] for ended in run_two(tmp_path / "stopping.py")] == [(143, "stopped with [0, 1]\n")] * 2
+    ended = run_two(tmp_path / "stopping.py")
+    assert [each[:2] for each in ended] == [(143, "stopped with [0, 1]\n")] * 2
+    errors = [each[2] for each in ended]
+    assert all("spawn's cores, grace_s: ignored, since a launcher has started" in each for each in errors)
+    assert [each.count("stopped early as asked; run again to resume") for each in errors] == [1, 0]
 
 
 def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_path):
