@@ -27,7 +27,7 @@ from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Stamps
 from unisono.loaders.sharding import Claim, Rule
 from unisono.loaders.sources import Begun
-from unisono.loaders.stream_position import Read, Seen
+from unisono.loaders.stream_position import Position, Read
 from unisono.world import World, thread_worlds
 
 
@@ -79,9 +79,7 @@ def start_of(ranks: int, **more: Any) -> dict[str, Any]:
     return {
         "offset": 0,
         "by": "stride",
-        "layers": [[ranks, 1, [0] * ranks]],
-        "last": [0] * ranks,
-        "mark": None,
+        "layers": [[ranks, 1, [[0, 0]] * ranks]],
         **more,
     }
 
@@ -92,10 +90,10 @@ def begun_at(position: dict[str, Any]) -> Begun:
 
 def deliveries_of(rank: int, ranks: int, batches: Sequence[Any], mark: int = 7, by: Any = "stride") -> list[Delivery]:
     """What the lane of a rank with one loader worker gives: each batch with what it has read."""
+    taken = itertools.accumulate(map(len, batches))
     return [
-        Delivery(batch, None, Claim(len(batch), len(batch)), Read(rank, len(batch), by, seen), 0, Stamps())
-        for rows, batch in enumerate(batches)
-        for seen in [Seen(mark, rows + 1, mark) if by == "stride" else None]
+        Delivery(batch, None, Claim(len(batch), len(batch)), Read(rank, Position(number, mark), by), 0, Stamps())
+        for number, batch in zip(taken, batches, strict=True)
     ]
 
 
@@ -179,7 +177,8 @@ def test_all_ranks_take_the_same_steps_and_every_sample_once(sizes, ahead, most)
         assert len({each.claim.mark for each in together}) == 1
         given_so_far = [sum(each[: place + 1]) for each in sizes]
         for each in together:
-            position = {"offset": sum(given_so_far), "layers": [[len(sizes), 1, given_so_far]], "mark": 7}
+            parts = [[number, 7 if number else 0] for number in given_so_far]
+            position = {"offset": sum(given_so_far), "layers": [[len(sizes), 1, parts]]}
             assert each.position.items() >= position.items(), "all ranks know what all parts have given"
     assert len(set(ranks.meetings)) == 1
 

@@ -77,7 +77,7 @@ class Lockstep:
         self._ahead = ahead
         self._offset: int = begun.position["offset"]  # the same on every rank
         self._taken = Taken.of_state(begun.position)  # the same, but for the states of the rank's own parts
-        self._same = SameStream(self._taken.mark)
+        self._same = SameStream(self._taken.here)
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
@@ -92,7 +92,6 @@ class Lockstep:
             EndOfChannel: no rank has more batches.
             BrokenWorldError: another rank's source failed.
             CollectiveMismatchError: another rank is at another position of the stream.
-            StateError: the state was saved over another stream.
             RuntimeError: the ranks read different streams, or cut theirs in different ways.
             ValueError: some ranks have no more batches, others do, and the rule forbids it; or batches must have one
                 size, and one is of unknown size.
@@ -121,7 +120,7 @@ class Lockstep:
         if offered[self._world.rank] is not None:
             own = self._own.popleft()
             self._full = max(self._full, own.claim.samples)
-            self._taken = self._taken.with_state(own.position)
+            self._taken = self._taken.after([own.position])  # with the dataset's state, which the offer lacks
         else:
             assert self._spare is not None
             own = self._one_sample_of(self._spare)
@@ -150,7 +149,7 @@ class Lockstep:
         check_offers(offers)
         going = [offer for offer in offers if offer.batches]
         for _, read in chain.from_iterable(offer.batches for offer in going):
-            self._same.compare(read.seen)
+            self._same.compare(read)
         if not going:
             raise EndOfChannel
         if len(going) < len(offers):

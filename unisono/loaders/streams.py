@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, makes_batches_alike, rounds_of_loaded
-from unisono.loaders.stream_parts import Cut, Made, PartReader, StreamStart
+from unisono.loaders.stream_parts import Cut, Made, PartReader
 from unisono.loaders.stream_position import Cutter, Read, SameStream, Taken
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
@@ -84,7 +84,8 @@ class StreamSource:
             if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
                 size = _share_of_batch(size, self._rank, self._ranks)
             drop_last = loader.drop_last or rule.tail == "drop"
-            made = self._make_batches(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
+            reader = PartReader(dataset, loader.collate_fn, size, drop_last, cut, loader.worker_init_fn)
+            made = self._make_batches(loader, reader)
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
         reading = _Reading(made, cut.taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven)
@@ -157,9 +158,9 @@ class StreamSource:
                 *before.here[:2], *taken.here[:2],
             )  # fmt: skip
             taken.check_cut(by)
-        # Workers deliver in turn, worker 0 first: with the part after the last delivered one, it keeps the order.
-        cut = Cut(self._rank, by, self.seed, epoch, taken, shift=(taken.last[self._rank] + 1) % workers)
-        if any(taken.is_read_again(cut.part(worker)) for worker in range(workers)):
+        cut = Cut(self._rank, by, self.seed, epoch, taken)
+        read = [part for part in taken.parts_of(self._rank) if len(taken.layers) > 1 or taken.here.parts[part].taken]
+        if not taken.states.keys() >= set(read):
             logger.warning(
                 "rank %d resumes the stream by reading and discarding what was delivered before: the state holds no "
                 "state_dict of its dataset for these workers",
@@ -173,7 +174,7 @@ class StreamSource:
             return reader.made(cut)
         key = cut.by, reader.size
         if self._persistent is None or self._persistent[0] != key or cut.taken.is_begun:
-            pool = WorkerPool(loader, reader, StreamStart(reader, loader.worker_init_fn))
+            pool = WorkerPool(loader, reader, reader.start)
             is_kept = loader.persistent_workers and not cut.taken.is_begun  # a resumed pass has other parts
             self._persistent = (key, pool, reader.cell) if is_kept else None
             cell = reader.cell
@@ -190,7 +191,7 @@ class _Reading:
         self._taken = start
         self._leave_out = leave_out
         self._is_uneven = is_uneven
-        self._same = SameStream(start.mark)
+        self._same = SameStream(start.here)
         self._read: Read | None = None  # of the last batch
 
     def __iter__(self) -> _Reading:
@@ -201,8 +202,8 @@ class _Reading:
             self._leave_out(made.samples or 0)
         self._read = made.read
         if not self._is_uneven:  # otherwise these are matters of all ranks
-            self._same.compare(made.read.seen)
-            self._taken = self._taken.after([made.read]).with_state(made.read)
+            self._same.compare(made.read)
+            self._taken = self._taken.after([made.read])
         return made.batch, made.samples
 
     def position(self, offset: int, *_: int) -> Any:
