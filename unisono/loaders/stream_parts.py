@@ -182,6 +182,7 @@ class PartSamples:
             seed_all(self._seed)
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(cut.epoch)
+        self._is_stateful = is_stateful(dataset) and not has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
         self._source = self._open_iterator(cut.taken.states.get(part))
 
     @property
@@ -216,7 +217,7 @@ class PartSamples:
 
     def _dataset_state(self) -> Any:
         """The dataset's own state after the last sample; None if it has none."""
-        if not is_stateful(self._dataset) or has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None)):
+        if not self._is_stateful:
             return None
         # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already be
         # that of a new beginning.
