@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +60,34 @@ class OfItsNode(Stream):
     def __iter__(self) -> Iterator[int]:
         first, row = self._distributed
         yield from range(first, self.count, row)
+
+
+class OfMosaic(Stream):
+    """Cuts itself by the rank that it has found, and by the rank's workers, as mosaicml-streaming's do."""
+
+    __module__ = "streaming.base.dataset"
+
+    def __init__(self, place: int, places: int) -> None:
+        super().__init__()
+        self.place, self.places = place, places
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        yield from range(self.place * workers + worker, self.count, self.places * workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@stand_ins()
+def test_mosaics_streams_are_cut_by_rank_once_if_they_see_the_ranks(monkeypatch, workers):
+    for places in (1, 2):
+
+        def seen(places: int = places) -> Any:
+            return SimpleNamespace(rank=rank() % places, num_ranks=places)
+
+        monkeypatch.setitem(sys.modules, "streaming.base.world", SimpleNamespace(World=SimpleNamespace(detect=seen)))
+        found = passes(THREADS_2, lambda places=places: OfMosaic(rank() % places, places), None, workers=workers)
+        assert all_of(found) == list(range(COUNT))
 
 
 class Ranged(Stream):

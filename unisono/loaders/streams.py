@@ -216,16 +216,19 @@ def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
-    """Whether it is a webdataset pipeline that splits its shards by node, and sees this process as `rank` of `ranks`.
+    """Whether it is a webdataset pipeline that splits its shards by node, or a dataset of mosaicml-streaming.
 
-    webdataset finds the rank itself, so its answer is compared.
+    These find the rank themselves, so it is False if they see this process as another one.
     """
     stages = getattr(dataset, "pipeline", ())
-    if not type(dataset).__module__.startswith("webdataset.") or not isinstance(stages, list | tuple):
-        return False
-    webdataset: Any = import_module("webdataset")
-    splits = any(stage is webdataset.split_by_node for stage in stages)
-    return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
+    if type(dataset).__module__.startswith("webdataset.") and isinstance(stages, list | tuple):
+        webdataset: Any = import_module("webdataset")
+        splits = any(stage is webdataset.split_by_node for stage in stages)
+        return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
+    if any(kind.__module__.startswith("streaming.base.") for kind in type(dataset).__mro__):
+        seen: Any = import_module("streaming.base.world").World.detect()
+        return (seen.rank, seen.num_ranks) == (rank, ranks)
+    return False
 
 
 def _share_of_batch(size: int, rank: int, ranks: int) -> int:
