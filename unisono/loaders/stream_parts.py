@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -79,22 +80,12 @@ class PartReader(IterableDataset[Packed]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[Any], Any],
-        size: int | None,
-        drop_last: bool,
-        cut: Cut,
-        init: Callable[[int], None] | None = None,
+        self, dataset: Any, collate: Callable[[Any], Any], size: int | None, drop_last: bool, cut: Cut, init: Any = None
     ) -> None:
-        self.dataset = dataset
-        self.size = size
-        self.cut = cut
+        self.dataset, self.size, self.cut = dataset, size, cut
         # On the CPU even if the user has set another default device.
         self.cell = torch.tensor([cut.epoch], device=torch.default_generator.device).share_memory_()
-        self._collate = collate
-        self._drop_last = drop_last
-        self._init = init
+        self._collate, self._drop_last, self._init = collate, drop_last, init
 
     def start(self, worker: int) -> None:
         """The worker_init_fn: tell the dataset which part it reads, seed, then call the user's function."""
@@ -102,7 +93,7 @@ class PartReader(IterableDataset[Packed]):
         assert info is not None
         part, (ranks, workers, _) = cut.part(worker), cut.taken.here
         number, row = (part, ranks * workers) if cut.by == "stride" else (part % workers, workers)
-        use_worker_info(AskedInfo(worker, number, row, info.seed, self.dataset))
+        use_worker_info(AskedInfo(id=number, row=row, seed=info.seed, dataset=self.dataset, worker=worker))
         if cut.by == "stride":
             answer_as_one_rank()
         # Different in each worker, for the user's function; `PartSamples` seeds all alike before the stream is opened.
@@ -138,38 +129,28 @@ class PartReader(IterableDataset[Packed]):
             yield Made(batch, None if self.size is None else len(chunk), read)
 
 
-class AskedInfo:
+class AskedInfo(SimpleNamespace):
     """The result of `get_worker_info()` in a worker over a stream. It records whether `num_workers` was read.
 
     Attributes:
         id, num_workers, seed, dataset: as in torch; if the stream is common to all ranks, `id` and `num_workers` count
             the workers of all ranks as one row.
         worker: the worker's number within its rank.
-        was_asked: whether `num_workers` was read.
     """
 
-    def __init__(self, worker: int, number: int, num_workers: int, seed: int, dataset: Any) -> None:
-        self.worker = worker
-        self.id = number
-        self.seed = seed
-        self.dataset = dataset
-        self.was_asked = False
-        self._num_workers = num_workers
+    was_asked = False
 
     @property
     def num_workers(self) -> int:
         self.was_asked = True
-        return self._num_workers
+        return int(self.row)
 
 
 class PartSamples:
     """The samples of one part of a stream that were not taken before."""
 
     def __init__(self, dataset: Any, cut: Cut, part: int, asked: AskedInfo | None) -> None:
-        self._dataset = dataset
-        self._cut = cut
-        self._part = part
-        self._asked = asked
+        self._dataset, self._cut, self._part, self._asked = dataset, cut, part, asked
         self._by: Cutter | None = None  # known once the first sample is read
         self._rows: list[range] = []  # for each layer; known with `_by`
         self._has_ended = False
@@ -225,7 +206,7 @@ class PartSamples:
         return {"dataset": own, "seen": [list(each) for each in self._seen]}
 
     def _open_iterator(self, state: Any) -> Iterator[Any]:
-        """The dataset's iterator, after the samples that precede a state that `_dataset_state` returned."""
+        """The dataset's iterator, after the samples that precede a state of `_dataset_state`."""
         if state is None:
             return iter(self._dataset)
         self._seen = [(number, mark) for number, mark in state["seen"]]

@@ -123,6 +123,10 @@ class Taken:
         own = range(rank * workers, (rank + 1) * workers)
         return sorted(own, key=lambda part: self.here.parts[part].taken)
 
+    def is_read_again(self, part: int) -> bool:
+        """Whether the reader of this part must read samples that were taken before."""
+        return (len(self.layers) > 1 or self.here.parts[part].taken > 0) and part not in self.states
+
     def after(self, reads: Iterable[Read]) -> Taken:
         """The position after these batches."""
         parts, states, by = list(self.here.parts), dict(self.states), self.by

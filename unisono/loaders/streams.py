@@ -121,52 +121,49 @@ class StreamSource:
 
     def _cut_by_rank(self, dataset: Any, rule: Rule, before: Taken | None) -> tuple[Any, Cutter]:
         """This rank's stream, and what cuts it; `before` is the position in an epoch that has begun."""
+        rank, ranks = self._rank, self._ranks
         if rule.is_cut:
             return dataset, "caller"
         # An epoch begun by stride goes on by stride: parts that the dataset cuts hold other samples.
-        if self._ranks == 1 or (before is not None and before.by == "stride"):
+        if ranks == 1 or (before is not None and before.by == "stride"):
             return dataset, "stride"
-        if getattr(dataset, "_distributed", None) is not None:  # by datasets.distributed.split_dataset_by_node
-            return dataset, "dataset"
-        if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
-            by_node: Any = import_module("datasets.distributed")  # `shard` leaves ranks empty if files are few
-            return by_node.split_dataset_by_node(dataset, self._rank, self._ranks), "dataset"
-        if cuts_by_node(dataset, self._rank, self._ranks):
+        # By datasets.distributed.split_dataset_by_node, if not None; `shard` would leave ranks empty if files are few.
+        is_split = getattr(dataset, "_distributed", None) is not None
+        if not is_split and hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
+            by_node: Any = import_module("datasets.distributed")
+            return by_node.split_dataset_by_node(dataset, rank, ranks), "dataset"
+        if is_split or cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"
         if callable(getattr(dataset, "shard", None)):
             try:
                 # By name: under other names the numbers may mean something else.
-                part = dataset.shard(num_shards=self._ranks, index=self._rank)
+                part = dataset.shard(num_shards=ranks, index=rank)
                 if not isinstance(part, Iterable):
                     raise TypeError(f"it gave a {type(part).__name__}")
                 return part, "dataset"
             except Exception as error:
                 logger.warning(
                     "%s.shard gives no part %d of %d (%s: %s), so it is sharded by stride: every rank reads all of it",
-                    type(dataset).__name__, self._rank, self._ranks, type(error).__name__, str(error),
+                    type(dataset).__name__, rank, ranks, type(error).__name__, str(error),
                 )  # fmt: skip
         return dataset, "stride"
 
     def _cut_at_position(self, by: Cutter, epoch: int, before: Taken | None) -> Cut:
-        workers = self._workers
-        if before is None:
-            return Cut(self._rank, by, self.seed, epoch, Taken.nothing(by, self._ranks, workers))
-        taken = before.cut_again(self._ranks, workers)
-        if taken is not before:
+        """How the pass is cut: from its beginning, or from a position, perhaps of other numbers of parts."""
+        taken = (before or Taken.nothing(by, self._ranks, self._workers)).cut_again(self._ranks, self._workers)
+        if before is not None and taken is not before:
             logger.info(
                 "the stream was read in %d x %d parts; what is left is cut into %d x %d",
                 *before.here[:2], *taken.here[:2],
             )  # fmt: skip
             taken.check_cut(by)
-        cut = Cut(self._rank, by, self.seed, epoch, taken)
-        read = [part for part in taken.parts_of(self._rank) if len(taken.layers) > 1 or taken.here.parts[part].taken]
-        if not taken.states.keys() >= set(read):
+        if any(taken.is_read_again(part) for part in taken.parts_of(self._rank)):
             logger.warning(
                 "rank %d resumes the stream by reading and discarding what was delivered before: the state holds no "
                 "state_dict of its dataset for these workers",
                 self._rank,
             )
-        return cut
+        return Cut(self._rank, by, self.seed, epoch, taken)
 
     def _make_batches(self, loader: DataLoader[Any], reader: PartReader) -> Iterator[Made]:
         cut = reader.cut
@@ -187,10 +184,7 @@ class _Reading:
     """The batches of a pass as they are read, and the position after them."""
 
     def __init__(self, made: Iterator[Made], start: Taken, leave_out: Callable[[int], None], is_uneven: bool) -> None:
-        self._made = made
-        self._taken = start
-        self._leave_out = leave_out
-        self._is_uneven = is_uneven
+        self._made, self._taken, self._leave_out, self._is_uneven = made, start, leave_out, is_uneven
         self._same = SameStream(start.here)
         self._read: Read | None = None  # of the last batch
 
