@@ -12,7 +12,6 @@ import copy
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -71,8 +70,7 @@ class _Worker:
 
     def _made(self) -> Iterator[Made]:
         info = get_worker_info()
-        cut = replace(self._reader.cut, epoch=int(self._reader.cell))
-        return self._reader.made(cut, info.worker, info)
+        return self._reader.made(int(self._reader.cell), info.worker, info)
 
     def _inside(self, do: Callable[..., Any], *arguments: Any) -> Any:
         with _one_at_a_time, _put_back():

@@ -36,7 +36,7 @@ from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader
 from unisono.errors import StateError
-from unisono.loaders.stream_parts import Cut, PartReader
+from unisono.loaders.stream_parts import PartReader
 from unisono.loaders.stream_position import Layer, Position, Taken
 
 
@@ -52,8 +52,8 @@ def test_what_was_left_is_dealt_anew_with_any_numbers_again_and_again(data, coun
         taken = replace(taken, layers=(*taken.layers, Layer(ranks, workers, (Position(),) * row)))
         numbers, reads = [], []
         for part in range(row):
-            cut = Cut(part // workers, "stride", 0, 0, taken)
-            made = list(PartReader(Stream(count), list, size, False, cut).made(cut, part % workers))
+            reader = PartReader(Stream(count), list, size, False, None, part // workers, "stride", 0, taken)
+            made = list(reader.made(0, part % workers))
             assert [sample for each in made for sample in each.batch] == parts[part]
             delivered = made[: data.draw(st.integers(0, len(made)))]
             numbers.append(sum(each.samples for each in delivered))

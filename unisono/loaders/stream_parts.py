@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,29 +31,6 @@ from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How one rank's pass over a stream is cut, and where it begins. Every part's reader receives it.
-
-    Attributes:
-        rank: the rank that reads these parts.
-        by: "caller" or "dataset" if each rank has its own stream, else "stride", which becomes "worker" if the dataset
-            turns out to use `get_worker_info()`.
-        seed, epoch: of the pass.
-        taken: where it begins; the last layer is that of the current ranks and workers.
-    """
-
-    rank: int
-    by: Cutter
-    seed: int
-    epoch: int
-    taken: Taken
-
-    def part(self, worker: int) -> int:
-        """The part that a worker reads."""
-        return self.taken.parts_of(self.rank)[worker]
-
-
 class Made(NamedTuple):
     """A batch of one part.
 
@@ -67,62 +44,74 @@ class Made(NamedTuple):
     read: Read | None
 
 
+@dataclass(eq=False)
 class PartReader(IterableDataset[Packed]):
     """The dataset that a loader worker sees: the packed batches of its part. In process, `made` yields them unpacked.
 
-    Args:
-        size: samples in a batch; None if each item of the dataset is one.
-        cut: that of the pass for which the workers are started.
-        init: the user's worker_init_fn.
-
     Attributes:
+        size: samples in a batch; None if each item of the dataset is one.
+        init: the user's worker_init_fn.
+        rank: the rank that reads these parts.
+        by: "caller" or "dataset" if each rank has its own stream, else "stride", which becomes "worker" if the dataset
+            turns out to use `get_worker_info()`.
+        taken: where the pass begins for which the workers are started; its last layer is that of the current ranks and
+            workers.
         cell: the epoch, in memory that is shared with persistent workers.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], size: int | None, drop_last: bool, cut: Cut, init: Any = None
-    ) -> None:
-        self.dataset, self.size, self.cut = dataset, size, cut
+    dataset: Any
+    collate: Callable[[Any], Any]
+    size: int | None
+    drop_last: bool
+    init: Callable[[int], None] | None
+    rank: int
+    by: Cutter
+    seed: int
+    taken: Taken
+
+    def __post_init__(self) -> None:
         # On the CPU even if the user has set another default device.
-        self.cell = torch.tensor([cut.epoch], device=torch.default_generator.device).share_memory_()
-        self._collate, self._drop_last, self._init = collate, drop_last, init
+        self.cell = torch.zeros(1, dtype=torch.int64, device=torch.default_generator.device).share_memory_()
+
+    def part(self, worker: int) -> int:
+        """The part that a worker reads."""
+        return self.taken.parts_of(self.rank)[worker]
 
     def start(self, worker: int) -> None:
         """The worker_init_fn: tell the dataset which part it reads, seed, then call the user's function."""
-        info, cut = get_worker_info(), self.cut
+        info = get_worker_info()
         assert info is not None
-        part, (ranks, workers, _) = cut.part(worker), cut.taken.here
-        number, row = (part, ranks * workers) if cut.by == "stride" else (part % workers, workers)
+        part, (ranks, workers, _) = self.part(worker), self.taken.here
+        number, row = (part, ranks * workers) if self.by == "stride" else (part % workers, workers)
         use_worker_info(AskedInfo(id=number, row=row, seed=info.seed, dataset=self.dataset, worker=worker))
-        if cut.by == "stride":
+        if self.by == "stride":
             answer_as_one_rank()
         # Different in each worker, for the user's function; `PartSamples` seeds all alike before the stream is opened.
-        seed_all(mixed(seed_of(cut.seed, "workers"), part))
-        if self._init is not None:
-            self._init(number)
+        seed_all(mixed(seed_of(self.seed, "workers"), part))
+        if self.init is not None:
+            self.init(number)
 
     def __iter__(self) -> Iterator[Packed]:
         info: Any = get_worker_info()
         try:
-            # Persistent workers keep the cut that they were started with; the cell holds the epoch of the current pass.
-            for made in self.made(replace(self.cut, epoch=int(self.cell)), info.worker, info):
+            for made in self.made(int(self.cell), info.worker, info):
                 if can_surely_be_sent(made.batch) and has_many(made.batch):
                     made = made._replace(batch=Merged(made.batch))
-                yield Packed(made, f"samples of a stream, read for part {self.cut.part(info.worker)},")
+                yield Packed(made, f"samples of a stream, read for part {self.part(info.worker)},")
         except Exception as error:
             # Yielded, not raised: torch would send it as text, and lose its type.
             yield Packed(error=error)
 
-    def made(self, cut: Cut, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
+    def made(self, epoch: int, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
         """The batches of the part that `worker` reads. `asked` records whether the dataset uses `get_worker_info()`."""
-        samples = PartSamples(self.dataset, cut, cut.part(worker), asked)
+        samples = PartSamples(self, epoch, self.part(worker), asked)
         while chunk := list(islice(samples, self.size or 1)):
-            if self.size is not None and self._drop_last and len(chunk) < self.size:
+            if self.size is not None and self.drop_last and len(chunk) < self.size:
                 yield Made(None, len(chunk), None)
                 continue
             read = samples.read()
             try:
-                batch = self._collate(chunk[0] if self.size is None else chunk)
+                batch = self.collate(chunk[0] if self.size is None else chunk)
             except Exception as error:
                 error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
                 raise
@@ -149,22 +138,23 @@ class AskedInfo(SimpleNamespace):
 class PartSamples:
     """The samples of one part of a stream that were not taken before."""
 
-    def __init__(self, dataset: Any, cut: Cut, part: int, asked: AskedInfo | None) -> None:
-        self._dataset, self._cut, self._part, self._asked = dataset, cut, part, asked
+    def __init__(self, reader: PartReader, epoch: int, part: int, asked: AskedInfo | None) -> None:
+        self._reader, self._dataset, self._part, self._asked = reader, reader.dataset, part, asked
         self._by: Cutter | None = None  # known once the first sample is read
         self._rows: list[range] = []  # for each layer; known with `_by`
         self._has_ended = False
-        self._position = cut.taken.here.parts[part]
-        self._seen = [(0, 0)] * len(cut.taken.layers)  # the samples that have reached each layer, and their mark
-        self._seed = seed_of(cut.seed, cut.epoch)
-        self._own_seed = seed_of(cut.seed, cut.epoch, part)
+        self._position = reader.taken.here.parts[part]
+        self._seen = [(0, 0)] * len(reader.taken.layers)  # the samples that have reached each layer, and their mark
+        self._seed = seed_of(reader.seed, epoch)
+        self._own_seed = seed_of(reader.seed, epoch, part)
         if asked is not None:
             # Before `iter`, in which many datasets shuffle: the stride needs the same order in all parts.
             seed_all(self._seed)
-        if callable(getattr(dataset, "set_epoch", None)):
-            dataset.set_epoch(cut.epoch)
-        self._is_stateful = is_stateful(dataset) and not has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
-        self._source = self._open_iterator(cut.taken.states.get(part))
+        if callable(getattr(self._dataset, "set_epoch", None)):
+            self._dataset.set_epoch(epoch)
+        buffers = has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None))
+        self._is_stateful = is_stateful(self._dataset) and not buffers
+        self._source = self._open_iterator(reader.taken.states.get(part))
 
     @property
     def index(self) -> int:
@@ -194,7 +184,7 @@ class PartSamples:
 
     def read(self) -> Read:
         """What the samples leave that were yielded so far."""
-        return Read(self._part, self._position, self._by or self._cut.by, self._dataset_state())
+        return Read(self._part, self._position, self._by or self._reader.by, self._dataset_state())
 
     def _dataset_state(self) -> Any:
         """The dataset's own state after the last sample; None if it has none."""
@@ -223,12 +213,12 @@ class PartSamples:
             seed_all(mixed(seed, number if self._by else 0))
 
     def _see_who_cuts(self) -> None:
-        was_asked = self._asked is not None and self._asked.was_asked and self._cut.by != "caller"
-        by: Cutter = "worker" if was_asked else self._cut.by
+        was_asked = self._asked is not None and self._asked.was_asked and self._reader.by != "caller"
+        by: Cutter = "worker" if was_asked else self._reader.by
         if self._by is None:
-            self._cut.taken.check_cut(by)
+            self._reader.taken.check_cut(by)
             self._by = by
-            self._rows = [layer.row_of(by, self._cut.rank, self._part) for layer in self._cut.taken.layers]
+            self._rows = [layer.row_of(by, self._reader.rank, self._part) for layer in self._reader.taken.layers]
         elif by != self._by:
             raise RuntimeError(
                 f"the {type(self._dataset).__name__} asks get_worker_info() for the number of workers only after it "
@@ -239,7 +229,7 @@ class PartSamples:
     def _is_own(self, sample: Any) -> bool:
         """Count a sample as read. Return whether it belongs to this part and was not taken before."""
         part, position = self._part, self._position
-        for place, (layer, row) in enumerate(zip(self._cut.taken.layers, self._rows, strict=True)):
+        for place, (layer, row) in enumerate(zip(self._reader.taken.layers, self._rows, strict=True)):
             # Each layer numbers the samples that the layers before it left over; its parts take turns.
             number, mark = self._seen[place]
             turn, part = number // len(row), row[number % len(row)]
@@ -259,7 +249,7 @@ class PartSamples:
         """Check that the stream was as long as what was delivered of it."""
         if self._by is None:
             self._see_who_cuts()
-        for (number, _), layer, row in zip(self._seen, self._cut.taken.layers, self._rows, strict=True):
+        for (number, _), layer, row in zip(self._seen, self._reader.taken.layers, self._rows, strict=True):
             for turn, part in enumerate(row):
                 if number <= (layer.parts[part].taken - 1) * len(row) + turn:
                     raise StateError(self._explain_other(part))

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, makes_batches_alike, rounds_of_loaded
-from unisono.loaders.stream_parts import Cut, Made, PartReader
+from unisono.loaders.stream_parts import Made, PartReader
 from unisono.loaders.stream_position import Cutter, Read, SameStream, Taken
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
@@ -79,22 +79,23 @@ class StreamSource:
             epoch, offset, loader = self.epoch, self._position["offset"], self._require_loader()
             before = Taken.of_state(self._position) if offset else None
             dataset, by = self._cut_by_rank(loader.dataset, rule, before)
-            cut = self._cut_at_position(by, epoch, before)
+            taken = self._cut_again(by, before)
             size = loader.batch_size
             if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
                 size = _share_of_batch(size, self._rank, self._ranks)
             drop_last = loader.drop_last or rule.tail == "drop"
-            reader = PartReader(dataset, loader.collate_fn, size, drop_last, cut, loader.worker_init_fn)
-            made = self._make_batches(loader, reader)
+            init = loader.worker_init_fn
+            reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
+            made = self._make_batches(loader, reader, epoch)
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
-        reading = _Reading(made, cut.taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven)
+        reading = _Reading(made, taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven)
         # The ranks' rounds are made in lockstep; only a short batch of this one is refused here.
         own = Rule(tail="error" if rule.tail == "error" else "split") if self.is_uneven else rule
         full = size if rule.tail == "pad" else None
         nominal = size if rule.tail == "error" and not loader.drop_last else None
         pieces = rounds_of_loaded(reading, own, self._dim, left_out, offset, reading.position, full, nominal)
-        return Begun(epoch, cut.taken.to_state(offset), pieces, full)
+        return Begun(epoch, taken.to_state(offset), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """Let the next pass begin at `position` in `epoch`.
@@ -148,8 +149,8 @@ class StreamSource:
                 )  # fmt: skip
         return dataset, "stride"
 
-    def _cut_at_position(self, by: Cutter, epoch: int, before: Taken | None) -> Cut:
-        """How the pass is cut: from its beginning, or from a position, perhaps of other numbers of parts."""
+    def _cut_again(self, by: Cutter, before: Taken | None) -> Taken:
+        """Where the pass begins: at its beginning, or at a position, perhaps one of other numbers of parts."""
         taken = (before or Taken.nothing(by, self._ranks, self._workers)).cut_again(self._ranks, self._workers)
         if before is not None and taken is not before:
             logger.info(
@@ -163,21 +164,19 @@ class StreamSource:
                 "state_dict of its dataset for these workers",
                 self._rank,
             )
-        return Cut(self._rank, by, self.seed, epoch, taken)
+        return taken
 
-    def _make_batches(self, loader: DataLoader[Any], reader: PartReader) -> Iterator[Made]:
-        cut = reader.cut
+    def _make_batches(self, loader: DataLoader[Any], reader: PartReader, epoch: int) -> Iterator[Made]:
         if not loader.num_workers:
-            return reader.made(cut)
-        key = cut.by, reader.size
-        if self._persistent is None or self._persistent[0] != key or cut.taken.is_begun:
-            pool = WorkerPool(loader, reader, reader.start)
-            is_kept = loader.persistent_workers and not cut.taken.is_begun  # a resumed pass has other parts
-            self._persistent = (key, pool, reader.cell) if is_kept else None
-            cell = reader.cell
+            return reader.made(epoch)
+        key, is_begun = (reader.by, reader.size), reader.taken.is_begun
+        if self._persistent is None or self._persistent[0] != key or is_begun:
+            pool, cell = WorkerPool(loader, reader, reader.start), reader.cell
+            # A resumed pass has other parts than the next one.
+            self._persistent = (key, pool, cell) if loader.persistent_workers and not is_begun else None
         else:
             _, pool, cell = self._persistent
-        return pool.serve(seed_of(cut.seed, cut.epoch, "workers"), before=lambda: cell.fill_(cut.epoch))
+        return pool.serve(seed_of(self.seed, epoch, "workers"), before=lambda: cell.fill_(epoch))
 
 
 class _Reading:
