@@ -1,8 +1,9 @@
-"""Checks of arguments that many functions have: a type, a choice, the least value of an integer; a table of rules."""
+"""Checks of arguments that many functions have: a name, a type, a choice, the least integer; a table of rules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 
@@ -37,6 +38,18 @@ def check_integer(value: Any, name: str, least: int, advice: str = "") -> int:
     if value < least:
         raise ValueError(f"{name}={value} is too small; {advice or f'pass an integer of at least {least}'}")
     return int(value)
+
+
+def check_names(given: Iterable[str], known: Collection[str]) -> None:
+    """Check that arguments which were given by name exist.
+
+    Raises:
+        TypeError: one does not; the message has the most similar name, and lists all.
+    """
+    for name in given:
+        if name not in known:
+            close = "".join(f" did you mean {each}=?" for each in get_close_matches(name, known, 1))
+            raise TypeError(f"there is no argument {name}=;{close} there are {', '.join(sorted(known))}")
 
 
 class Rule(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import pickle
 import re
@@ -24,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.backends import get_backend
-from unisono.loaders.parallel_loader import LoaderOptions
 from unisono.tree import take
 from unisono.world import World
 
@@ -305,10 +303,12 @@ def test_a_device_is_named_in_any_way():
     assert [list(parallel.per_device_loader(device)) for device in (0, torch.device("cpu:1"))] == [[0], [1]]
 
 
-def test_both_loaders_take_the_same_options():
-    parameters = inspect.signature(ParallelLoader).parameters.values()
-    by_name = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
-    assert by_name - {"world", "loops"} == LoaderOptions.__annotations__.keys()
+@pytest.mark.parametrize("make", [DeviceLoader, lambda batches, **more: ParallelLoader(batches, ["cpu"], **more)])
+def test_an_argument_that_does_not_exist_is_refused_with_the_most_similar(make):
+    with pytest.raises(TypeError, match=r"there is no argument batchdim=; did you mean batch_dim=\? there are already"):
+        make([], batchdim=1)
+    with pytest.raises(TypeError, match=r"there is no argument shuffle=; there are already_sharded, batch_dim, fixed_"):
+        make([], shuffle=True)
 
 
 def test_a_loader_over_several_devices_says_how_to_loop_over_it():
