@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from epochs import CodedError
+from loops import Stream
 from modes import PROCESSES_2, SOLO, THREADS_3, scaling
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, current_world
-
-
-class Stream(IterableDataset):
-    def __init__(self, count: int, fails: bool = False) -> None:
-        self.count, self.fails = count, fails
-
-    def __iter__(self):
-        yield from range(self.count)
-        if self.fails:
-            raise OSError("the disk is gone")
-
 
 NUMBERS = torch.arange(13)
 
@@ -73,10 +64,10 @@ def test_the_state_is_behind_what_the_loop_received_not_behind_what_was_asked_fo
 
 
 def test_an_error_of_the_source_comes_where_the_loop_comes_to_it():
-    iterator = iter(DeviceLoader(DataLoader(Stream(4, fails=True), batch_size=2)))
+    iterator = iter(DeviceLoader(DataLoader(Stream(6, broken=4), batch_size=2)))
     assert [next(iterator).tolist(), iterator.is_last()] == [[0, 1], False]
     assert [next(iterator).tolist(), iterator.is_last()] == [[2, 3], False]
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(CodedError):
         next(iterator)
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from epochs import PATIENCE_S, Bucketed, Killed, Numbers, is_awaiting_room, join_own_threads, loader_workers, take
 from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
+from streams import Stream
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono import DeviceLoader
@@ -56,7 +57,13 @@ class Exiting(Numbers):
         return index
 
 
-@pytest.mark.parametrize("dataset", [Killed(40), Exiting(40)], ids=["killed", "ended"])
+class Exploding(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("dataset", [Killed(40), Exiting(40), Exploding()], ids=["killed", "ended", "stream"])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(1, False), (1, True), (2, True)])
 def test_a_loader_worker_that_is_gone_is_told_of(dataset, num_workers, persistent):
     loader = DataLoader(dataset, batch_size=2, num_workers=num_workers, persistent_workers=persistent)
@@ -166,20 +173,6 @@ class Epochal(Numbers):
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         return index + 100 * self.epoch, os.getpid()
-
-
-@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (2, True)])
-def test_the_dataset_is_told_each_epoch_wherever_it_is(num_workers, persistent):
-    dataset = Epochal(6)
-    loader = DeviceLoader(DataLoader(dataset, num_workers=num_workers, persistent_workers=persistent, collate_fn=list))
-    pids = set()
-    for epoch in (0, 1, 5):
-        if epoch == 5:
-            loader.set_epoch(5)
-        found = [sample for batch in loader for sample in batch]
-        assert [number for number, _ in found] == [100 * epoch + index for index in range(6)]
-        pids |= {pid for _, pid in found}
-    assert len(pids) == (max(num_workers, 1) * (1 if persistent or not num_workers else 3))
 
 
 def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
@@ -337,12 +330,7 @@ def many_of(samples: list[int]) -> dict[str, Any]:
     return {"first": tensors[:100], "rest": (tensors[100:], torch.empty(0, 3), torch.tensor(samples[0]), "word", None)}
 
 
-class Numbered(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(12)
-
-
-@pytest.mark.parametrize("dataset", [range(12), Numbered()])
+@pytest.mark.parametrize("dataset", [range(12), Stream(12)])
 def test_many_tensors_take_few_descriptors(dataset):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 100, before[1]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -138,12 +136,6 @@ class Failing(Stream):
             yield number
 
 
-class Killed(Stream):
-    def __iter__(self) -> Iterator[int]:
-        yield 0
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_an_error_of_the_dataset_comes_in_its_own_type_behind_the_batches_before_it(workers):
     got = []
@@ -161,14 +153,6 @@ def test_an_error_on_one_rank_ends_the_others():
     assert (type(peer), str(peer)) == (BrokenWorldError, "the loader of rank 0 failed with CodedError: code 12")
     with pytest.raises(CodedError, match="code 12"):
         passes(PROCESSES_2, Failing, None, workers=1)
-
-
-def test_a_killed_worker_is_told_of():
-    with pytest.raises(RuntimeError, match=r"worker .*(killed|died|exited)"):
-        list(DeviceLoader(loader_of(Killed(), 1, timeout=1)))
-    for thread in threading.enumerate():
-        if thread.name == "unisono-reader":  # torch looks after its workers once in that time
-            thread.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])

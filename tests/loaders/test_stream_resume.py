@@ -125,10 +125,6 @@ def assert_resumed(whole: Sequence[Got], mode: Mode, workers: int, dataset: type
 @pytest.mark.parametrize("dataset", [Stream, Stateful])
 @stand_ins()
 def test_a_state_of_other_numbers_loses_no_sample(dataset):
-    assert_none_lost(dataset)
-
-
-def assert_none_lost(dataset: type[Stream]) -> None:
     taken: list[int] = []
     state = None
     for mode, workers, most in ((THREADS_2, 2, 2), (SOLO, 0, 1), (THREADS_3, 1, 1), (THREADS_2, 0, None)):
@@ -140,37 +136,24 @@ def assert_none_lost(dataset: type[Stream]) -> None:
     assert sorted(taken) == list(range(COUNT))
 
 
-def test_the_ranks_own_shards_may_be_read_by_other_numbers_of_workers():
-    first = passes(THREADS_2, Sharded, 2, workers=2)
-    rest = passes(THREADS_2, Sharded, None, workers=0, state=first[0][0].state)
-    assert sorted(all_of(first) + all_of(rest)) == list(range(COUNT))
-
-
-def test_a_stream_that_began_uncut_by_rank_goes_on_so():
-    first = passes(SOLO, Sharded, 2, workers=2)
+@pytest.mark.parametrize("before", [SOLO, THREADS_2], ids=["uncut by rank", "by rank"])
+def test_shards_may_be_read_by_other_numbers_of_workers_and_a_stream_that_began_uncut_goes_on_so(before):
+    first = passes(before, Sharded, 2, workers=2)
     rest = passes(THREADS_2, Sharded, None, None, state=first[0][0].state)
     assert sorted(all_of(first) + all_of(rest)) == list(range(COUNT))
     assert all_of(rest, 1) == list(range(COUNT))
 
 
-def test_a_dataset_with_a_state_is_not_read_again():
-    state = loop(DeviceLoader(loader_of(Stateful())), 3).state
-    resumed = Stateful()
+@pytest.mark.parametrize(("dataset", "first"), [(Stateful, 9), (Stream, 0)])
+def test_a_dataset_with_a_state_is_not_read_again_and_one_without_is_and_says_so(caplog, dataset, first):
+    resumed = dataset()
     loader = DeviceLoader(loader_of(resumed))
-    loader.load_state_dict(state)
-    loop(loader)
-    assert resumed.reads == list(range(9, COUNT))
-
-
-def test_one_without_is_read_again_and_says_so(caplog):
-    state = loop(DeviceLoader(loader_of(Stream())), 3).state
-    resumed = Stream()
-    loader = DeviceLoader(loader_of(resumed))
-    loader.load_state_dict(state)
+    loader.load_state_dict(loop(DeviceLoader(loader_of(dataset())), 3).state)
     with caplog.at_level(logging.INFO):
         loop(loader)
-    assert "resumes the stream by reading and discarding what was delivered before" in caplog.text
-    assert resumed.reads == list(range(COUNT))
+    words = "resumes the stream by reading and discarding what was delivered before"
+    assert (words in caplog.text) == (resumed.reads[0] == 0)
+    assert resumed.reads == list(range(first, COUNT))
 
 
 @stand_ins()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2
 from stand_ins import stand_ins
-from streams import COUNT, ByEpoch, Sharded, Stream, all_of, loader_of, loop, passes, refused
+from streams import COUNT, ByEpoch, Sharded, Stream, all_of, loader_of, passes, refused
 from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader, current_world, rank
@@ -88,23 +88,18 @@ def test_asking_for_the_workers_too_late_is_an_error():
         passes(SOLO, AsksTooLate, None, workers=2)
 
 
-@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 2), (THREADS_2, 0), (THREADS_2, 1)])
-def test_streams_that_differ_are_refused(mode, workers):
-    errors = refused(mode, ShuffledPrivately, None, workers=workers)
-    assert len(errors) == mode.ranks
-    for error in errors:
-        assert type(error) is RuntimeError
-        assert re.match("the ranks or loader workers read different streams.*pass already_sharded=True", str(error))
-
-
-@pytest.mark.parametrize("dataset", [Fractions, BytesOfFiles, DiffersLater, OfItsRank])
-def test_streams_that_differ_only_in_what_is_looked_at_last_are_refused_too(dataset):
-    for error in (errors := refused(THREADS_2, dataset, None)):
-        assert type(error) is RuntimeError
-        assert re.match(
-            r"the ranks or loader workers read different streams.*\(num_workers=1\), which are seeded alike", str(error)
-        )
-    assert len(errors) == 2
+@pytest.mark.parametrize(
+    ("dataset", "mode", "workers"),
+    [
+        *[(ShuffledPrivately, *how) for how in ((SOLO, 2), (THREADS_2, 0), (THREADS_2, 1))],
+        *[(each, THREADS_2, 0) for each in (Fractions, BytesOfFiles, DiffersLater, OfItsRank)],
+    ],
+)
+def test_streams_that_differ_wherever_they_do_are_refused(dataset, mode, workers):
+    errors = refused(mode, dataset, None, workers=workers)
+    assert [type(error) for error in errors] == [RuntimeError] * mode.ranks
+    words = r"the ranks or loader workers read different streams.*\(num_workers=1\), which .*pass already_sharded=True"
+    assert all(re.match(words, str(error)) for error in errors)
 
 
 @stand_ins()
@@ -189,14 +184,6 @@ def test_what_a_sample_is_augmented_with_differs_between_parts():
     (found,) = passes(SOLO, lambda: Shuffled("random", True), None, workers=2)
     augmented = [sample % 1000 for sample in found[0].counted]
     assert len(set(augmented)) > COUNT - 4
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_dataset_hears_of_the_epoch_in_persistent_workers_too(workers):
-    loader = DeviceLoader(loader_of(ByEpoch(), workers, persistent_workers=bool(workers)))
-    first, second = loop(loader, 1), loop(loader)
-    loader.set_epoch(7)
-    assert [first.counted[0], second.counted[0], loop(loader).counted[0]] == [0, 1000, 7000]
 
 
 def test_passes_side_by_side_have_epochs_of_their_own():

@@ -9,7 +9,9 @@ import weakref
 import pytest
 import torch
 from epochs import Numbers, take
-from torch.utils.data import DataLoader, IterableDataset
+from failing import Failing
+from streams import Stream
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as MapDataset
 
 from unisono import DeviceLoader, ParallelLoader
@@ -26,18 +28,6 @@ class Threads(Numbers):
 
     def __getitem__(self, index: int) -> int:
         return threading.get_ident()
-
-
-class Failing(Numbers):
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise KeyError("five")
-        return index
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(7))
 
 
 @pytest.mark.slow
@@ -60,7 +50,7 @@ def test_the_batches_the_epochs_and_the_states_are_those_of_a_loader_that_reads_
 
 
 @pytest.mark.parametrize(
-    "source", [[1, 2, 3], DataLoader(Stream(), batch_size=3), DataLoader(Numbers(4), batch_size=None)]
+    "source", [[1, 2, 3], DataLoader(Stream(7), batch_size=3), DataLoader(Numbers(4), batch_size=None)]
 )
 def test_any_source_is_read(source):
     assert list(map(str, unthreaded(source))) == list(map(str, DeviceLoader(source)))
@@ -89,7 +79,7 @@ def test_nothing_is_read_before_it_is_asked_for():
 
 
 def test_an_error_comes_in_its_turn_and_again():
-    iterator = iter(unthreaded(DataLoader(Failing(9), batch_size=2)))
+    iterator = iter(unthreaded(DataLoader(Failing(9, 5, lambda: KeyError("five")), batch_size=2)))
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     for _ in range(2):
         with pytest.raises(KeyError, match="five") as caught:
@@ -141,4 +131,4 @@ def test_several_devices_and_parts_of_a_stream_need_a_reader():
         ParallelLoader([1], ["cpu:0", "cpu:1"], prefetch=0)
     world = thread_worlds([torch.device("cpu", rank) for rank in range(2)])[0]
     with pytest.raises(ValueError, match="ranks with parts of one stream"):
-        unthreaded(DataLoader(Stream()), world=world)
+        unthreaded(DataLoader(Stream(7)), world=world)
