@@ -16,7 +16,10 @@ NUMBERS = torch.arange(13)
 
 def ask_at_each(loader):
     iterator = iter(loader)
-    return [(len(batch), iterator.is_last(), iterator.is_last()) for batch in iterator]
+    assert iterator.is_last(), "before the loop"
+    found = [(len(batch), iterator.is_last(), iterator.is_last()) for batch in iterator]
+    assert iterator.is_last(), "and after it"
+    return found
 
 
 LOADERS = {
@@ -41,14 +44,6 @@ def test_only_the_last_batch_is_the_last_and_nothing_is_lost_by_asking(mode, nam
         assert [size for size, _, _ in asked] == sizes
         assert [first for _, first, _ in asked] == [second for _, _, second in asked]
         assert [first for _, first, _ in asked] == [number == len(sizes) for number in range(1, len(sizes) + 1)]
-
-
-def test_it_is_the_last_before_and_behind_the_loop():
-    iterator = iter(DeviceLoader([torch.arange(2)] * 2))
-    assert iterator.is_last()
-    for _ in iterator:
-        pass
-    assert iterator.is_last()
 
 
 def test_the_state_is_behind_what_the_loop_received_not_behind_what_was_asked_for():

@@ -12,7 +12,6 @@ from epochs import Numbers, take
 from failing import Failing
 from streams import Stream
 from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as MapDataset
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.errors import ClosedError
@@ -21,13 +20,6 @@ from unisono.world import solo_world, thread_worlds
 
 def unthreaded(loader, **options) -> DeviceLoader:
     return DeviceLoader(loader, prefetch=0, **options)
-
-
-class Threads(Numbers):
-    """Sample i is the thread that loads it."""
-
-    def __getitem__(self, index: int) -> int:
-        return threading.get_ident()
 
 
 @pytest.mark.slow
@@ -56,25 +48,17 @@ def test_any_source_is_read(source):
     assert list(map(str, unthreaded(source))) == list(map(str, DeviceLoader(source)))
 
 
-def test_the_loops_own_thread_reads_and_no_other_is_started():
-    before = threading.active_count()
-    for (thread,) in unthreaded(DataLoader(Threads(5))):
-        assert int(thread) == threading.get_ident()
-        assert threading.active_count() == before
+def test_the_loops_own_thread_reads_what_is_asked_for_and_no_other_is_started():
+    read, before = [], threading.active_count()
 
-
-def test_nothing_is_read_before_it_is_asked_for():
-    read = []
-
-    class Noting(MapDataset):
-        def __len__(self) -> int:
-            return 9
-
+    class Noting(Numbers):
         def __getitem__(self, index: int) -> int:
             read.append(index)
-            return index
+            return threading.get_ident()
 
-    for number, _ in enumerate(unthreaded(DataLoader(Noting()))):
+    for number, (thread,) in enumerate(unthreaded(DataLoader(Noting(9)))):
+        assert int(thread) == threading.get_ident()
+        assert threading.active_count() == before
         assert read == list(range(number + 1))
 
 
@@ -87,15 +71,10 @@ def test_an_error_comes_in_its_turn_and_again():
         assert "in the sample with index 5" in caught.value.__notes__
 
 
-def test_an_end_stays_one():
+def test_an_end_stays_one_and_a_closed_iterator_says_so():
     iterator = iter(unthreaded([1, 2]))
     assert list(iterator) == [1, 2]
     assert list(iterator) == []
-
-
-def test_a_closed_iterator_says_so():
-    iterator = iter(unthreaded([1, 2, 3]))
-    next(iterator)
     iterator.close()
     with pytest.raises(ClosedError):
         next(iterator)
