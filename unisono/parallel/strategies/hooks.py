@@ -77,7 +77,8 @@ def attach_hook(
                 "one, or real parameters and torch.view_as_complex in forward()"
             )
         # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
-        scale_in_place(gradients, factor)
+        if factor != 1:
+            scale_in_place(gradients, factor)
         # Half precision and low ranks support only dense gradients; a sparse one is sent uncompressed.
         is_dense = gradients.layout is torch.strided
         sent = hook(state, bucket) if is_dense else allreduce_hook(group, bucket)
