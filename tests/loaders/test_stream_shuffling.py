@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from epochs import PATIENCE_S
 from modes import PROCESSES_2, SOLO, THREADS_2
 from stand_ins import stand_ins
 from streams import COUNT, ByEpoch, Sharded, Stream, all_of, loader_of, passes, refused
@@ -184,6 +186,29 @@ def test_what_a_sample_is_augmented_with_differs_between_parts():
     (found,) = passes(SOLO, lambda: Shuffled("random", True), None, workers=2)
     augmented = [sample % 1000 for sample in found[0].counted]
     assert len(set(augmented)) > COUNT - 4
+
+
+class EpochInSharedMemory(ByEpoch):
+    """As HuggingFace's: what several processes change at the same moment adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.gates = [multiprocessing.Semaphore(0) for _ in range(2)]
+
+    def set_epoch(self, epoch: int) -> None:
+        change = epoch - int(self.epoch)
+        if (info := get_worker_info()) is not None:  # the two meet
+            self.gates[info.id].release()
+            assert self.gates[1 - info.id].acquire(timeout=PATIENCE_S)
+        self.epoch += change
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_loader_workers_share_is_set_once(persistent):
+    found = passes(SOLO, EpochInSharedMemory, None, None, None, workers=2, persistent_workers=persistent)
+    for epoch in range(3):
+        assert all_of(found, epoch) == [1000 * epoch + number for number in range(COUNT)]
 
 
 def test_passes_side_by_side_have_epochs_of_their_own():

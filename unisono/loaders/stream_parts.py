@@ -77,6 +77,14 @@ class PartReader(IterableDataset[Packed]):
         """The part that a worker reads."""
         return self.taken.parts_of(self.rank)[worker]
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the workers' next pass, before they begin it.
+
+        The dataset's, too: workers that share its memory (HuggingFace's) would change it all at once, and add it up.
+        """
+        self.cell.fill_(epoch)
+        _set_epoch(self.dataset, epoch)
+
     def start(self, worker: int) -> None:
         """The worker_init_fn: tell the dataset which part it reads, seed, then call the user's function."""
         info = get_worker_info()
@@ -150,8 +158,7 @@ class PartSamples:
         if asked is not None:
             # Before `iter`, in which many datasets shuffle: the stride needs the same order in all parts.
             seed_all(self._seed)
-        if callable(getattr(self._dataset, "set_epoch", None)):
-            self._dataset.set_epoch(epoch)
+        _set_epoch(self._dataset, epoch)
         buffers = has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None))
         self._is_stateful = is_stateful(self._dataset) and not buffers
         self._source = self._open_iterator(reader.taken.states.get(part))
@@ -261,6 +268,11 @@ class PartSamples:
             "shuffle by the epoch (set_epoch), with the global generators in loader workers (num_workers=1), or with a "
             "generator of a fixed seed; or restart the epoch with set_epoch"
         )
+
+
+def _set_epoch(dataset: Any, epoch: int) -> None:
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
 
 
 def has_shuffle_buffer(examples: Any) -> bool:

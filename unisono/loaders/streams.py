@@ -24,7 +24,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, TypeGuard
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.loaders.resume import State
@@ -63,7 +62,7 @@ class StreamSource:
         self.epoch = 0
         self._position: State = {"offset": 0}
         self._begins = threading.Lock()
-        self._persistent: tuple[Any, WorkerPool, torch.Tensor] | None = None
+        self._persistent: tuple[Any, WorkerPool, PartReader] | None = None
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
         """Begin the next pass. The loader workers are started in the calling thread.
@@ -171,12 +170,12 @@ class StreamSource:
             return reader.made(epoch)
         key, is_begun = (reader.by, reader.size), reader.taken.is_begun
         if self._persistent is None or self._persistent[0] != key or is_begun:
-            pool, cell = WorkerPool(loader, reader, reader.start), reader.cell
+            pool = WorkerPool(loader, reader, reader.start)
             # A resumed pass has other parts than the next one.
-            self._persistent = (key, pool, cell) if loader.persistent_workers and not is_begun else None
+            self._persistent = (key, pool, reader) if loader.persistent_workers and not is_begun else None
         else:
-            _, pool, cell = self._persistent
-        return pool.serve(seed_of(self.seed, epoch, "workers"), before=lambda: cell.fill_(epoch))
+            _, pool, reader = self._persistent
+        return pool.serve(seed_of(self.seed, epoch, "workers"), before=lambda: reader.set_epoch(epoch))
 
 
 class _Reading:
