@@ -47,6 +47,13 @@ FOUND = [
         Setup(samples=4, every=3, layout="two"),
         "draw a; keep; draw a; replay 0; forward fit; compute; forward other; backward plain; step g",
     ),
+    (
+        SOLO,
+        Setup(batch=3, every=2, layout="two"),
+        "draw b; forward square; backward accelerator; zero_model f zeros; forward other; backward plain; draw b; "
+        "forward other; backward plain; step g; draw b; forward square; backward accelerator; zero_model f zeros; "
+        "step f",
+    ),
     (THREADS_2, Setup(others=4, batch=3), "draw a; forward fit; draw b; forward square; add; backward named; step f"),
 ]
 

@@ -24,7 +24,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from unisono.arguments import check_integer, check_names, check_type
+from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends import resolve_device, resolve_devices
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
@@ -69,6 +69,7 @@ class LoaderOptions(TypedDict, total=False):
     sources: Sources | None
 
 
+@explain_unknown_names(more=LoaderOptions.__annotations__)
 class ParallelLoader:
     """One pass over `loader`, distributed to `devices`: batch i goes to `devices[i % len(devices)]`.
 
@@ -120,7 +121,6 @@ class ParallelLoader:
         loops: Sequence[World] | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        check_names(options, LoaderOptions.__annotations__)
         if isinstance(loader, ParallelLoader | DeviceLoader | DeviceIterator):
             raise TypeError(
                 f"loader={loader!r} is of type {type(loader).__name__}, which is sharded and moved already; "
@@ -326,6 +326,14 @@ class ParallelLoader:
         except TypeError:
             return None
 
+    def num_skipped(self) -> int:
+        """The number of rounds before the position at which the next pass begins; 0 if it is unknown."""
+        _, position = self._source.next_position()
+        sampler = getattr(self._loader, "batch_sampler", None)  # has it, if the DataLoader was made with one
+        size = getattr(self._loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        taken = position["offset"] // self._rule.shards // size if size else 0
+        return self._rule.rounds_of(position.get("batches", taken))
+
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
 
@@ -343,6 +351,7 @@ class ParallelLoader:
         self.close()
 
 
+@explain_unknown_names(more=LoaderOptions.__annotations__)
 class DeviceLoader:
     """A loader that delivers its batches on one device, and can be looped over any number of times.
 
@@ -406,6 +415,10 @@ class DeviceLoader:
     def __len__(self) -> int:
         """The number of batches of a whole epoch; TypeError if the loader has no length."""
         return len(self._never_begun)
+
+    def num_skipped(self) -> int:
+        """The number of batches before the position at which the next loop begins; 0 if it is unknown."""
+        return self._never_begun.num_skipped()
 
     def __getattr__(self, name: str) -> Any:
         """The attributes of the user's DataLoader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""

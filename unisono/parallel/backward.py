@@ -264,7 +264,8 @@ class Passes:
     def forget(self) -> None:
         """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
         for engine in self._engines:
-            if engine.gradients.passed is not None or engine.gradients.is_own:
+            held = engine.gradients
+            if held.is_own or (held.passed is not None and held.passed[0] is self.steps.step):
                 break
         else:
             self.steps.give_up()

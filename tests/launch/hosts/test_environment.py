@@ -399,6 +399,39 @@ def run_two(script: Path) -> list[tuple[int, str, str]]:
     return ended
 
 
+STEPPING = """
+import torch, unisono
+import torch.distributed as dist
+
+world = unisono.join_world(process_group="gloo")
+accelerator = unisono.Accelerator(strategy={strategy!r})
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+waits, plain = [], dist.all_reduce
+
+def reduce(tensor, *args, async_op=False, **options):
+    waits.append(async_op)
+    return plain(tensor, *args, async_op=async_op, **options)
+
+for step in range(6):
+    if step == 3:  # the first steps compare models, and make buckets
+        dist.all_reduce = reduce
+    accelerator.backward(model(torch.ones(3, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+dist.all_reduce = plain
+print("synchronous", waits.count(False))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_under_another_launcher_on_one_machine_ranks_compare_their_steps_without_a_message(tmp_path, strategy):
+    (tmp_path / "stepping.py").write_text(STEPPING.format(strategy=strategy))
+    for code, output, errors in run_two(tmp_path / "stepping.py"):
+        assert (code, output) == (0, "synchronous 0\n"), errors
+
+
 RETURNING = """
 import unisono
 
