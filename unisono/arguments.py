@@ -96,17 +96,19 @@ def check_names(owner: str, given: Iterable[str], names: Collection[str], advice
         raise TypeError(f"{owner}() has no argument {name!r}; {hint}")
 
 
-def explain_unknown_names(advice: Mapping[str, str] | None = None) -> Callable[[C], C]:
+def explain_unknown_names(advice: Mapping[str, str] | None = None, more: Iterable[str] = ()) -> Callable[[C], C]:
     """Decorate a function, or a class, for its constructor: for an argument of an unknown name, a TypeError gives the
     advice on it, or else the closest name.
 
     Args:
         advice: what to do instead, by unknown names.
+        more: the names that its `**options` take.
     """
 
     def decorate(target: C) -> C:
         is_class = isinstance(target, type)
-        names = list(inspect.signature(target).parameters)
+        parameters = inspect.signature(target).parameters
+        names = [name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD] + list(more)
         function: Any = vars(target)["__init__"] if is_class else target
 
         @functools.wraps(function)
