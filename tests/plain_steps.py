@@ -372,7 +372,7 @@ class Plain(Machine):
                 raise Unsaid("a step that was requested before it was final")
             if not is_final and not is_first:
                 return
-            if now.state == "collecting" and now.held - names:
+            if now.held - names:
                 raise Unsaid("a step that one of two optimizers gives up")
         for each in parameters:
             each.grad = None if how == "none" or each.grad is None else torch.zeros_like(each)

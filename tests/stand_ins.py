@@ -12,7 +12,6 @@ import copy
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -21,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
-from unisono.loaders.stream_parts import Made, PartReader, StreamStart
+from unisono.loaders.stream_parts import Made, PartReader
 from unisono.loaders.workers import use_worker_info
 
 _one_at_a_time = threading.Lock()  # the generators and the worker info are the process's
@@ -39,7 +38,7 @@ def stand_ins() -> Iterator[None]:
 class StandIns:
     """Takes the place of a `WorkerPool`: the workers take turns, and those that have ended are left out."""
 
-    def __init__(self, loader: DataLoader, reader: PartReader, start: StreamStart) -> None:
+    def __init__(self, loader: DataLoader, reader: PartReader, start: Callable[[int], None]) -> None:
         self._count = loader.num_workers
         self._is_persistent = loader.persistent_workers
         self._parts = reader, start
@@ -55,7 +54,7 @@ class StandIns:
 class _Worker:
     """What a process would have of its own, and what it does there."""
 
-    def __init__(self, reader: PartReader, start: StreamStart, worker: int, count: int, seed: int) -> None:
+    def __init__(self, reader: PartReader, start: Callable[[int], None], worker: int, count: int, seed: int) -> None:
         self._reader, start = copy.deepcopy((reader, start), {id(reader.cell): reader.cell})  # that one is shared
         self._context = contextvars.copy_context()
         self._info: Any = WorkerInfo(id=worker, num_workers=count, seed=seed + worker, dataset=self._reader)
@@ -71,8 +70,7 @@ class _Worker:
 
     def _made(self) -> Iterator[Made]:
         info = get_worker_info()
-        cut = replace(self._reader.cut, epoch=int(self._reader.cell))
-        return self._reader.made(cut, info.worker, info)
+        return self._reader.made(int(self._reader.cell), info.worker, info)
 
     def _inside(self, do: Callable[..., Any], *arguments: Any) -> Any:
         with _one_at_a_time, _put_back():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
 
@@ -88,25 +88,32 @@ def check_by_rules(given: Mapping[str, Any], **rules: ArgumentRule) -> None:
             raise ValueError(f"{name}={value!r} is not above {rule.above:g}; {rule.hint}")
 
 
-def explain_unknown_names(advice: Mapping[str, str] | None = None) -> Callable[[C], C]:
+def check_names(owner: str, given: Iterable[str], names: Collection[str], advice: Mapping[str, str]) -> None:
+    """Check that a function has arguments of the given names; see `explain_unknown_names`."""
+    for name in [each for each in given if each not in names]:
+        close = get_close_matches(name, names, n=1)
+        hint = advice.get(name) or (f"is it {close[0]}?" if close else f"there are {', '.join(names)}")
+        raise TypeError(f"{owner}() has no argument {name!r}; {hint}")
+
+
+def explain_unknown_names(advice: Mapping[str, str] | None = None, more: Iterable[str] = ()) -> Callable[[C], C]:
     """Decorate a function, or a class, for its constructor: for an argument of an unknown name, a TypeError gives the
     advice on it, or else the closest name.
 
     Args:
         advice: what to do instead, by unknown names.
+        more: the names that its `**options` take.
     """
 
     def decorate(target: C) -> C:
         is_class = isinstance(target, type)
-        names = list(inspect.signature(target).parameters)
+        parameters = inspect.signature(target).parameters
+        names = [name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD] + list(more)
         function: Any = vars(target)["__init__"] if is_class else target
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for name in [each for each in kwargs if each not in names]:
-                close = get_close_matches(name, names, n=1)
-                hint = (advice or {}).get(name) or (f"is it {close[0]}?" if close else f"there are {', '.join(names)}")
-                raise TypeError(f"{target.__name__}() has no argument {name!r}; {hint}")
+            check_names(target.__name__, kwargs, names, advice or {})
             return function(*args, **kwargs)
 
         checked: Any = call

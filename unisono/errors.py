@@ -189,14 +189,17 @@ class StoppedError(SystemExit):
 
     Attributes:
         results: what `fn` returned, by rank.
+        steps: how many optimizer steps each rank has taken in this run.
     """
 
-    def __init__(self, results: list[object]) -> None:
+    def __init__(self, results: list[object], steps: int = 0) -> None:
         super().__init__(STOP_EXIT_CODE)
         self.results = results
+        self.steps = steps
 
     def __str__(self) -> str:
-        return f"the ranks stopped early, as requested (exit code {self.code})"
+        after = f", after {self.steps} steps" if self.steps else ""
+        return f"stopped early as asked{after}; run again to resume"
 
 
 def describe_exit(exit_code: int | None) -> str:

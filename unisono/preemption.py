@@ -28,10 +28,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
-from unisono.errors import UnisonoError
+from unisono.errors import STOP_EXIT_CODE, UnisonoError
 from unisono.torch_private import LOADER_WORKER_MODULE
 
 _is_requested = False
@@ -41,32 +42,63 @@ _shields_loader_workers = False
 _is_shielded = False  # this process is a shielded loader worker
 _previous: Any = signal.SIG_DFL  # what SIGTERM did before
 _callbacks: list[Callable[[], None]] = []
+_served: list[SimpleQueue[Callable[[], object] | None]] = []  # where the main thread waits: see `serving`
+_serving_lock = threading.Lock()
 _forking = threading.local()  # each thread's signal mask from before the fork that it makes
 
 
 def handle() -> None:
     """From now on SIGTERM only sets a flag, which `is_requested` reads. Idempotent.
 
-    An existing handler of the user is called as well. Loader workers are shielded from now on.
+    An existing handler of the user is called as well. Loader workers are shielded from now on. From another thread, it
+    is done by the main one, where that waits in `serving`.
 
     Raises:
-        UnisonoError: this is the first call, and not in the main thread.
+        UnisonoError: this is the first call, and neither is it made in the main thread nor does that serve.
     """
     global _is_handled, _previous
     if _is_handled:
         return
     if threading.current_thread() is not threading.main_thread():
-        raise UnisonoError(
-            f"SIGTERM cannot be handled from thread {threading.current_thread().name!r}: Python lets only the main "
-            "thread of a process install a signal's handler; call should_stop() once in the main thread before, "
-            "outside of DataParallel"
-        )
+        with _serving_lock:
+            if not _served:
+                raise UnisonoError(
+                    f"SIGTERM cannot be handled from thread {threading.current_thread().name!r}: Python lets only the "
+                    "main thread of a process install a signal's handler; call should_stop() once in the main thread "
+                    "before, or DataParallel in the main thread"
+                )
+            is_done = threading.Event()
+            _served[-1].put(handle)
+            _served[-1].put(is_done.set)
+        is_done.wait()
+        return
     shield_loader_workers()
     before = signal.signal(signal.SIGTERM, _note_signal)
     _previous = signal.SIG_DFL if before is None else before  # None: installed by native code, and cannot be restored
     _is_handled = True
     for callback in _callbacks:
         callback()
+
+
+@contextmanager
+def serving(orders: SimpleQueue[Callable[[], object] | None]) -> Iterator[None]:
+    """During the block, this thread calls what it gets from the queue; other threads may put `handle` into it.
+
+    Has an effect in the main thread only, which waits for them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _serving_lock:
+        _served.append(orders)
+    try:
+        yield
+    finally:
+        with _serving_lock:
+            _served.remove(orders)
+        while not orders.empty():  # who has put it waits for it
+            if (order := orders.get()) is not None:
+                order()
 
 
 @contextmanager
@@ -114,6 +146,16 @@ def agree() -> None:
 def is_agreed() -> bool:
     """Whether this process is heading for an agreed early end."""
     return _is_agreed
+
+
+def call(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn`; once the ranks have agreed to stop, `sys.exit()` in it, with 0 or 143, is a return like any other."""
+    try:
+        return fn(*args)
+    except SystemExit as error:
+        if not _is_agreed or error.code not in (None, 0, STOP_EXIT_CODE):
+            raise
+        return None
 
 
 def on_handling(callback: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ Several processes meet in `tests/contract`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
+from unisono import spawn
 from unisono.comm.operations import Call
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
-from unisono.errors import BrokenWorldError
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.outcome import Outcome
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -206,3 +208,24 @@ def test_a_tensor_on_a_foreign_device_is_refused_before_anything_is_sent(store, 
     )
     assert comm.num_calls == 0
     comm.barrier()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,meta:gloo"])
+def test_an_announcement_waits_for_nobody_where_data_has_another_transport(tmp_path, backend):
+    """Between machines, for example with gloo for flags and NCCL for data: the next call reports what differs."""
+
+    def work(index: int) -> tuple[int, str]:
+        dist.destroy_process_group()  # the workers' own, in shared memory
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group(backend, store=store, rank=index, world_size=2)
+        comm = ProcessCommunicator(torch.device("meta") if "meta" in backend else CPU, store)
+        announced = 0
+        with pytest.raises(CollectiveMismatchError) as lost:
+            for step in range(6):
+                comm.announce(f"the gradients of step {step + (index and step == 3)}")
+                announced += 1
+        return announced, str(lost.value)
+
+    for announced, text in spawn(work, nprocs=2):
+        assert announced == (4 if "meta" in backend else 3)  # the fourth differs
+        assert re.search(r"rank 0 came to the gradients of step 3 .* while rank 1 .* step 4", text)

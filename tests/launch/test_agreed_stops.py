@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 
 import psutil
 import pytest
+import torch
 from faults import SOON_S, Script, stand_still, survivors
 from recorded_runs import read_run
 
-from unisono.errors import StoppedError, WorkerDiedError
+from unisono.errors import ClosedError, StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
+from unisono.parallel.optimizer import backward, optimizer_step
 from unisono.parallel.stopping import should_stop
 from unisono.world import current_world
 
@@ -49,7 +52,7 @@ def test_sigterm_to_the_caller_lets_the_ranks_save_and_ends_it_with_143(tmp_path
         script.kill(signal.SIGTERM)
         code, output, errors = script.end()
         assert (code, output) == (143, "")
-        assert errors == "the ranks stopped early, as requested (exit code 143)\n"
+        assert errors == "stopped early as asked; run again to resume\n"
         assert (tmp_path / "checkpoint").exists()
         assert script.survivors() == []
 
@@ -61,8 +64,8 @@ def test_the_first_interrupt_asks_and_lets_the_ranks_save(tmp_path, line, ear):
         code, output, errors = script.end()
         assert (code, output) == (143, "")
         assert errors == (
-            "\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\nthe ranks stopped "
-            "early, as requested (exit code 143)\n"
+            "\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
+            "stopped early as asked; run again to resume\n"
         )
         assert (tmp_path / "checkpoint").exists()
         assert script.survivors() == []
@@ -137,6 +140,40 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_their_results_are_ke
     assert len(set(caught.value.results)) == 1
 
 
+@pytest.mark.parametrize("nprocs", [1, 2])
+@pytest.mark.parametrize("leave", [lambda: None, sys.exit, lambda: sys.exit(143)], ids=["return", "exit 0", "exit 143"])
+def test_however_fn_leaves_after_an_agreed_stop_it_is_one_and_says_after_which_step(caplog, nprocs, leave):
+    def work(index):
+        parameter = torch.nn.Parameter(torch.ones(1))
+        should_stop()
+        for step in range(4):
+            if (step, index) == (2, nprocs - 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+            backward(parameter.sum())
+            optimizer_step(torch.optim.SGD([parameter], 0.1))
+            if should_stop():
+                leave()
+                return
+
+    with pytest.raises(StoppedError) as caught:
+        spawn(work, nprocs=nprocs)
+    assert caught.value.code == 143
+    assert str(caught.value) == "stopped early as asked, after 3 steps; run again to resume"
+    assert caplog.messages.count(str(caught.value)) == 1
+
+
+def test_an_exit_with_another_code_after_an_agreed_stop_is_a_failure():
+    def work(index):
+        should_stop()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not should_stop():
+            pass
+        sys.exit("cannot save")
+
+    with pytest.raises(WorkerDiedError, match="cannot save"):
+        spawn(work, nprocs=2)
+
+
 def test_a_group_that_does_not_handle_sigterm_is_ended_by_it(tmp_path, line, ear):
     source = SCRIPT.replace("    should_stop()\n", "").replace("if should_stop():", "if False:")
     source = source.replace("nprocs=2", "nprocs=2, output=Output('logs')")
@@ -174,8 +211,9 @@ def test_stop_kills_after_the_grace_those_that_handle_sigterm_and_never_ask_agai
     context = spawn(work, nprocs=2, join=False, grace_s=0.3)
     ear.hear_all(2)
     context.stop()
-    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+    with pytest.raises(ClosedError) as caught:
         context.join()
+    assert caught.value.__cause__.exit_code == -signal.SIGKILL
 
 
 ALONE = """

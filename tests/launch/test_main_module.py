@@ -69,6 +69,46 @@ def test_what_main_defines_goes_to_the_workers_and_comes_back_as_itself(tmp_path
         assert script.survivors() == []
 
 
+FRESH = """
+import sys, torch
+from torch.utils.data import DataLoader, Dataset
+from unisono.launch.spawn import spawn
+
+class Squares(Dataset):
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return index * index
+
+def collate(rows):
+    return rows
+
+def work(index):
+    loader = DataLoader(Squares(), num_workers=1, multiprocessing_context=METHOD, collate_fn=collate)
+    return list(loader)
+
+if GUARD or __name__ == "__main__":
+    print(spawn(work, nprocs=2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_loader_workers_that_are_fresh_interpreters_find_what_the_script_defines(tmp_path, method):
+    with Script(FRESH.replace("METHOD", repr(method)).replace("GUARD", "False"), tmp_path, "file") as script:
+        assert script.end() == (0, "[[[0], [1], [4]], [[0], [1], [4]]]\n", "")
+        assert script.survivors() == []
+
+
+@pytest.mark.slow
+def test_they_do_not_run_a_spawn_that_no_main_guard_protects(tmp_path):
+    with Script(FRESH.replace("METHOD", "'forkserver'").replace("GUARD", "True"), tmp_path, "file") as script:
+        code, _, errors = script.end()
+        assert code == 1
+        assert "put that call under `if __name__ == " in errors
+        assert script.survivors() == []
+
+
 IMPORTED = """
 from unisono.launch.spawn import spawn
 def work(index):

@@ -94,6 +94,17 @@ spawn(stand, nprocs=2)
         assert script.survivors() == []
 
 
+@pytest.mark.slow
+def test_a_hundred_workers_of_a_killed_caller_take_seconds_to_reap(tmp_path):
+    source = """
+spawn(lambda index: stand_still(), nprocs=100, backend="cpu", join=False).pids()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with run(source, tmp_path) as script:
+        script.end()
+        assert script.survivors(SOON_S) == []  # looking at all processes for each of them, it took a minute
+
+
 def test_nothing_survives_an_interrupt_while_the_workers_start(tmp_path, hear):
     with run("line.say('starting')\nspawn(work, nprocs=2)", tmp_path) as script:
         assert hear() == ["starting"]

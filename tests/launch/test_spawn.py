@@ -17,7 +17,7 @@ import torch.distributed as dist
 from faults import grandchild, survivors
 from modes import preload
 
-from unisono.errors import WorkerDiedError
+from unisono.errors import ClosedError
 from unisono.launch.spawn import ProcessContext, spawn
 from unisono.launch.starting import zygote_client
 from unisono.world import current_world
@@ -190,10 +190,10 @@ def test_stop_ends_the_workers_and_join_tells_it(line, ear):
     context = spawn(stand, nprocs=2, join=False)
     ear.hear_all(2)
     context.stop()
-    with pytest.raises(WorkerDiedError, match="was killed by SIGTERM") as caught:
+    with pytest.raises(ClosedError, match=r"ranks \[0, 1\] were stopped, as the calling process asked") as caught:
         context.join()
-    assert "ranks [0, 1] were stopped at the request of the calling process" in caught.value.__notes__
-    with pytest.raises(WorkerDiedError):  # again
+    assert [error.exit_code for error in caught.value.failures.values()] == [-signal.SIGTERM] * 2
+    with pytest.raises(ClosedError):  # again
         context.join()
     context.stop()  # of a group that has ended, is nothing
     assert survivors(context.pids()) == []
@@ -203,7 +203,7 @@ def test_stop_right_after_the_start_stops():
     context = spawn(lambda index: threading.Event().wait(), nprocs=2, join=False)
     context.stop()
     began = time.monotonic()
-    with pytest.raises(WorkerDiedError):
+    with pytest.raises(ClosedError):
         context.join()
     assert time.monotonic() - began < 4  # no signal was lost, which would have cost the grace of 5 s
 
@@ -222,7 +222,7 @@ def test_a_forked_child_of_the_caller_spawns_from_a_zygote_of_its_own(line, ear)
     os.waitpid(child, 0)
     assert context.join(0) is None  # the caller's own group was not touched
     context.stop()
-    with pytest.raises(WorkerDiedError):
+    with pytest.raises(ClosedError):
         context.join()
 
 

@@ -154,18 +154,15 @@ def test_the_claims_of_a_round_make_its_whole_and_bear_one_mark(samples, size, c
     assert len(set(marks)) == len(marks)
 
 
-def test_drop_last_drops_the_tail_instead_of_splitting_it():
+def test_drop_last_drops_the_tail_unless_it_shall_be_split():
     loader = DataLoader(Numbers(14), batch_size=2, drop_last=True)
     explicit = DataLoader(Numbers(14), batch_sampler=BatchSampler(SequentialSampler(range(14)), 2, drop_last=True))
     for each in (loader, explicit):
         assert [take(rank) for rank in ranks_of(each, 4)] == [[([2 * rank, 2 * rank + 1], 2)] for rank in range(4)]
+        rest = [take(rank)[1:] for rank in ranks_of(each, 4, tail="split")]
+        assert rest == [[([8], 1)], [([9], 1)], [([10, 11], 2)], [([12, 13], 2)]]
     batches = ParallelLoader(loader, [f"cpu:{index}" for index in range(4)])
     assert [len(list(batches.per_device_loader(f"cpu:{index}"))) for index in range(4)] == [1] * 4 == [len(batches)] * 4
-
-
-def test_a_tail_is_split_all_the_same_where_that_is_asked_for():
-    loaders = ranks_of(DataLoader(Numbers(14), batch_size=2, drop_last=True), 4, tail="split")
-    assert [take(rank)[1:] for rank in loaders] == [[([8], 1)], [([9], 1)], [([10, 11], 2)], [([12, 13], 2)]]
 
 
 def test_a_fixed_batch_size_ends_on_every_rank_before_the_same_round():
@@ -187,14 +184,6 @@ def test_a_loader_that_a_distributed_sampler_cuts_is_not_cut_again(samples):
 def test_a_loader_that_is_said_to_be_cut_gives_all_of_it():
     loaders = ranks_of(DataLoader(Numbers(5), batch_size=2), 2, already_sharded=True)
     assert [take(loader) for loader in loaders] == [[([0, 1], 2), ([2, 3], 2), ([4], 1)]] * 2
-
-
-@pytest.mark.parametrize("samples", [0, 1, 3])
-@pytest.mark.parametrize("split", ["rank", "global"])
-def test_more_ranks_than_samples_are_all_kept_in_step(samples, split):
-    found = [take(rank) for rank in ranks_of(DataLoader(Numbers(samples), batch_size=10), 8, split=split)]
-    assert {len(deliveries) for deliveries in found} == {1 if samples else 0}
-    assert sum(each.valid for deliveries in found for each in deliveries) == samples
 
 
 @pytest.mark.parametrize(("num_replicas", "rank"), [(4, 0), (2, 1)])

@@ -17,17 +17,11 @@ import psutil
 import pytest
 import torch
 from modes import THREADS_2
-from torch.utils.data import DataLoader, IterableDataset
+from streams import COUNT, Stream
+from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, rank
 from unisono.loaders import forked_workers
-
-COUNT = 23
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(COUNT)
 
 
 def one_pass() -> list[int]:

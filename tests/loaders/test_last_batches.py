@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from epochs import CodedError
+from loops import Stream
 from modes import PROCESSES_2, SOLO, THREADS_3, scaling
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, current_world
-
-
-class Stream(IterableDataset):
-    def __init__(self, count: int, fails: bool = False) -> None:
-        self.count, self.fails = count, fails
-
-    def __iter__(self):
-        yield from range(self.count)
-        if self.fails:
-            raise OSError("the disk is gone")
-
 
 NUMBERS = torch.arange(13)
 
 
 def ask_at_each(loader):
     iterator = iter(loader)
-    return [(len(batch), iterator.is_last(), iterator.is_last()) for batch in iterator]
+    assert iterator.is_last(), "before the loop"
+    found = [(len(batch), iterator.is_last(), iterator.is_last()) for batch in iterator]
+    assert iterator.is_last(), "and after it"
+    return found
 
 
 LOADERS = {
@@ -52,14 +46,6 @@ def test_only_the_last_batch_is_the_last_and_nothing_is_lost_by_asking(mode, nam
         assert [first for _, first, _ in asked] == [number == len(sizes) for number in range(1, len(sizes) + 1)]
 
 
-def test_it_is_the_last_before_and_behind_the_loop():
-    iterator = iter(DeviceLoader([torch.arange(2)] * 2))
-    assert iterator.is_last()
-    for _ in iterator:
-        pass
-    assert iterator.is_last()
-
-
 def test_the_state_is_behind_what_the_loop_received_not_behind_what_was_asked_for():
     loader = DeviceLoader(DataLoader(torch.arange(8), batch_size=2))
     iterator = iter(loader)
@@ -73,10 +59,10 @@ def test_the_state_is_behind_what_the_loop_received_not_behind_what_was_asked_fo
 
 
 def test_an_error_of_the_source_comes_where_the_loop_comes_to_it():
-    iterator = iter(DeviceLoader(DataLoader(Stream(4, fails=True), batch_size=2)))
+    iterator = iter(DeviceLoader(DataLoader(Stream(6, broken=4), batch_size=2)))
     assert [next(iterator).tolist(), iterator.is_last()] == [[0, 1], False]
     assert [next(iterator).tolist(), iterator.is_last()] == [[2, 3], False]
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(CodedError):
         next(iterator)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import os
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import warm_scripts
-from epochs import PATIENCE_S, CodedError, Numbers, is_awaiting_batch, is_awaiting_room, join_own_threads, own_threads
+from epochs import PATIENCE_S, CodedError, is_awaiting_batch, is_awaiting_room, join_own_threads, own_threads
+from failing import Failing, caught
 from faults import until
 from loops import Paced, Stream, worlds
 from modes import FAMILY, devices
@@ -49,21 +49,6 @@ def test_what_waits_for_a_dropped_iterator_is_there_for_the_next():
         assert list(parallel.per_device_loader(first)) == [2, 4, 6, 8]
 
 
-class Failing(Numbers):
-    """Sample 21 cannot be loaded."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 21:
-            raise CodedError(index)
-        return index
-
-
-def failing_collate(samples: list[int]) -> torch.Tensor:
-    if 21 in samples:
-        raise CodedError(21)
-    return torch.tensor(samples)
-
-
 def failing_generator() -> Iterator[int]:
     yield from range(10)
     raise CodedError(21)
@@ -83,28 +68,11 @@ class Immovable(torch.Tensor):
 
 
 BROKEN = {
-    "dataset": lambda: DataLoader(Failing(40), batch_size=2),
-    "dataset in a loader worker": lambda: DataLoader(Failing(40), batch_size=2, num_workers=2),
+    "dataset": lambda: DataLoader(Failing(40, 21, lambda: CodedError(21)), batch_size=2),
     "stream in a loader worker": lambda: DataLoader(Stream(40, broken=21), batch_size=2, num_workers=1),
-    "collate_fn": lambda: DataLoader(Numbers(40), batch_size=2, collate_fn=failing_collate),
-    "collate_fn in a loader worker": lambda: DataLoader(
-        Numbers(40), batch_size=2, collate_fn=failing_collate, num_workers=1
-    ),
     "generator": failing_generator,
     "transfer": lambda: [*range(10), *[Immovable.make()] * 2],
 }
-
-
-@contextlib.contextmanager
-def raises_coded() -> Iterator[list[Any]]:
-    """Catches the error without holding on to its traceback, and gives what it says."""
-    told: list[Any] = []
-    try:
-        yield told
-    except CodedError as error:
-        told.extend([type(error), "code 21" in str(error), "\n".join(error.__notes__)])
-    else:
-        pytest.fail("no CodedError was raised")
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -112,21 +80,14 @@ def raises_coded() -> Iterator[list[Any]]:
     "where", ["transfer", *(pytest.param(each, marks=pytest.mark.any_family) for each in BROKEN if each != "transfer")]
 )
 def test_an_error_reaches_every_device_in_its_own_type_after_the_rounds_before_it(where, count):
-    reading = f"in the loader's reader, round {10 // count}"
-    place = f"while a batch was moved to {FAMILY}:" if where == "transfer" else reading
+    place = f"while a batch was moved to {FAMILY}:" if where == "transfer" else f"reader, round {10 // count}"
     with ParallelLoader(BROKEN[where](), devices(count)) as parallel:
         for iterator in [parallel.per_device_loader(device) for device in devices(count)]:
-            delivered = 0
-            with raises_coded() as told:
-                for _ in iterator:
-                    delivered += 1
-            assert delivered == 10 // count
-            assert told[:2] == [CodedError, True]
-            assert place in told[2]
-            for _ in range(2):
-                with raises_coded() as again:
-                    next(iterator)
-                assert again == told
+            for again in range(3):
+                delivered, error = caught(iterator)
+                assert (delivered, type(error)) == (0 if again else 10 // count, CodedError)
+                assert "code 21" in str(error)
+                assert place in "\n".join(error.__notes__)
 
 
 def test_a_stop_iteration_while_moving_is_an_error_and_no_end(monkeypatch):
@@ -144,11 +105,8 @@ def test_a_source_that_was_closed_is_an_error_and_no_end():
             if number == 3:
                 inner.close()
 
-    found = []
-    with pytest.raises(ClosedError):
-        for batch in DeviceLoader(source()):
-            found.append(batch)  # noqa: PERF402 - what came before the error is kept
-    assert found == [0, 1, 2, 3]
+    delivered, error = caught(iter(DeviceLoader(source())))
+    assert (delivered, type(error)) == (4, ClosedError)
 
 
 def test_a_loader_that_cannot_be_iterated_says_so_each_time():
@@ -252,6 +210,7 @@ def test_leaving_the_loop_three_hundred_times_leaves_nothing():
 
 def test_a_loader_in_a_circle_of_garbage_ends_its_threads():
     parallel = ParallelLoader(itertools.count(), devices(2))
+    assert not own_threads(), "it was not asked yet"
     circle: list[Any] = [parallel.per_device_loader("cpu:0"), parallel.per_device_loader("cpu:1")]
     next(circle[0])
     circle.append(circle)
@@ -259,12 +218,6 @@ def test_a_loader_in_a_circle_of_garbage_ends_its_threads():
     del parallel, circle
     gc.collect()
     join_own_threads()
-
-
-def test_a_loader_that_is_never_asked_starts_nothing():
-    parallel = ParallelLoader(itertools.count(), ["cpu"])
-    assert not own_threads()
-    parallel.close()
 
 
 ENDS_IN_MID_EPOCH = """

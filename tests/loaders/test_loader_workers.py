@@ -10,7 +10,7 @@ import resource
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 import torch
 from epochs import PATIENCE_S, Bucketed, Killed, Numbers, is_awaiting_room, join_own_threads, loader_workers, take
 from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
+from streams import Stream
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono import DeviceLoader
@@ -56,7 +57,13 @@ class Exiting(Numbers):
         return index
 
 
-@pytest.mark.parametrize("dataset", [Killed(40), Exiting(40)], ids=["killed", "ended"])
+class Exploding(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        kill()
+
+
+@pytest.mark.parametrize("dataset", [Killed(40), Exiting(40), Exploding()], ids=["killed", "ended", "stream"])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(1, False), (1, True), (2, True)])
 def test_a_loader_worker_that_is_gone_is_told_of(dataset, num_workers, persistent):
     loader = DataLoader(dataset, batch_size=2, num_workers=num_workers, persistent_workers=persistent)
@@ -66,29 +73,47 @@ def test_a_loader_worker_that_is_gone_is_told_of(dataset, num_workers, persisten
     assert "DataLoader worker" in str(error)
 
 
-class Mortal(Numbers):
-    """Who loads sample 5 is killed while it is dangerous."""
+class Dangerous(Numbers):
+    """Who loads sample 5 comes to harm until it is tamed."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.is_dangerous = torch.zeros(1).share_memory_()
+    def __init__(self, harm: Callable[[], Any]) -> None:
+        super().__init__(12)
+        self.harm, self.is_tame = harm, torch.zeros(1).share_memory_()
 
     def __getitem__(self, index: int) -> int:
-        if index == 5 and self.is_dangerous[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 5 and not self.is_tame[0]:
+            self.harm()
         return index
 
 
-def test_persistent_workers_that_died_are_replaced_in_the_next_pass():
-    dataset = Mortal(8)
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise LookupError("five")
+
+
+@pytest.mark.parametrize(("harm", "words"), [(kill, "DataLoader worker"), (fail, "five")])
+def test_persistent_workers_serve_the_next_pass_though_one_died_or_an_error_is_kept(harm, words):
+    dataset = Dangerous(harm)
     loader = DeviceLoader(DataLoader(dataset, num_workers=2, persistent_workers=True))
-    dataset.is_dangerous[0] = 1
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(loader)
-    join_own_threads()
-    dataset.is_dangerous[0] = 0
-    for _ in range(2):
-        assert [each.batch for each in take(loader)] == [[index] for index in range(8)]
+    gc.disable()
+    try:
+        try:
+            list(loader)
+        except (LookupError, RuntimeError) as error:
+            kept = [error]  # as a notebook does
+        assert words in str(kept[0])
+        join_own_threads()
+        dataset.is_tame[0] = 1
+        for _ in range(2):
+            assert [each.batch for each in take(loader)] == [[index] for index in range(12)]
+        kept.clear()
+    finally:
+        del loader
+        gc.enable()
+        gc.collect()
 
 
 @pytest.mark.parametrize("make", [two_facts, lambda: OSError("code 21")], ids=["two facts", "an error of files"])
@@ -168,20 +193,6 @@ class Epochal(Numbers):
         return index + 100 * self.epoch, os.getpid()
 
 
-@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (2, True)])
-def test_the_dataset_is_told_each_epoch_wherever_it_is(num_workers, persistent):
-    dataset = Epochal(6)
-    loader = DeviceLoader(DataLoader(dataset, num_workers=num_workers, persistent_workers=persistent, collate_fn=list))
-    pids = set()
-    for epoch in (0, 1, 5):
-        if epoch == 5:
-            loader.set_epoch(5)
-        found = [sample for batch in loader for sample in batch]
-        assert [number for number, _ in found] == [100 * epoch + index for index in range(6)]
-        pids |= {pid for _, pid in found}
-    assert len(pids) == (max(num_workers, 1) * (1 if persistent or not num_workers else 3))
-
-
 def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
     loader = DeviceLoader(DataLoader(Epochal(12), num_workers=2, persistent_workers=True, collate_fn=list))
 
@@ -209,39 +220,6 @@ def test_persistent_workers_serve_the_pass_that_was_begun_last():
         list(first.pieces)
 
 
-class FailsOnce(Numbers):
-    """Its sample 5 fails in the first pass."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.passes = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 5 and not self.passes:
-            raise LookupError("five")
-        return super().__getitem__(index)
-
-
-def test_an_error_that_is_kept_leaves_persistent_workers_free():
-    dataset = FailsOnce(12)
-    loader = DeviceLoader(DataLoader(dataset, num_workers=2, persistent_workers=True))
-    kept = []
-    gc.disable()
-    try:
-        try:
-            list(loader)
-        except LookupError as error:
-            kept.append(error)  # as a notebook does
-        dataset.passes += 1
-        assert [batch.tolist() for batch in loader] == [[number] for number in range(12)]
-        assert len(kept) == 1
-    finally:
-        kept.clear()
-        del loader
-        gc.enable()
-        gc.collect()
-
-
 class Blocks(Numbers):
     def __getitem__(self, index: int) -> Any:
         if index == 3:
@@ -251,24 +229,19 @@ class Blocks(Numbers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_the_users_time_out_names_the_worker_the_sample_and_the_line(persistent):
-    data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=3, persistent_workers=persistent)
-    loader, found = iter(DeviceLoader(data)), []
-    with pytest.raises(RuntimeError) as told:
-        found += [batch.tolist() for batch in loader]
-    words = r"timed out after 3 seconds: loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
-    assert re.search(words + r"test_loader_workers.py\", line \d+ in __getitem__$", str(told.value), re.DOTALL)
-
-
-@pytest.mark.slow
-def test_a_dataset_that_blocks_is_warned_of(monkeypatch, caplog):
+def test_a_warning_and_the_users_time_out_name_the_worker_the_sample_and_the_line(monkeypatch, caplog, persistent):
     monkeypatch.setattr("unisono.loaders.workers._LONG_S", 1.0)
-    with pytest.raises(RuntimeError, match="timed out"):
-        list(DeviceLoader(DataLoader(Blocks(6), num_workers=1, timeout=3)))
+    data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=3, persistent_workers=persistent)
+    with pytest.raises(RuntimeError) as told:
+        list(DeviceLoader(data))
     (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
-    assert "loader worker 0" in warning
-    assert "the sample with index 3" in warning
-    assert "in __getitem__" in warning
+    words = r"loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
+    words += r"test_loader_workers.py\", line \d+ in __getitem__$"
+    for said in (
+        (f"timed out after 3 seconds: {words}", str(told.value)),
+        ("no batch has come for .*: " + words, warning),
+    ):
+        assert re.search(*said, re.DOTALL)
 
 
 def test_a_pass_that_cannot_begin_does_not_keep_the_workers():
@@ -337,12 +310,7 @@ def many_of(samples: list[int]) -> dict[str, Any]:
     return {"first": tensors[:100], "rest": (tensors[100:], torch.empty(0, 3), torch.tensor(samples[0]), "word", None)}
 
 
-class Numbered(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(12)
-
-
-@pytest.mark.parametrize("dataset", [range(12), Numbered()])
+@pytest.mark.parametrize("dataset", [range(12), Stream(12)])
 def test_many_tensors_take_few_descriptors(dataset):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 100, before[1]))

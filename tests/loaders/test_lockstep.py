@@ -27,7 +27,7 @@ from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Stamps
 from unisono.loaders.sharding import Claim, Rule
 from unisono.loaders.sources import Begun
-from unisono.loaders.stream_position import Read, Seen
+from unisono.loaders.stream_position import Position, Read, Taken
 from unisono.world import World, thread_worlds
 
 
@@ -75,27 +75,16 @@ class Shelf:
         self.is_cancelled = True
 
 
-def start_of(ranks: int, **more: Any) -> dict[str, Any]:
-    return {
-        "offset": 0,
-        "by": "stride",
-        "layers": [[ranks, 1, [0] * ranks]],
-        "last": [0] * ranks,
-        "mark": None,
-        **more,
-    }
+def start_of(ranks: int) -> Begun:
+    return Begun(0, Taken.nothing("stride", ranks, 1).to_state(0), iter(()))
 
 
-def begun_at(position: dict[str, Any]) -> Begun:
-    return Begun(0, position, iter(()))
-
-
-def deliveries_of(rank: int, ranks: int, batches: Sequence[Any], mark: int = 7, by: Any = "stride") -> list[Delivery]:
+def deliveries_of(rank: int, batches: Sequence[Any], mark: int = 7, by: Any = "stride") -> list[Delivery]:
     """What the lane of a rank with one loader worker gives: each batch with what it has read."""
+    taken = itertools.accumulate(map(len, batches))
     return [
-        Delivery(batch, None, Claim(len(batch), len(batch)), Read(rank, len(batch), by, seen), 0, Stamps())
-        for rows, batch in enumerate(batches)
-        for seen in [Seen(mark, rows + 1, mark) if by == "stride" else None]
+        Delivery(batch, None, Claim(len(batch), len(batch)), Read(rank, Position(number, mark), by), 0, Stamps())
+        for number, batch in zip(taken, batches, strict=True)
     ]
 
 
@@ -113,12 +102,11 @@ class Ranks:
         worlds = thread_worlds([torch.device("cpu", rank) for rank in range(count)])
         self.worlds = [dataclasses.replace(world, comm=Comm(world.comm)) for world in worlds]
         self.shelves = [
-            Shelf(world, deliveries_of(rank, count, batches[rank]), most[rank] if most else 99)
+            Shelf(world, deliveries_of(rank, batches[rank]), most[rank] if most else 99)
             for rank, world in enumerate(self.worlds)
         ]
         self.locksteps = [
-            Lockstep(shelf, shelf.world, Rule(**rule), 0, ahead, Begun(0, start_of(count), iter(())))
-            for shelf in self.shelves
+            Lockstep(shelf, shelf.world, Rule(**rule), 0, ahead, start_of(count)) for shelf in self.shelves
         ]
 
     @property
@@ -179,7 +167,8 @@ def test_all_ranks_take_the_same_steps_and_every_sample_once(sizes, ahead, most)
         assert len({each.claim.mark for each in together}) == 1
         given_so_far = [sum(each[: place + 1]) for each in sizes]
         for each in together:
-            position = {"offset": sum(given_so_far), "layers": [[len(sizes), 1, given_so_far]], "mark": 7}
+            parts = [[number, 7 if number else 0] for number in given_so_far]
+            position = {"offset": sum(given_so_far), "layers": [[len(sizes), 1, parts]]}
             assert each.position.items() >= position.items(), "all ranks know what all parts have given"
     assert len(set(ranks.meetings)) == 1
 
@@ -290,20 +279,14 @@ def test_an_error_on_one_rank_ends_all_behind_the_complete_rounds(ahead):
         assert str(peer) == "the loader of rank 1 failed with CodedError: code 3"
 
 
-def ends_twice(rank: int, lockstep: Lockstep) -> tuple[int, Exception, Exception]:
-    found, end = drained(lockstep)
-    return len(found), end, drained(lockstep)[1]
-
-
-def test_an_ended_loop_ends_in_the_same_way_again_and_meets_nobody():
-    for error in (None, CodedError(1)):
-        ranks = Ranks(numbered([[1], [1, 1]]))
-        ranks.shelves[1]._error = error
-        for _, end, again in ranks.run(ends_twice):
-            assert type(end) is type(again)
-            assert str(end) == str(again)
-            assert end is not again
-        assert ranks.meetings == [3, 3]
+@pytest.mark.parametrize("failure", [None, CodedError(1)])
+def test_an_ended_loop_ends_in_the_same_way_again_and_meets_nobody(failure):
+    ranks = Ranks(numbered([[1], [1, 1]]))
+    ranks.shelves[1]._error = failure
+    for (_, end), (more, again) in ranks.run(lambda rank, lockstep: (drained(lockstep), drained(lockstep))):
+        assert (type(end), str(end), more) == (type(again), str(again), [])
+        assert end is not again
+    assert ranks.meetings == [3, 3]
 
 
 def test_an_ended_loop_is_freed_without_the_garbage_collector():
@@ -328,7 +311,7 @@ def test_ranks_that_stand_at_different_batches_are_told():
         lockstep.receive()
         if rank == 1:  # it leaves its loop early, and begins the next one
             world = ranks.worlds[rank]
-            lockstep = Lockstep(Shelf(world, deliveries_of(1, 2, [[1]])), world, Rule(), 0, 1, begun_at(start_of(2)))
+            lockstep = Lockstep(Shelf(world, deliveries_of(1, [[1]])), world, Rule(), 0, 1, start_of(2))
         return lockstep.receive()
 
     for error in ranks.run(body):
@@ -336,14 +319,10 @@ def test_ranks_that_stand_at_different_batches_are_told():
         assert "rank 0 asks for what comes after 4 samples of the stream, rank 1 after 0;" in str(error)
 
 
-def other_offers(**position: Any) -> list[Exception]:
-    ranks = Ranks(numbered([[1], [1]]))
-    ranks.shelves[1]._deliveries = deliveries_of(1, 2, [[1]], **position)
-    return [end for _, end in ranks.ends()]
-
-
 def test_ranks_that_cut_in_different_ways_are_refused():
-    for error in other_offers(by="dataset"):
+    ranks = Ranks(numbered([[1], [1]]))
+    ranks.shelves[1]._deliveries = deliveries_of(1, [[1]], by="dataset")
+    for _, error in ranks.ends():
         assert type(error) is RuntimeError
         assert "cut in different ways (stride for 1 worker(s), dataset for 1 worker(s))" in str(error)
 
@@ -351,5 +330,5 @@ def test_ranks_that_cut_in_different_ways_are_refused():
 def test_marks_of_streams_that_are_the_ranks_own_are_not_compared():
     ranks = Ranks(numbered([[1], [1]]))
     for rank, shelf in enumerate(ranks.shelves):
-        shelf._deliveries = deliveries_of(rank, 2, [[1]], by="dataset", mark=rank + 1)
+        shelf._deliveries = deliveries_of(rank, [[1]], by="dataset", mark=rank + 1)
     assert [steps for steps, _ in ranks.ends()] == [1, 1]

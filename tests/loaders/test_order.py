@@ -18,10 +18,10 @@ from epochs import Numbers, chunks, ranks_of
 from hypothesis import given
 from hypothesis import strategies as st
 from samplers import COUNT, Own, Sized, loader_of, orders, random_states
+from streams import Stream
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -171,11 +171,6 @@ class Subclass(DataLoader):
         return super().__iter__()
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
-
-
 def test_only_what_names_its_samples_by_index_is_cut_there():
     assert is_indexed(DataLoader(Numbers(3)))
     assert is_indexed(DataLoader(Numbers(3), batch_size=None))
@@ -238,11 +233,7 @@ def test_ranks_on_threads_that_draw_at_once_draw_the_same():
 def test_a_default_device_elsewhere_is_none_of_the_orders_business(name):
     """Numbers on "meta" are none; on an accelerator two threads would work on one device."""
 
-    class Stream(IterableDataset):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(COUNT))
-
-    dataset = Stream() if name == "stream" else Numbers(100)
+    dataset = Stream(COUNT) if name == "stream" else Numbers(100)
     sampler = None if name == "stream" else GENERATED[name](None)
 
     def found() -> list[int]:

@@ -23,23 +23,6 @@ from unisono.loaders.order import Batches
 from unisono.randomness import seed_of
 
 
-class Epochal(Own):
-    """Gives the epoch that it was told, thrice."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: [self.epoch] * 3)
-        self.epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-
-def test_a_sampler_with_set_epoch_is_told_each_epoch():
-    assert orders(loader_of(Epochal()), 3) == [[0] * 3, [1] * 3, [2] * 3]
-    within = BatchSampler(Epochal(), 2, drop_last=False)
-    assert orders(DataLoader(Numbers(9), batch_sampler=within), 2) == [[0] * 3, [1] * 3]
-
-
 class Drawing:
     """A batch sampler of one's own with a generator."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import gc
 import itertools
 import pickle
 import re
@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.backends import get_backend
-from unisono.loaders.parallel_loader import LoaderOptions
 from unisono.tree import take
 from unisono.world import World
 
@@ -145,17 +144,15 @@ def test_the_length_is_the_number_of_rounds():
         assert len(list(parallel.per_device_loader("cpu:0"))) == len(parallel)
 
 
-def test_a_loader_without_length_has_none_but_is_iterated():
-    parallel = ParallelLoader(iter(range(3)), ["cpu"])
+def test_a_loader_without_length_has_none_but_is_iterated_and_kept_alive_by_its_iterator():
+    parallel = ParallelLoader(iter(range(50)), ["cpu"])
     iterator = parallel.per_device_loader("cpu")
     for each in (parallel, iterator, DeviceLoader(iter([]))):
         with pytest.raises(TypeError, match="has no len"):
             len(each)
-    assert list(iterator) == [0, 1, 2]
-
-
-def test_an_iterator_keeps_its_loader_alive():
-    assert list(ParallelLoader(range(50), ["cpu"]).per_device_loader("cpu")) == list(range(50))
+    del parallel, each
+    gc.collect()
+    assert list(iterator) == list(range(50))
 
 
 def epoch_of(batches: list[list[torch.Tensor]]) -> list[int]:
@@ -282,8 +279,6 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
         refused(TypeError, "prefetch='4' is of type str", prefetch="4"),
         refused(TypeError, "seed='a' is of type str; pass an integer, or None for the loader's own", seed="a"),
         refused(TypeError, "seed=True is of type bool", seed=True),
-        refused(ValueError, "split='ranks' is unknown; choose one of 'rank', 'global'", split="ranks"),
-        refused(ValueError, "tail='keep' is unknown; choose one of 'split', 'drop', 'pad', 'error'", tail="keep"),
         refused(TypeError, "batch_dim=False is of type bool", batch_dim=False),
     ],
 )
@@ -294,26 +289,21 @@ def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, argume
     assert not own_threads()
 
 
-def test_a_device_of_another_loader_is_refused():
-    parallel = ParallelLoader([], devices(2))
-    with pytest.raises(ValueError, match="device cpu:2 is not one of this loader's devices: cpu:0, cpu:1"):
-        parallel.per_device_loader("cpu:2")
-
-
-def test_a_device_is_named_in_any_way():
+def test_a_device_is_named_in_any_way_and_must_be_the_loaders():
     parallel = ParallelLoader(range(2), [torch.device("cpu"), "cpu:1"])
     assert [list(parallel.per_device_loader(device)) for device in (0, torch.device("cpu:1"))] == [[0], [1]]
+    with pytest.raises(ValueError, match="device cpu:2 is not one of this loader's devices: cpu:0, cpu:1"):
+        parallel.per_device_loader("cpu:2")
+    with pytest.raises(TypeError, match=r"per_device_loader\(device\)"):
+        iter(parallel)
 
 
-def test_both_loaders_take_the_same_options():
-    parameters = inspect.signature(ParallelLoader).parameters.values()
-    by_name = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
-    assert by_name - {"world", "loops"} == LoaderOptions.__annotations__.keys()
-
-
-def test_a_loader_over_several_devices_says_how_to_loop_over_it():
-    with ParallelLoader([], ["cpu"]) as loader, pytest.raises(TypeError, match=r"per_device_loader\(device\)"):
-        iter(loader)
+@pytest.mark.parametrize("make", [DeviceLoader, lambda batches, **more: ParallelLoader(batches, ["cpu"], **more)])
+def test_an_argument_that_does_not_exist_is_refused_with_the_most_similar(make):
+    with pytest.raises(TypeError, match=r"Loader\(\) has no argument 'batchdim'; is it batch_dim\?"):
+        make([], batchdim=1)
+    with pytest.raises(TypeError, match=r"Loader\(\) has no argument 'shuffle'; there are .*batch_dim, fixed_batch"):
+        make([], shuffle=True)
 
 
 @pytest.mark.parametrize("make", [DeviceLoader, lambda batches: ParallelLoader(batches, ["cpu"])])

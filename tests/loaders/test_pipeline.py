@@ -122,25 +122,18 @@ def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend
 
 
 @pytest.mark.parametrize("count", range(6))
-def test_an_error_of_the_source_comes_behind_the_rounds_before_it_at_each_call(count):
-    with flow(Moving()) as made:
-        (iterator,) = made.start(failing(count))
+@pytest.mark.parametrize("where", ["source", "transfer"])
+def test_an_error_comes_behind_the_rounds_before_it_at_each_call(count, where):
+    note, backend, source = f"in the loader's reader, round {count}", Moving(), failing(count)
+    if where == "transfer":
+        note, backend, source = "while a batch was moved to cpu:0", Moving(broken=[count]), range(40)
+    with flow(backend) as made:
+        (iterator,) = made.start(source)
         assert [next(iterator) for _ in range(count)] == list(range(count))
         for _ in range(2):
             with pytest.raises(CodedError, match=f"code {count}") as caught:
                 next(iterator)
-            assert caught.value.__notes__ == [f"in the loader's reader, round {count}"]
-
-
-@pytest.mark.parametrize("broken", range(6))
-def test_an_error_of_a_transfer_comes_behind_the_rounds_before_it_at_each_call(broken):
-    with flow(Moving(broken=[broken])) as made:
-        (iterator,) = made.start(range(40))
-        assert [next(iterator) for _ in range(broken)] == list(range(broken))
-        for _ in range(2):
-            with pytest.raises(CodedError, match=f"code {broken}") as caught:
-                next(iterator)
-            assert caught.value.__notes__ == ["while a batch was moved to cpu:0"]
+            assert caught.value.__notes__ == [note]
 
 
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])

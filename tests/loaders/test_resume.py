@@ -12,16 +12,12 @@ import torch
 from epochs import counted, ranks_of, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import PROCESSES_2
+from modes import PROCESSES_2, devices
 from resuming import SAMPLES, STATE, common_state, order, resumed, shuffled
 from torch import nn
 
 from unisono import DataParallel, DeviceLoader, ParallelLoader
 from unisono.errors import BusyError, ClosedError
-
-
-def devices(count: int) -> list[str]:
-    return [f"cpu:{index}" for index in range(count)]
 
 
 def take_rounds(parallel: ParallelLoader, count: int, most: int | None = None) -> list[int]:

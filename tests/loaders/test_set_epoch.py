@@ -8,7 +8,7 @@ import pytest
 from epochs import Numbers
 from modes import PROCESSES_2, THREADS_2
 from rereading import COUNT, taken
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from unisono import DeviceLoader
 
@@ -61,9 +61,11 @@ def test_a_sampler_that_threads_share_is_told_the_epoch_of_each_loop(mode):
     assert mode.run(body) == [[[3, 3], [0, 0], [4, 4], [1, 1]]] * 2
 
 
-def test_a_sampler_with_an_epoch_is_told_that_of_the_loop_each_time_one_begins():
+@pytest.mark.parametrize("is_within", [False, True], ids=["a sampler", "within a batch sampler"])
+def test_a_sampler_with_an_epoch_is_told_that_of_the_loop_each_time_one_begins(is_within):
     sampler = Persistent()
-    source = DataLoader(Numbers(COUNT), batch_size=2, sampler=sampler)
+    batches = {"batch_sampler": BatchSampler(sampler, 2, False)} if is_within else {"sampler": sampler, "batch_size": 2}
+    source = DataLoader(Numbers(COUNT), **batches)
     train, evaluation = DeviceLoader(source), DeviceLoader(source)
     found = []
     for loader in (train, train, evaluation, train, evaluation):
@@ -73,9 +75,11 @@ def test_a_sampler_with_an_epoch_is_told_that_of_the_loop_each_time_one_begins()
 
 
 @pytest.mark.parametrize("kind", [ByEpoch, StreamByEpoch])
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "in workers"])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_a_dataset_with_an_epoch_is_told_that_of_each_loop(kind, options):
     source = DataLoader(kind(), batch_size=2, **options)
     train, evaluation = DeviceLoader(source), DeviceLoader(source)
     found = [taken(loader)[0] for loader in (train, train, evaluation, train, evaluation, evaluation)]
     assert found == [0, 100, 0, 200, 100, 200]
+    train.set_epoch(7)
+    assert taken(train) == [700, 701, 702, 703]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+import random
 import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -30,11 +32,12 @@ from streams import (
     refused,
     through_json,
 )
+from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader
 from unisono.errors import StateError
-from unisono.loaders.stream_parts import Cut, PartReader
-from unisono.loaders.stream_position import Layer, Read, Taken
+from unisono.loaders.stream_parts import PartReader
+from unisono.loaders.stream_position import Layer, Position, Taken
 
 
 @given(data=st.data(), count=st.integers(0, 40), size=st.integers(1, 4))
@@ -46,13 +49,16 @@ def test_what_was_left_is_dealt_anew_with_any_numbers_again_and_again(data, coun
         row = ranks * workers
         parts = [left[part::row] for part in range(row)]
         # A layer of its own for each turn, although the numbers may be those of the turn before.
-        taken = replace(taken, layers=(*taken.layers, Layer(ranks, workers, (0,) * row)), last=(0,) * ranks)
+        taken = replace(taken, layers=(*taken.layers, Layer(ranks, workers, (Position(),) * row)))
+        numbers, reads = [], []
         for part in range(row):
-            cut = Cut(part // workers, "stride", 0, 0, taken)
-            reader = PartReader(Stream(count), list, size, False, cut)
-            assert [sample for made in reader.made(cut, part % workers) for sample in made.batch] == parts[part]
-        numbers = [data.draw(st.integers(0, len(part))) for part in parts]
-        taken = taken.after([Read(part, number) for part, number in enumerate(numbers)])
+            reader = PartReader(Stream(count), list, size, False, None, part // workers, "stride", 0, taken)
+            made = list(reader.made(0, part % workers))
+            assert [sample for each in made for sample in each.batch] == parts[part]
+            delivered = made[: data.draw(st.integers(0, len(made)))]
+            numbers.append(sum(each.samples for each in delivered))
+            reads += [each.read for each in delivered[-1:]]
+        taken = taken.after(reads)
         left = sorted(sample for part, number in zip(parts, numbers, strict=True) for sample in part[number:])
 
 
@@ -75,7 +81,14 @@ class Stateful(Stream):
         self.place = state["place"]
 
 
-RESUMED = [Stream, CutsItself, Sharded, Stateful]
+class Counted(Stateful):
+    """Wants to hear how much was delivered, as mosaicml-streaming's datasets do: it is read again instead."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:
+        raise AssertionError("called with numbers that nobody knows")
+
+
+RESUMED = [Stream, CutsItself, Sharded, Stateful, Counted]
 
 
 @pytest.mark.parametrize("dataset", RESUMED)
@@ -112,10 +125,6 @@ def assert_resumed(whole: Sequence[Got], mode: Mode, workers: int, dataset: type
 @pytest.mark.parametrize("dataset", [Stream, Stateful])
 @stand_ins()
 def test_a_state_of_other_numbers_loses_no_sample(dataset):
-    assert_none_lost(dataset)
-
-
-def assert_none_lost(dataset: type[Stream]) -> None:
     taken: list[int] = []
     state = None
     for mode, workers, most in ((THREADS_2, 2, 2), (SOLO, 0, 1), (THREADS_3, 1, 1), (THREADS_2, 0, None)):
@@ -127,37 +136,24 @@ def assert_none_lost(dataset: type[Stream]) -> None:
     assert sorted(taken) == list(range(COUNT))
 
 
-def test_the_ranks_own_shards_may_be_read_by_other_numbers_of_workers():
-    first = passes(THREADS_2, Sharded, 2, workers=2)
-    rest = passes(THREADS_2, Sharded, None, workers=0, state=first[0][0].state)
-    assert sorted(all_of(first) + all_of(rest)) == list(range(COUNT))
-
-
-def test_a_stream_that_began_uncut_by_rank_goes_on_so():
-    first = passes(SOLO, Sharded, 2, workers=2)
+@pytest.mark.parametrize("before", [SOLO, THREADS_2], ids=["uncut by rank", "by rank"])
+def test_shards_may_be_read_by_other_numbers_of_workers_and_a_stream_that_began_uncut_goes_on_so(before):
+    first = passes(before, Sharded, 2, workers=2)
     rest = passes(THREADS_2, Sharded, None, None, state=first[0][0].state)
     assert sorted(all_of(first) + all_of(rest)) == list(range(COUNT))
     assert all_of(rest, 1) == list(range(COUNT))
 
 
-def test_a_dataset_with_a_state_is_not_read_again():
-    state = loop(DeviceLoader(loader_of(Stateful())), 3).state
-    resumed = Stateful()
+@pytest.mark.parametrize(("dataset", "first"), [(Stateful, 9), (Stream, 0)])
+def test_a_dataset_with_a_state_is_not_read_again_and_one_without_is_and_says_so(caplog, dataset, first):
+    resumed = dataset()
     loader = DeviceLoader(loader_of(resumed))
-    loader.load_state_dict(state)
-    loop(loader)
-    assert resumed.reads == list(range(9, COUNT))
-
-
-def test_one_without_is_read_again_and_says_so(caplog):
-    state = loop(DeviceLoader(loader_of(Stream())), 3).state
-    resumed = Stream()
-    loader = DeviceLoader(loader_of(resumed))
-    loader.load_state_dict(state)
+    loader.load_state_dict(loop(DeviceLoader(loader_of(dataset())), 3).state)
     with caplog.at_level(logging.INFO):
         loop(loader)
-    assert "resumes the stream by reading and discarding what was delivered before" in caplog.text
-    assert resumed.reads == list(range(COUNT))
+    words = "resumes the stream by reading and discarding what was delivered before"
+    assert (words in caplog.text) == (resumed.reads[0] == 0)
+    assert resumed.reads == list(range(first, COUNT))
 
 
 @stand_ins()
@@ -182,7 +178,7 @@ def test_the_state_tells_what_was_delivered_though_all_was_read():
     while len(dataset.reads) < COUNT:  # the reader needs nobody to continue
         threading.Event().wait(0.001)
     state = loader.state_dict()
-    assert (state["epoch"], state["offset"], state["layers"]) == (0, SIZE, [[1, 1, [SIZE]]])
+    assert (state["epoch"], state["offset"], state["layers"]) == (0, SIZE, [[1, 1, [[SIZE, ANY]]]])
     list(iterator)
     after = loader.state_dict()
     assert (after["epoch"], after["offset"]) == (1, 0)
@@ -211,19 +207,61 @@ def test_a_state_of_another_kind_is_refused():
         DeviceLoader(loader_of(Stream())).load_state_dict({**state, "offset": 2})
 
 
-def test_a_state_over_another_stream_is_told_of():
-    class Other(Stream):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(100, 100 + COUNT))
+class Other(Stream):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100, 100 + COUNT))
 
-    first = DeviceLoader(loader_of(Stream()))
-    for number, _ in enumerate(first):
-        if number == 2:
-            break
-    second = DeviceLoader(loader_of(Other()))
-    second.load_state_dict(first.state_dict())
-    with pytest.raises(StateError, match="saved over another stream: the first samples differ"):
-        list(second)
+
+@pytest.mark.parametrize("other", [Other(), Stream(2 * SIZE), Stream(0)], ids=["other", "shorter", "empty"])
+def test_a_state_over_another_stream_is_refused(other):
+    loader = DeviceLoader(loader_of(other))
+    loader.load_state_dict(loop(DeviceLoader(loader_of(Stream())), 3).state)
+    with pytest.raises(StateError, match="over another stream: what was delivered of its part 0 is not what is read"):
+        list(loader)
+
+
+class Reordered(Stream):
+    """Keeps its first sample, and shuffles the others by a generator of its own."""
+
+    def __init__(self, seed: int, cuts_itself: bool) -> None:
+        super().__init__()
+        self.seed, self.cuts_itself, self.numbers = seed, cuts_itself, range(COUNT)
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info() if self.cuts_itself else None
+        first, *others = self.numbers[info.id :: info.num_workers] if info else self.numbers
+        yield from (first, *random.Random(self.seed).sample(others, len(others)))
+
+
+class ReorderedShards(Reordered):
+    def shard(self, num_shards: int, index: int) -> ReorderedShards:
+        part = type(self)(self.seed, self.cuts_itself)
+        part.numbers = self.numbers[index::num_shards]
+        return part
+
+
+CUTS = {
+    "by stride": (lambda seed: Reordered(seed, False), {"workers": 2}),
+    "by itself": (lambda seed: Reordered(seed, True), {"workers": 2}),
+    "by shards": (lambda seed: ReorderedShards(seed, False), {"workers": 2}),
+    "by the caller": (lambda seed: Reordered(seed, True), {"workers": 2, "already_sharded": True}),
+    "in the loop's process": (lambda seed: ReorderedShards(seed, False), {}),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+@stand_ins()
+def test_what_was_delivered_in_another_order_is_refused_whoever_cuts_the_stream(mode, cut):
+    make, options = CUTS[cut]
+    (whole,) = zip(*passes(mode, lambda: make(1), None, **options), strict=True)
+    first = passes(mode, lambda: make(1), 3, **options)
+    rest = passes(mode, lambda: make(1), None, state=through_json(first[0][0].state), **options)
+    for expected, (before,), (after,) in zip(whole, first, rest, strict=True):
+        assert before.batches + after.batches == expected.batches
+    errors = refused(mode, lambda: make(2), None, state=first[0][0].state, **options)
+    assert [type(error) for error in errors] == [StateError] * mode.ranks
+    assert all(re.match("the state was saved over another stream: what was delivered", str(each)) for each in errors)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import re
@@ -11,9 +12,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from epochs import PATIENCE_S
 from modes import PROCESSES_2, SOLO, THREADS_2
 from stand_ins import stand_ins
-from streams import COUNT, ByEpoch, Sharded, Stream, all_of, loader_of, loop, passes, refused
+from streams import COUNT, ByEpoch, Sharded, Stream, all_of, loader_of, passes, refused
 from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader, current_world, rank
@@ -88,23 +90,18 @@ def test_asking_for_the_workers_too_late_is_an_error():
         passes(SOLO, AsksTooLate, None, workers=2)
 
 
-@pytest.mark.parametrize(("mode", "workers"), [(SOLO, 2), (THREADS_2, 0), (THREADS_2, 1)])
-def test_streams_that_differ_are_refused(mode, workers):
-    errors = refused(mode, ShuffledPrivately, None, workers=workers)
-    assert len(errors) == mode.ranks
-    for error in errors:
-        assert type(error) is RuntimeError
-        assert re.match("the ranks or loader workers read different streams.*pass already_sharded=True", str(error))
-
-
-@pytest.mark.parametrize("dataset", [Fractions, BytesOfFiles, DiffersLater, OfItsRank])
-def test_streams_that_differ_only_in_what_is_looked_at_last_are_refused_too(dataset):
-    for error in (errors := refused(THREADS_2, dataset, None)):
-        assert type(error) is RuntimeError
-        assert re.match(
-            r"the ranks or loader workers read different streams.*\(num_workers=1\), which are seeded alike", str(error)
-        )
-    assert len(errors) == 2
+@pytest.mark.parametrize(
+    ("dataset", "mode", "workers"),
+    [
+        *[(ShuffledPrivately, *how) for how in ((SOLO, 2), (THREADS_2, 0), (THREADS_2, 1))],
+        *[(each, THREADS_2, 0) for each in (Fractions, BytesOfFiles, DiffersLater, OfItsRank)],
+    ],
+)
+def test_streams_that_differ_wherever_they_do_are_refused(dataset, mode, workers):
+    errors = refused(mode, dataset, None, workers=workers)
+    assert [type(error) for error in errors] == [RuntimeError] * mode.ranks
+    words = r"the ranks or loader workers read different streams.*\(num_workers=1\), which .*pass already_sharded=True"
+    assert all(re.match(words, str(error)) for error in errors)
 
 
 @stand_ins()
@@ -191,12 +188,27 @@ def test_what_a_sample_is_augmented_with_differs_between_parts():
     assert len(set(augmented)) > COUNT - 4
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_dataset_hears_of_the_epoch_in_persistent_workers_too(workers):
-    loader = DeviceLoader(loader_of(ByEpoch(), workers, persistent_workers=bool(workers)))
-    first, second = loop(loader, 1), loop(loader)
-    loader.set_epoch(7)
-    assert [first.counted[0], second.counted[0], loop(loader).counted[0]] == [0, 1000, 7000]
+class EpochInSharedMemory(ByEpoch):
+    """As HuggingFace's: what several processes change at the same moment adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.gates = [multiprocessing.Semaphore(0) for _ in range(2)]
+
+    def set_epoch(self, epoch: int) -> None:
+        change = epoch - int(self.epoch)
+        if (info := get_worker_info()) is not None:  # the two meet
+            self.gates[info.id].release()
+            assert self.gates[1 - info.id].acquire(timeout=PATIENCE_S)
+        self.epoch += change
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_loader_workers_share_is_set_once(persistent):
+    found = passes(SOLO, EpochInSharedMemory, None, None, None, workers=2, persistent_workers=persistent)
+    for epoch in range(3):
+        assert all_of(found, epoch) == [1000 * epoch + number for number in range(COUNT)]
 
 
 def test_passes_side_by_side_have_epochs_of_their_own():

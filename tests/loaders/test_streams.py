@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3
 from stand_ins import stand_ins
 from streams import (
     COUNT,
@@ -48,6 +50,20 @@ class ShardedInPlace(Sharded):
         return None
 
 
+class ShardsByOtherNames(Stream):
+    """`shard(index, count)`, the other way round than others have it."""
+
+    def __init__(self, part: range = range(COUNT)) -> None:
+        super().__init__()
+        self.part = part
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.part)
+
+    def shard(self, index: int, count: int) -> ShardsByOtherNames:
+        return ShardsByOtherNames(self.part[index::count])
+
+
 class OfItsNode(Stream):
     """Was cut by rank before, as HuggingFace's `split_dataset_by_node` does."""
 
@@ -58,6 +74,34 @@ class OfItsNode(Stream):
     def __iter__(self) -> Iterator[int]:
         first, row = self._distributed
         yield from range(first, self.count, row)
+
+
+class OfMosaic(Stream):
+    """Cuts itself by the rank that it has found, and by the rank's workers, as mosaicml-streaming's do."""
+
+    __module__ = "streaming.base.dataset"
+
+    def __init__(self, place: int, places: int) -> None:
+        super().__init__()
+        self.place, self.places = place, places
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        yield from range(self.place * workers + worker, self.count, self.places * workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@stand_ins()
+def test_mosaics_streams_are_cut_by_rank_once_if_they_see_the_ranks(monkeypatch, workers):
+    for places in (1, 2):
+
+        def seen(places: int = places) -> Any:
+            return SimpleNamespace(rank=rank() % places, num_ranks=places)
+
+        monkeypatch.setitem(sys.modules, "streaming.base.world", SimpleNamespace(World=SimpleNamespace(detect=seen)))
+        found = passes(THREADS_2, lambda places=places: OfMosaic(rank() % places, places), None, workers=workers)
+        assert all_of(found) == list(range(COUNT))
 
 
 class Ranged(Stream):
@@ -94,7 +138,7 @@ class Tensors(Stream):
             yield torch.tensor(batch)
 
 
-DATASETS = [Stream, CutsItself, Sharded, ShardedKeywords, OneFile, OfItsNode]
+DATASETS = [Stream, CutsItself, Sharded, ShardedKeywords, OneFile, ShardedInPlace, ShardsByOtherNames, OfItsNode]
 
 
 def assert_in_step(found: Sequence[Sequence[Got]]) -> None:
@@ -129,12 +173,9 @@ def test_every_sample_once_whoever_cuts_the_stream(mode, workers):
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 @stand_ins()
 def test_the_stride_deals_as_a_list_is_dealt(mode, workers):
-    assert dealt_by_stride(mode, workers) == by_stride(range(COUNT), mode.ranks, workers, SIZE)
-
-
-def dealt_by_stride(mode: Mode, workers: int) -> list[list[list[Any]]]:
     found = passes(mode, Stream, None, workers=workers)
-    return [[batch for batch, valid in zip(each.batches, each.valid, strict=True) if valid] for (each,) in found]
+    dealt = [[batch for batch, valid in zip(each.batches, each.valid, strict=True) if valid] for (each,) in found]
+    assert dealt == by_stride(range(COUNT), mode.ranks, workers, SIZE)
 
 
 def test_processes_take_every_sample_once_and_resume():
@@ -161,10 +202,6 @@ def test_processes_take_every_sample_once_and_resume():
 @pytest.mark.parametrize("workers", [0, 2])
 @stand_ins()
 def test_the_devices_of_one_process_share_a_stream(count, workers):
-    assert_shared(count, workers)
-
-
-def assert_shared(count: int, workers: int) -> None:
     devices = [f"cpu:{place}" for place in range(count)]
     with ParallelLoader(loader_of(Stream(), workers), devices) as parallel:
         iterators = [parallel.per_device_loader(device) for device in devices]
@@ -190,10 +227,6 @@ def test_a_stream_may_give_batches_of_its_own(mode, workers):
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
 @stand_ins()
 def test_a_worker_init_fn_may_cut_the_stream_or_not(mode, init):
-    assert_cut_by_init(mode, init)
-
-
-def assert_cut_by_init(mode: Mode, init: Callable[[int], None]) -> None:
     found = passes(mode, Ranged, None, workers=2, worker_init_fn=init)
     assert all_of(found) == list(range(COUNT))
     share = -(-COUNT // (2 * mode.ranks)) if init is set_range else 1
@@ -209,13 +242,14 @@ def test_more_ranks_than_samples_are_kept_in_step(count):
     assert [len(each[0].batches) for each in found] == [min(count, 1)] * 3
 
 
-def test_who_refuses_to_shard_is_told_of(caplog):
+@pytest.mark.parametrize(
+    ("dataset", "reason"), [(OneFile, "IndexError: 1 file for 2 shards"), (ShardedInPlace, "TypeError: it gave a Non")]
+)
+def test_who_refuses_to_shard_is_told_of(caplog, dataset, reason):
     with caplog.at_level(logging.INFO):
-        passes(THREADS_2, OneFile, None)
-    assert (
-        "OneFile.shard gives no part 1 of 2 (IndexError: 1 file for 2 shards), so it is sharded by stride"
-        in caplog.text
-    )
+        assert all_of(passes(THREADS_2, dataset, None)) == list(range(COUNT))
+    assert f"{dataset.__name__}.shard gives no part 1 of 2 ({reason}" in caplog.text
+    assert "so it is sharded by stride" in caplog.text
 
 
 def test_a_global_batch_is_split_over_the_ranks():
@@ -241,28 +275,3 @@ def test_the_length_is_told_by_a_dataset_that_has_one(recwarn):
     assert not [each for each in recwarn if "length" in str(each.message)]
     with pytest.raises(TypeError):
         len(DeviceLoader(loader_of(Stream())))
-
-
-def test_a_shard_that_is_none_is_no_shard(caplog):
-    with caplog.at_level(logging.INFO):
-        assert all_of(passes(THREADS_2, ShardedInPlace, None)) == list(range(COUNT))
-    assert "TypeError: it gave a NoneType" in caplog.text
-
-
-class ShardsByOtherNames(Stream):
-    """`shard(index, count)`, the other way round than others have it."""
-
-    def __init__(self, part: range = range(COUNT)) -> None:
-        super().__init__()
-        self.part = part
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.part)
-
-    def shard(self, index: int, count: int) -> ShardsByOtherNames:
-        return ShardsByOtherNames(self.part[index::count])
-
-
-def test_a_method_with_other_parameters_is_not_called_by_place():
-    found = passes(THREADS_2, ShardsByOtherNames, None)
-    assert sorted(all_of(found)) == list(range(COUNT))

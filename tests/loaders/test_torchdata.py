@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from modes import PROCESSES_2, THREADS_2
-from torch.utils.data import IterableDataset
+from streams import Stream
 
 from unisono import DeviceLoader, rank
 
 stateful_dataloader: Any = pytest.importorskip("torchdata.stateful_dataloader")
 
 COUNT = 24
-
-
-class Stream(IterableDataset):
-    """Does not split itself."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(COUNT)
 
 
 def loader_of(dataset: Any, workers: int = 0, size: int = 4, **options: Any) -> DeviceLoader:
@@ -34,7 +26,7 @@ def samples_of(iterator: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
-@pytest.mark.parametrize(("dataset", "shuffle"), [(range(COUNT), True), (Stream(), None)])
+@pytest.mark.parametrize(("dataset", "shuffle"), [(range(COUNT), True), (Stream(COUNT), None)])
 def test_ranks_with_other_seeds_have_each_sample_once(mode, dataset, shuffle):
     def body() -> list[list[int]]:
         torch.manual_seed(rank())
@@ -45,7 +37,7 @@ def test_ranks_with_other_seeds_have_each_sample_once(mode, dataset, shuffle):
         assert sorted(itertools.chain(*epoch)) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("dataset", [range(COUNT), Stream()])
+@pytest.mark.parametrize("dataset", [range(COUNT), Stream(COUNT)])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("size", [4, 3])
 def test_a_state_is_resumed_with_another_batch_size_and_in_the_same_process(dataset, workers, size):

@@ -70,14 +70,30 @@ def plain_rows(form: Any) -> list[list[list[float]]]:
     return [rows_of(batch).tolist() for batch in batches(form)]
 
 
+class Stream(IterableDataset):
+    """Each item is a batch."""
+
+    def __init__(self, form: Any) -> None:
+        self.form = form
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(batches(self.form))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
-def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: Any, mode: Mode) -> None:
-    def body() -> list[Any]:
-        loader = DeviceLoader(batches(form))
-        return [(rows_of(batch).tolist(), loader.valid_samples, loader.weight) for batch in loader]
+@pytest.mark.parametrize("source", [batches, lambda form: DataLoader(Stream(form), None)], ids=["list", "stream"])
+def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: Any, mode: Mode, source: Any) -> None:
+    def body() -> tuple[list[Any], str]:
+        loader = DeviceLoader(source(form))
+        found = [(rows_of(batch).tolist(), loader.valid_samples, loader.weight) for batch in loader]
+        try:
+            return found, str(list(DeviceLoader(source(form), fixed_batch_size=True)))
+        except ValueError as error:
+            return found, str(error)
 
-    found = list(zip(*mode.run(body), strict=True))
+    ranks = mode.run(body)
+    found = list(zip(*[each for each, _ in ranks], strict=True))
     kept = [rows for each in found for rows, valid, _ in each if valid != 0]
     assert kept == plain_rows(form)
     assert {valid for each in found for _, valid, _ in each} <= {None, 0}
@@ -85,6 +101,8 @@ def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: 
         counting = [weight for _, valid, weight in each if valid is None]
         assert counting == [1 / len(counting)] * len(counting), "each counts the same"
         assert sum(weight for *_, weight in each) == 1
+    words = f"compares the sizes of batches, and one of class {type(form(torch.zeros(4, 3))).__name__} does not say"
+    assert all(words in error for _, error in ranks)
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
@@ -146,44 +164,6 @@ def test_rows_are_not_taken_for_those_of_an_earlier_loop() -> None:
                 accelerator.gather_for_metrics(batch.rows.clone())
         for batch in told:
             assert len(accelerator.gather_for_metrics(batch.clone())) == 4, "the loop that is read now tells"
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_fixed_size_is_refused_where_it_cannot_be_measured(form: Any) -> None:
-    name = type(form(torch.zeros(4, 3))).__name__
-    words = f"fixed_batch_size=True compares the sizes of batches, and one of class {name} does not say"
-    with pytest.raises(ValueError, match=words):
-        list(DeviceLoader(batches(form), fixed_batch_size=True))
-
-
-class Stream(IterableDataset):
-    """Each item is a batch."""
-
-    def __init__(self, form: Any) -> None:
-        self.form = form
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(batches(self.form))
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
-def test_the_parts_of_a_stream_are_told_alike(mode: Mode) -> None:
-    def body() -> tuple[list[Any], str]:
-        loader = DeviceLoader(DataLoader(Stream(as_dicts), batch_size=None))
-        found = [(rows_of(batch).tolist(), loader.valid_samples, loader.weight) for batch in loader]
-        fixed = DeviceLoader(DataLoader(Stream(as_dicts), batch_size=None), fixed_batch_size=True)
-        try:
-            return found, str(list(fixed))
-        except ValueError as error:
-            return found, str(error)
-
-    ranks = mode.run(body)
-    found = list(zip(*[each for each, _ in ranks], strict=True))
-    assert [rows for each in found for rows, valid, _ in each if valid != 0] == plain_rows(as_dicts)
-    for each in found:
-        counting = [weight for _, valid, weight in each if valid is None]
-        assert counting == [1 / len(counting)] * len(counting)
-    assert all("one of class list does not say" in error for _, error in ranks)
 
 
 def test_samples_in_a_list_are_not_cut_along_their_features() -> None:

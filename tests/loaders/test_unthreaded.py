@@ -9,8 +9,9 @@ import weakref
 import pytest
 import torch
 from epochs import Numbers, take
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data import Dataset as MapDataset
+from failing import Failing
+from streams import Stream
+from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.errors import ClosedError
@@ -19,25 +20,6 @@ from unisono.world import solo_world, thread_worlds
 
 def unthreaded(loader, **options) -> DeviceLoader:
     return DeviceLoader(loader, prefetch=0, **options)
-
-
-class Threads(Numbers):
-    """Sample i is the thread that loads it."""
-
-    def __getitem__(self, index: int) -> int:
-        return threading.get_ident()
-
-
-class Failing(Numbers):
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise KeyError("five")
-        return index
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(7))
 
 
 @pytest.mark.slow
@@ -60,36 +42,28 @@ def test_the_batches_the_epochs_and_the_states_are_those_of_a_loader_that_reads_
 
 
 @pytest.mark.parametrize(
-    "source", [[1, 2, 3], DataLoader(Stream(), batch_size=3), DataLoader(Numbers(4), batch_size=None)]
+    "source", [[1, 2, 3], DataLoader(Stream(7), batch_size=3), DataLoader(Numbers(4), batch_size=None)]
 )
 def test_any_source_is_read(source):
     assert list(map(str, unthreaded(source))) == list(map(str, DeviceLoader(source)))
 
 
-def test_the_loops_own_thread_reads_and_no_other_is_started():
-    before = threading.active_count()
-    for (thread,) in unthreaded(DataLoader(Threads(5))):
-        assert int(thread) == threading.get_ident()
-        assert threading.active_count() == before
+def test_the_loops_own_thread_reads_what_is_asked_for_and_no_other_is_started():
+    read, before = [], threading.active_count()
 
-
-def test_nothing_is_read_before_it_is_asked_for():
-    read = []
-
-    class Noting(MapDataset):
-        def __len__(self) -> int:
-            return 9
-
+    class Noting(Numbers):
         def __getitem__(self, index: int) -> int:
             read.append(index)
-            return index
+            return threading.get_ident()
 
-    for number, _ in enumerate(unthreaded(DataLoader(Noting()))):
+    for number, (thread,) in enumerate(unthreaded(DataLoader(Noting(9)))):
+        assert int(thread) == threading.get_ident()
+        assert threading.active_count() == before
         assert read == list(range(number + 1))
 
 
 def test_an_error_comes_in_its_turn_and_again():
-    iterator = iter(unthreaded(DataLoader(Failing(9), batch_size=2)))
+    iterator = iter(unthreaded(DataLoader(Failing(9, 5, lambda: KeyError("five")), batch_size=2)))
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     for _ in range(2):
         with pytest.raises(KeyError, match="five") as caught:
@@ -97,15 +71,10 @@ def test_an_error_comes_in_its_turn_and_again():
         assert "in the sample with index 5" in caught.value.__notes__
 
 
-def test_an_end_stays_one():
+def test_an_end_stays_one_and_a_closed_iterator_says_so():
     iterator = iter(unthreaded([1, 2]))
     assert list(iterator) == [1, 2]
     assert list(iterator) == []
-
-
-def test_a_closed_iterator_says_so():
-    iterator = iter(unthreaded([1, 2, 3]))
-    next(iterator)
     iterator.close()
     with pytest.raises(ClosedError):
         next(iterator)
@@ -141,4 +110,4 @@ def test_several_devices_and_parts_of_a_stream_need_a_reader():
         ParallelLoader([1], ["cpu:0", "cpu:1"], prefetch=0)
     world = thread_worlds([torch.device("cpu", rank) for rank in range(2)])[0]
     with pytest.raises(ValueError, match="ranks with parts of one stream"):
-        unthreaded(DataLoader(Stream()), world=world)
+        unthreaded(DataLoader(Stream(7)), world=world)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from modes import PROCESSES_2, THREADS_2, Mode
 from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader
+from unisono.errors import StateError
 
 webdataset: Any = pytest.importorskip("webdataset")
 
@@ -55,6 +58,20 @@ def test_what_is_split_by_node_in_processes_is_cut_once(urls, workers, shuffles)
 def test_what_has_no_nodesplitter_is_cut_by_loader_workers(urls):
     assert delivered(PROCESSES_2, urls, 2, True) == list(range(COUNT))
     assert delivered(THREADS_2, urls, 2, True) == list(range(COUNT))
+
+
+@pytest.mark.parametrize(("seed", "is_refused"), [(None, True), (1, False)])
+def test_a_shuffle_of_ones_own_in_loader_workers_resumes_with_a_fixed_seed_only(urls, seed, is_refused):
+    def loader() -> DeviceLoader:
+        dataset = webdataset.WebDataset(urls, shardshuffle=False).shuffle(10, seed=seed).map(label)
+        return DeviceLoader(DataLoader(dataset, 4, num_workers=2))
+
+    first, rest = loader(), loader()
+    before = [sample for batch in itertools.islice(first, 4) for sample in batch.tolist()]
+    rest.load_state_dict(first.state_dict())
+    with pytest.raises(StateError, match="what was delivered") if is_refused else contextlib.nullcontext():
+        before += [sample for batch in rest for sample in batch.tolist()]
+        assert sorted(before) == list(range(COUNT))
 
 
 def test_a_shuffle_of_ones_own_in_the_loops_process_is_refused(urls):

@@ -13,7 +13,8 @@ group has no such part, tensors in main memory are sent by way of the rank's dev
 That all ranks make the same call is verified before any data is used: on one machine by notes in shared memory, once
 per collective (`shared_memory/notes.py`). Elsewhere announcements are compared, and with `is_checked` all calls: by a
 reduction of two numbers, whose minimum and maximum show whether all ranks do the same; only if they do not are their
-actions exchanged.
+actions exchanged. Where the device's data has a transport of its own, an announcement only begins that reduction, and
+its result is read before this rank's next call: no step waits for it.
 
 *Threads:* the rank's own thread; for `abort`, `current`, `num_calls` and `progress` any thread.
 """
@@ -25,7 +26,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,15 @@ _SHARED_GPU = "Duplicate GPU detected"  # in NCCL's messages
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
 
+class _Comparison(NamedTuple):
+    """A comparison of what the ranks do, which has begun: this rank's action, and its place in the user's program."""
+
+    action: str
+    place: str
+    bounds: torch.Tensor
+    work: Any
+
+
 class ProcessCommunicator:
     """A rank of the default process group.
 
@@ -113,6 +123,7 @@ class ProcessCommunicator:
         self._has_left = False
         self._call: Call | None = None
         self._last: Entry = Announcement("its first collective")
+        self._compared: _Comparison | None = None  # that has begun
         self.num_calls = 0
         self._num_begun = 0  # by any caller, as the group has counted
         # Held while the group is asked: asked by one thread and aborted by another, it ends the process.
@@ -336,8 +347,12 @@ class ProcessCommunicator:
         action = action_of(call)
         here = self._here
         if here is None:
+            if self._compared is not None:
+                self._finish_comparison()
             if self._is_checked or isinstance(call, Announcement):
-                self._compare(action)
+                self._begin_comparison(action)
+                if isinstance(call, Call) or not self._is_apart:
+                    self._finish_comparison()
         else:
             here.name_next(action)
             if here is self._own_here:  # otherwise the group does this in the first collective of the call
@@ -349,15 +364,27 @@ class ProcessCommunicator:
         group: Any = dist.group.WORLD if dist.is_initialized() else None
         return group.here if isinstance(group, SharedMemoryGroup) else self._own_here
 
-    def _compare(self, action: str) -> None:
+    @property
+    def _is_apart(self) -> bool:
+        """Whether flags and the device's data have transports of their own, so that a rank which does something else
+        does not get a flag as its data."""
+        return self._device.type != HOST.type and HOST.type in self._types
+
+    def _begin_comparison(self, action: str) -> None:
         digest = digest_of(action)
         # One reduction yields both bounds: the least of the negated digests is the negated greatest.
         bounds = torch.tensor([digest, -digest], device=self._host)
-        dist.all_reduce(bounds, dist.ReduceOp.MIN)
+        place = describe_call(own_frames()) if self._is_apart else ""
+        self._compared = _Comparison(action, place, bounds, dist.all_reduce(bounds, dist.ReduceOp.MIN, async_op=True))
+
+    def _finish_comparison(self) -> None:
+        assert self._compared is not None, "it has begun"
+        (action, place, bounds, work), self._compared = self._compared, None
+        work.wait()
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
             # All ranks see the same bounds, so all of them enter this gather.
-            found = self._gather_bytes(dumps((action, describe_call(own_frames()))))
+            found = self._gather_bytes(dumps((action, place or describe_call(own_frames()))))
             actions, places = zip(*map(pickle.loads, found), strict=True)
             raise mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 

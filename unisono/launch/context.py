@@ -57,6 +57,7 @@ class ProcessContext:
 
         Raises:
             BaseException: what a worker raised; as for `spawn`.
+            ClosedError: `stop` has ended workers before fn returned.
             KeyboardInterrupt: after Ctrl-C in this process, once the workers have been stopped; a second Ctrl-C kills
                 them. If workers call `should_stop`, the first Ctrl-C only asks them to stop early, as SIGTERM does. An
                 exception raised by another signal's handler in this process stops them in the same way.
@@ -69,7 +70,7 @@ class ProcessContext:
     def stop(self) -> None:
         """Stop the workers: SIGTERM, then SIGKILL after the grace period.
 
-        `join` then raises WorkerDiedError, or StoppedError if workers that call `should_stop` stopped early within the
+        `join` then raises ClosedError, or StoppedError if workers that call `should_stop` stopped early within the
         grace period.
         """
         self._supervisor.stop()

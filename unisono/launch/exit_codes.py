@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.errors import WorkerDiedError
+from unisono.errors import ClosedError, WorkerDiedError
 
 INTERRUPTED = 130  # 128 + SIGINT
 
@@ -15,6 +15,8 @@ def exit_code_of(error: BaseException | None) -> int:
     """
     if error is None:
         return 0
+    if isinstance(error, ClosedError) and isinstance(error.__cause__, WorkerDiedError):  # by `ProcessContext.stop`
+        return exit_code_of(error.__cause__)
     if isinstance(error, SystemExit):  # includes that of an agreed stop
         return error.code % 256 or 1 if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt):

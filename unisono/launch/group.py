@@ -137,7 +137,8 @@ class Group:
         """Handle a report of another machine: its workers' progress, or that its part of the group has failed."""
         self._standstill.hear(report, time.monotonic(), self._running_workers())
         if report.verdict:
-            self.give_up(Outcome.from_bytes(report.verdict), _SETTLE_S)
+            verdict: Outcome[Any] = Outcome.from_bytes(report.verdict)
+            self.give_up(verdict, _SETTLE_S if verdict.is_secondary else 0.0)
 
     def give_up(self, reason: Outcome[Any], within_s: float = 0.0) -> None:
         """End the group for a reason outside it, which may be the first cause."""
@@ -241,7 +242,7 @@ class Group:
         elif kind is Kind.NOTE:
             say_once(message.data.decode())
         elif kind is Kind.STOPPED:
-            worker.has_agreed_to_stop = True
+            worker.stopped_after = int(message.data)
         else:
             worker.outcome = Outcome.from_bytes(message.data, message.buffers)
             is_failure = worker.outcome.error is not None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unisono.errors import CollectiveMismatchError, WorkerDiedError
+from unisono.errors import ClosedError, CollectiveMismatchError, WorkerDiedError
 from unisono.launch.reports import Inbox
 from unisono.outcome import Outcome, add_note_once, first_cause
 from unisono.stacks import describe_call, frames_of, main_stack
@@ -36,7 +36,7 @@ class Worker:
     has_begun: bool = False  # fn is about to be called
     has_ended: bool = False
     handles_stop: bool = False
-    has_agreed_to_stop: bool = False
+    stopped_after: int | None = None  # steps, if the ranks have agreed to stop
     was_stopped: bool = False  # it ended after we had sent a signal
 
 
@@ -78,6 +78,11 @@ def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Out
     add_note_once(error, failures[cause].where)
     if failures[cause].is_secondary and (returned := sorted(outcomes.keys() - failures.keys())):
         add_note_once(error, f"ranks {returned} had returned without an error")
+    if not own and isinstance(error, WorkerDiedError):  # by the caller's own request
+        closed = ClosedError(f"ranks {stopped} were stopped, as the calling process asked, before fn returned")
+        closed.__cause__ = error
+        _with_failures(closed, errors)
+        return Outcome(error=closed)
     if stopped:
         why = "because of it" if own else "at the request of the calling process"
         add_note_once(error, f"ranks {stopped} were stopped {why}")

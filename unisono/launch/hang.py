@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, groupby, takewhile
 
 from unisono.errors import WorkerHungError
 from unisono.launch.reports import Pulse
-from unisono.stacks import describe_call, frames_of, main_stack
+from unisono.stacks import PACKAGE, describe_call, frames_of, main_stack
 
 _RETURNED_S = 5.0  # a rank in a collective after a peer has returned may be moving its last data, but nothing else
 _DOUBT_S = 10.0  # after which to check whether ranks wait for one another
@@ -28,10 +28,7 @@ _BEFORE = 0.8  # of the collectives' timeout: a waiting rank gives up a little l
 
 _WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
 _DISPATCH = ("/torch/_ops.py", "/torch/_library/autograd.py")  # between those files and native code
-_ADVICE = (
-    "If this is expected to take so long, pass a longer hang_timeout_s; collectives, batches and steps "
-    "count as progress"
-)
+_MISMATCH = "Every rank must call the same collectives in the same order"
 _STACK_LINES = 12
 
 
@@ -68,18 +65,20 @@ class HangWatch:
             self.returned.add(rank)
 
     @property
-    def limit_s(self) -> float:
-        """How many seconds the group may stand still."""
-        limits = [_BEFORE * self.timeout_s if self.hang_timeout_s is None else self.hang_timeout_s]
-        if self.is_of_one_machine and self.returned and self._is_waiting():
-            limits.append(_RETURNED_S)
-        return min(limits)
+    def limit(self) -> tuple[float, str]:
+        """How many seconds the group may stand still, and what to do where it was meant to."""
+        option = "timeout (--timeout)" if self.hang_timeout_s is None else "hang_timeout_s (--hang-timeout)"
+        longest_s = _BEFORE * self.timeout_s if self.hang_timeout_s is None else self.hang_timeout_s
+        if self.is_of_one_machine and self.returned and self._is_waiting() and longest_s > _RETURNED_S:
+            return _RETURNED_S, _MISMATCH
+        advice = f"If this is expected to take so long, pass a longer {option}"
+        return longest_s, f"{advice}; collectives, batches and steps count as progress"
 
     def deadline(self) -> float | None:
         """When the group counts as hung, unless something happens before; None if it cannot hang now."""
         if not self.pulses or not (self.hang_timeout_s is not None or self._is_waiting()):
             return None
-        return self._progress_at + self.limit_s
+        return self._progress_at + self.limit[0]
 
     def doubt(self) -> float | None:
         """When to check whether the ranks wait for one another, once per standstill; None if there is nothing to
@@ -129,12 +128,9 @@ def hung_error(
             verdict = f"all ranks wait, but not in the same call: {_group_by_collective(waiting)}{behind}"
         else:
             verdict = f"no rank is in a collective: {_places(ranks, stacks)}{behind}"
-    error = WorkerHungError(
-        f"no rank has made progress for {_DOUBT_S if is_deadlock else watch.limit_s:.4g} s, and {verdict}. "
-        + ("Every rank must call the same collectives in the same order" if is_deadlock else _ADVICE),
-        late,
-        dict(stacks),
-    )
+    seconds, advice = (_DOUBT_S, _MISMATCH) if is_deadlock else watch.limit
+    text = f"no rank has made progress for {seconds:.4g} s, and {verdict}. {advice}"
+    error = WorkerHungError(text, late, dict(stacks))
     for rank in ranks:
         error.add_note(f"rank {rank}:\n{_stack_to_user_function(stacks.get(rank, ''))}")
     return error
@@ -185,9 +181,11 @@ def _name_waiting(ranks: list[int], singular: str = "is", plural: str = "are") -
 
 
 def _stack_to_user_function(stacks: str) -> str:
-    """The main thread's stack down to the user's function."""
+    """The main thread's stack down to the user's function; of this package's frames, those that the user called."""
     lines = main_stack(stacks).splitlines()
     ours = next((place for place, line in enumerate(lines) if "/unisono/launch/worker.py" in line), len(lines))
-    # The first line is faulthandler's header.
-    lines = lines[1:ours]
-    return "\n".join(f"  {line}" for line in lines[:_STACK_LINES]) or "  it did not report its stack"
+    shown: list[str] = []
+    for is_ours, group in groupby(lines[1:ours], lambda line: PACKAGE in line):  # the first is faulthandler's header
+        *inner, outer = group
+        shown += [f"  ... {len(inner)} frames of unisono", outer] if is_ours and inner else [*inner, outer]
+    return "\n".join(f"  {line}" for line in shown[:_STACK_LINES]) or "  it did not report its stack"

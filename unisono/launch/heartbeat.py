@@ -35,6 +35,11 @@ def beating(world: World, reporter: Reporter, interval_s: float) -> Iterator[Non
         is_over.set()  # not joined: if it is in the middle of a message, the reporter's lock waits for that
 
 
+def count_of(world: World, name: str) -> int:
+    """How many "steps", "batches" or "samples" a rank has taken."""
+    return sum(track.counts.get(name, 0) for track in world.timeline.tracks())
+
+
 class HeartbeatSender:
     """Makes the pulses of one rank; each depends on the previous one."""
 
@@ -48,14 +53,14 @@ class HeartbeatSender:
     def take(self) -> Pulse:
         """The rank's progress now."""
         world, tracks = self._world, self._world.timeline.tracks()
-        counted = sum(track.counts.get(name, 0) for track in tracks for name in _COUNTED)
+        counted = sum(count_of(world, name) for name in _COUNTED)
         calls, current = getattr(world.comm, "progress", 0), getattr(world.comm, "current", None)
         return Pulse(
             progress=counted + calls,
             doing=current or "",
             device_bytes=None if not world.backend.moves_in_background else world.backend.memory(world.device),
-            step=sum(track.counts.get("steps", 0) for track in tracks),
-            samples_per_s=self._samples_per_s(sum(track.counts.get("samples", 0) for track in tracks)),
+            step=count_of(world, "steps"),
+            samples_per_s=self._samples_per_s(count_of(world, "samples")),
             loss=None if world.backend.is_lazy else self._latest_loss(tracks),
         )
 
@@ -89,8 +94,11 @@ def _send_pulses(world: World, reporter: Reporter, interval_s: float, is_over: t
     world.backend.activate(world.device)
     reported: Pulse | None = None
     taker = HeartbeatSender(world)
-    while not is_over.wait(interval_s):
+    # The first one at once: until then, the supervisor does not count this rank.
+    while True:
         pulse = taker.take()
         if pulse != reported:
             reporter.send_pulse(pulse)
             reported = pulse
+        if is_over.wait(interval_s):
+            return

@@ -28,6 +28,7 @@ class Caller:
     Attributes:
         modules: as `describe_modules` returns them, pickled.
         columns: the width of the terminal that shows the workers' stderr; 0 if there is none.
+        main: the file of `__main__`, and its name if it was run by `python -m`; empty where it has none.
     """
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -36,6 +37,13 @@ class Caller:
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
     columns: int = field(default_factory=lambda: terminal.columns_of(2))
+    main: tuple[str, str] = field(default_factory=lambda: _main_module())
+
+
+def _main_module() -> tuple[str, str]:
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    return os.path.abspath(file) if file else "", getattr(getattr(main, "__spec__", None), "name", "")
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,8 @@ class Options:
                 "safe, 'spawn', or None"
             )
         check_type(self.cores, "cores", "pass CPU threads per worker, or unisono.Cores(...)", int, Cores, NoneType)
-        if not isinstance(self.cores, Cores):
-            Cores(num_threads=self.cores)  # checks it
+        if isinstance(self.cores, int):
+            check_integer(self.cores, "cores", 1, "pass CPU threads per worker, or None for a fair share")
         _check_seconds(self.timeout_s if isinstance(self.timeout, timedelta) else self.timeout, "timeout")
         if self.hang_timeout_s is not None:
             _check_seconds(self.hang_timeout_s, "hang_timeout_s")

@@ -13,10 +13,14 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import psutil
+
+from unisono.backends.cgroups import cgroup_directories, read_number
 from unisono.outcome import add_note_once, chain_of
 
 _SHM = Path("/dev/shm")
 _NEARLY_FULL = 1 << 20  # bytes that are left
+_FILES, _TASKS, _MEMORY = 4, 4, 16 << 20  # what one worker takes at the least, the files in the calling process
 
 
 def add_limit_note(error: BaseException) -> None:
@@ -34,6 +38,30 @@ def describe_limit(error: BaseException) -> str:
             if is_meant and isinstance(link, OSError | RuntimeError):
                 return describe(link)
     return ""
+
+
+def check_room(nprocs: int) -> None:
+    """Check, before anything is started, that this machine has what so many workers take at the least.
+
+    Raises:
+        ValueError: it has not; the message says of what.
+    """
+    import resource
+
+    files, processes = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    groups = [read_number(path / "pids.max") for path in cgroup_directories("pids")]
+    system = [read_number(Path("/proc/sys/kernel") / name) for name in ("pid_max", "threads-max")]
+    if os.geteuid() == 0:  # whom the system does not limit
+        processes = -1
+    most = min(each for each in (processes, *groups, *system) if each is not None and each >= 0)
+    memory = psutil.virtual_memory().available
+    for bound, reason in (
+        ((files if files >= 0 else nprocs * _FILES) // _FILES, f"{_FILES} of {files} open files (`ulimit -n`)"),
+        (most // _TASKS, f"{_TASKS} of {most} processes and threads (`ulimit -u`, pids.max)"),
+        (memory // _MEMORY, f"{_MEMORY >> 20} MiB of {memory >> 20} MiB that are free, before it has a model"),
+    ):
+        if nprocs > bound:
+            raise ValueError(f"nprocs={nprocs}, but there is room for {bound} workers: each takes {reason}")
 
 
 def describe_mapped_memory() -> str:

@@ -99,22 +99,23 @@ def run_target(rank: int, target: Target) -> None:
     sys.argv[:] = [target.name, *target.argv]
     announce(_place_of(current_world()))  # to `spawn` in the script
     try:
-        if target.is_script:
-            _set_first_path(os.path.dirname(os.path.abspath(target.name)))
-            runpy.run_path(target.name, run_name="__main__")
-            return
-        _set_first_path(os.getcwd())
-        if target.is_module:
-            # `alter_sys` makes the module the `__main__` of `sys.modules`, as `python -m` does.
-            runpy.run_module(target.name, run_name="__main__", alter_sys=True)
-        else:
-            find_function(target.name)(rank)
+        preemption.call(_call_target, rank, target)
     except SystemExit as error:
-        is_stop = isinstance(error, StoppedError) and preemption.is_agreed()
-        if error.code not in (None, 0) and not is_stop:
+        if error.code not in (None, 0):
             raise
     finally:
         announce(None)
+
+
+def _call_target(rank: int, target: Target) -> None:
+    _set_first_path(os.path.dirname(os.path.abspath(target.name)) if target.is_script else os.getcwd())
+    if target.is_script:
+        runpy.run_path(target.name, run_name="__main__")
+    elif target.is_module:
+        # `alter_sys` makes the module the `__main__` of `sys.modules`, as `python -m` does.
+        runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+    else:
+        find_function(target.name)(rank)
 
 
 def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -> None:

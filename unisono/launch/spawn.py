@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -11,16 +12,18 @@ from datetime import timedelta
 from typing import Any, Literal, Unpack, overload
 
 from unisono import preemption
-from unisono.arguments import check_integer, check_type
+from unisono.arguments import check_integer, check_names, check_type
 from unisono.backends import pick_backend
 from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ProcessContext
+from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
 from unisono.launch.job import Job
 from unisono.launch.messages import say_once, shorten_traceback
-from unisono.launch.options import Options, SpawnOptions
+from unisono.launch.options import Cores, Options, Output, SpawnOptions
+from unisono.launch.resource_limits import check_room
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
 from unisono.launch.unpicklable import pickle_call
@@ -30,6 +33,12 @@ from unisono.protocols import Backend
 from unisono.world import solo_world, use_world
 
 logger = logging.getLogger(__name__)
+
+_MOVED = {
+    name: f"pass {kind.__name__.lower()}={kind.__name__}({name}=...)"
+    for kind in (Output, Cores)
+    for name in kind.__annotations__
+}
 
 
 @overload
@@ -108,9 +117,7 @@ def spawn(
     """
     refuse_while_loading()
     _check_call(fn, args)
-    if unknown := options.keys() - SpawnOptions.__annotations__.keys():
-        known = ", ".join(["args", "nprocs", "join", *SpawnOptions.__annotations__])
-        raise TypeError(f"spawn has no argument {min(unknown)!r}; there are {known}")
+    check_names("spawn", options, ["args", "nprocs", "join", "daemon", *SpawnOptions.__annotations__], _MOVED)
     chosen = Options(daemon=daemon, **options)
     family = pick_backend(chosen.backend)
     count = check_nprocs(nprocs, family, chosen.process_group)
@@ -152,7 +159,7 @@ def make_job(fn: Callable[..., Any], args: Sequence[Any], count: int, family: Ba
     """Make the job of `count` workers on this machine, and prepare this process for them.
 
     Raises:
-        ValueError: there are fewer cores than workers to be pinned.
+        ValueError: there are fewer cores than workers to be pinned, or too little memory, files or processes for them.
         UnpicklableError: `fn` or `args` cannot be sent to the workers.
         UnisonoError: workers cannot be supervised on this platform.
     """
@@ -162,6 +169,7 @@ def make_job(fn: Callable[..., Any], args: Sequence[Any], count: int, family: Ba
             f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
             "or WSL"
         )
+    check_room(count)
     settings = Settings.read()
     for each in settings.loggers.left_out:
         say_once(
@@ -179,6 +187,19 @@ def _check_call(fn: Any, args: Any) -> None:
         raise TypeError(
             f"args={args!r} is of type {type(args).__name__}; pass a tuple, with one argument as (argument,)"
         )
+    try:
+        # Of what is called: a wrapper may take other arguments than the function that it wraps.
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # of some functions in native code it is not known
+        return
+    try:
+        signature.bind(0, *args)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"{name}{signature} cannot be called as fn(index, *args) with {len(args)} args: {error}; its first "
+            "parameter is the worker's index, and spawn(fn, args=(...)) passes the others"
+        ) from None
 
 
 def _report_idle_options(join: bool, options: Options) -> None:
@@ -188,10 +209,12 @@ def _report_idle_options(join: bool, options: Options) -> None:
             "spawn(join=False) would start workers and continue, but a launcher has started this process as one of its "
             "workers: pass join=True, or run the script without a launcher"
         )
-    if options.max_restarts or options.hang_timeout_s or options.output.log_dir:
+    names = ("start_method", "cores", "hang_timeout_s", "max_restarts", "grace_s", "output")
+    if idle := [name for name in names if getattr(options, name) != getattr(Options, name)]:
         logger.warning(
-            "max_restarts, hang_timeout_s and Output(log_dir=...) are up to the launcher, which has started this "
-            "process as one of its workers; `unisono run` has --max-restarts, --hang-timeout and --log-dir"
+            "spawn's %s: ignored, since a launcher has started this process as one of its workers; `unisono run` has "
+            "options for them",
+            ", ".join(idle),
         )
 
 
@@ -210,9 +233,11 @@ def _run_inline(fn: Callable[..., Any], args: Sequence[Any], family: Backend) ->
     world = solo_world(family)
     with preemption.scope(), use_world(world):
         try:
-            result = fn(0, *args)
+            result = preemption.call(fn, 0, *args)
             if preemption.is_agreed():
-                raise StoppedError([result])
+                stopped = StoppedError([result], count_of(world, "steps"))
+                logger.warning("%s", stopped)
+                raise stopped
             return result
         except StoppedError:
             raise

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import StoppedError, UnpicklableError
+from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError
 from unisono.launch.exit_codes import INTERRUPTED, exit_code_of
 from unisono.launch.group import Group
 from unisono.launch.hang import HangWatch
@@ -35,6 +35,7 @@ from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import Output, OutputOptions
 from unisono.launch.watching.run_directory import RunDirectory
 from unisono.outcome import Outcome
+from unisono.stacks import frames_of
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
@@ -211,7 +212,12 @@ class Supervisor:
                 self._run.append(worker.rank, "".join(traceback.format_exception(worker.outcome.error)))
 
     def _has_agreed_to_stop(self) -> bool:
-        return self._group is not None and any(worker.has_agreed_to_stop for worker in self._group.workers)
+        return self._stopped_after() is not None
+
+    def _stopped_after(self) -> int | None:
+        """The steps after which the ranks have agreed to stop; None if they have not."""
+        workers = self._group.workers if self._group is not None else []
+        return next((each.stopped_after for each in workers if each.stopped_after is not None), None)
 
     def _run_attempt(self, restart_count: int) -> Outcome[list[Any]]:
         with rendezvous() as place:
@@ -254,8 +260,9 @@ class Supervisor:
 
     def _conclude_job(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
         if verdict.error is None and (self._has_agreed_to_stop() or Group.ask_to_stop in self._asked_for):
-            stopped = StoppedError(verdict.value or [])
-            logger.warning("%s", stopped)
+            stopped = StoppedError(verdict.value or [], self._stopped_after() or 0)
+            if self._job.first_rank == 0:  # once, of several machines
+                logger.warning("%s", stopped)
             verdict = Outcome(error=stopped)
         if self._run is not None and self._ends_run:
             code = INTERRUPTED if Group.interrupt in self._asked_for else exit_code_of(verdict.error)
@@ -276,14 +283,21 @@ def _supervise(supervisor: Supervisor) -> None:
     supervisor._has_ended.set()
 
 
-def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int, run: RunDirectory | None) -> None:
-    """Report that a group has failed and another one is started."""
+def tell_restart(
+    verdict: Outcome[list[Any]],
+    restart_count: int,
+    max_restarts: int,
+    run: RunDirectory | None,
+    level: int = logging.WARNING,
+) -> None:
+    """Report in one line that a group has failed, and where, and that another one is started."""
     error = verdict.error
-    logger.warning(
-        "restart %d of %d, because of %s: %s%s",
-        *(restart_count, max_restarts, type(error).__name__, error),
-        f" ({verdict.where})" if verdict.where else "",
-        exc_info=error if isinstance(error, Exception) and error.__cause__ is not None else None,
-    )
+    assert error is not None
+    kind = ":" if type(error) is UnisonoError else f", because of {type(error).__name__}:"
+    frames = frames_of(error.__cause__.text) if isinstance(error.__cause__, RemoteTraceback) else []
+    place = next((f", in {frame}" for frame in reversed(frames) if frame.is_users), "")
+    where = f" ({verdict.where})" if verdict.where else ""
+    text = str(error).partition("\n")[0]
+    logger.log(level, "restart %d of %d%s %s%s%s", restart_count, max_restarts, kind, text, place, where)
     if run is not None:
         run.event("restarted", restart_count=restart_count, where=verdict.where)

@@ -25,6 +25,7 @@ import sys
 import threading
 from dataclasses import replace
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +37,7 @@ from unisono.backends import get_backend
 from unisono.comm.processes import is_of_transport
 from unisono.comm.selection import translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.launch.heartbeat import beating
+from unisono.launch.heartbeat import beating, count_of
 from unisono.launch.hosts.environment import Place
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import Caller, Job
@@ -103,8 +104,8 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # first: once the caller knows of a failure, it may signal this process
         with contextlib.suppress(Exception):
             stream.flush()
-    if preemption.is_agreed():
-        reporter.send(Kind.STOPPED)
+    if preemption.is_agreed() and world is not None:
+        reporter.send(Kind.STOPPED, str(count_of(world, "steps")).encode())
     reporter.send(Kind.OUTCOME, *replace(outcome, where=where, is_secondary=is_secondary).to_buffers())
     # The default action works inside native code, where a handler in Python would not run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -138,7 +139,8 @@ def is_about_a_peer(error: BaseException | None) -> bool:
 def refuse_while_loading() -> None:
     """Raise UnisonoError in a worker that is still importing the module of `fn`: a spawn there would recurse without
     end."""
-    if _is_loading:
+    # The second is multiprocessing's mark of a fresh interpreter that still imports the script.
+    if _is_loading or getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UnisonoError(
             "spawn was called by a module that a worker imports to find fn in it, and would be called again in each "
             'worker; put that call under `if __name__ == "__main__":`, or into a function'
@@ -162,7 +164,7 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
         compare_modules(pickle.loads(job.caller.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
     # Sent after the imports, whose duration the supervisor reports as a slow start.
     reporter.send(Kind.BEGUN)
-    return loaded.fn(world.rank, *loaded.args)
+    return preemption.call(loaded.fn, world.rank, *loaded.args)
 
 
 def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) -> None:
@@ -173,8 +175,15 @@ def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) ->
 
 
 def _adopt_caller(caller: Caller, place: Place, directory: str) -> None:
+    main = sys.modules["__main__"]
     for name in ("sys", "main"):  # names from the command line that started the zygote
-        sys.modules["__main__"].__dict__.pop(name, None)
+        vars(main).pop(name, None)
+    # For loader workers that are fresh interpreters (forkserver, spawn): multiprocessing imports the script in them.
+    file, name = caller.main
+    if file:
+        main.__file__ = file
+    if name:
+        main.__spec__ = ModuleSpec(name, None, origin=file)
     os.environ.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.local_rank),

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 _Ready = tuple[Size, Read]
-"""A batch of a rank: its size, and what it took from the stream."""
+"""A batch of a rank: its size, and what it leaves of the stream."""
 
 
 class _Offer(NamedTuple):
@@ -77,13 +77,13 @@ class Lockstep:
         self._ahead = ahead
         self._offset: int = begun.position["offset"]  # the same on every rank
         self._taken = Taken.of_state(begun.position)  # the same, but for the states of the rank's own parts
-        self._same = SameStream(self._taken.mark)
+        self._same = SameStream(self._taken.here)
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
         self._full = begun.size or 0  # the size to pad to: that of the largest batch so far, if unknown
         self._wanted = 0  # the size of the first batch of all
-        self._end: Exception | None = None
+        self._end: BaseException | None = None
 
     def receive(self) -> Delivery:
         """Return the next batch, or a repeated sample; as `Lane.receive`.
@@ -92,19 +92,17 @@ class Lockstep:
             EndOfChannel: no rank has more batches.
             BrokenWorldError: another rank's source failed.
             CollectiveMismatchError: another rank is at another position of the stream.
-            StateError: the state was saved over another stream.
             RuntimeError: the ranks read different streams, or cut theirs in different ways.
-            ValueError: some ranks have no more batches, others do, and the rule forbids it; or batches must have one
-                size, and one is of unknown size.
+            ValueError: the rule forbids a round that some ranks have not, or batches of unknown size.
         """
         if self._end is not None:
-            raise without_frames(self._end)
+            raise copy_error(self._end)
         try:
             # Batches of rounds that were agreed on before are here already: there is no wait to divide.
             stamps = Stamps() if self._rounds else self._agree_on_rounds()
             return self._take_round(self._rounds.popleft(), stamps)
         except Exception as error:
-            self._end = without_frames(error)
+            self._end = copy_error(error).with_traceback(None)  # its frames would keep the loader workers alive
             raise
 
     def _take_round(self, offered: list[_Ready | None], stamps: Stamps) -> Delivery:
@@ -114,26 +112,23 @@ class Lockstep:
         self._wanted = self._wanted or sizes[0]
         if self._rule.fixed_batch_size:
             check_sizes_known(there)
-        if self._rule.fixed_batch_size and (None in offered or set(sizes) != {self._wanted}):
-            logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
-            self._leave_rest()
+            if None in offered or set(sizes) != {self._wanted}:
+                logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
+                self._leave_rest()
         self._taken = self._taken.after(read for _, read in filter(None, offered))
         if offered[self._world.rank] is not None:
             own = self._own.popleft()
             self._full = max(self._full, own.claim.samples)
-            self._taken = self._taken.with_state(own.position)
+            self._taken = self._taken.after([own.position])  # with the dataset's state, which the offer lacks
         else:
             assert self._spare is not None
             own = self._one_sample_of(self._spare)
         self._offset += sum(sizes)
         batch, repeated = self._pad_to_full(own)
-        mark, dealt = mark_of(self._offset), sum(map(bool, sizes))
-        if any(size.unsized for size in there):
-            claim = Claim(min(own.claim.samples, 1), len(there), mark, repeated, dealt, is_sized=False)
-        else:
-            claim = Claim(own.claim.samples, sum(sizes), mark, repeated, dealt)
-        position = self._taken.to_state(self._offset)
-        return own._replace(batch=batch, claim=claim, position=position, stamps=stamps)
+        is_sized = not any(size.unsized for size in there)
+        samples, total = (own.claim.samples, sum(sizes)) if is_sized else (min(own.claim.samples, 1), len(there))
+        claim = Claim(samples, total, mark_of(self._offset), repeated, sum(map(bool, sizes)), is_sized)
+        return own._replace(batch=batch, claim=claim, position=self._taken.to_state(self._offset), stamps=stamps)
 
     def _agree_on_rounds(self) -> Stamps:
         """Announce what is ready here, and determine the rounds that all ranks can take."""
@@ -150,16 +145,23 @@ class Lockstep:
         check_offers(offers)
         going = [offer for offer in offers if offer.batches]
         for _, read in chain.from_iterable(offer.batches for offer in going):
-            self._same.compare(read.seen)
+            self._same.compare(read)
         if not going:
             raise EndOfChannel
-        if len(going) < len(offers):
-            self._end_uneven(offers)
+        if len(going) < len(offers) and self._rule.tail == "error":
+            ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
+            self._lane.cancel()
+            raise ValueError(
+                f"tail='error': the data of rank(s) {ended} has ended, others have batches; pass tail='split' (the "
+                "default), which repeats a sample there that is not counted, or 'drop'"
+            )
+        if len(going) < len(offers) and self._rule.tail == "drop":
+            self._leave_rest()
         for place in range(min(len(offer.batches) for offer in going)):
             self._rounds.append([offer.batches[place] if offer.batches else None for offer in offers])
         # All ranks decide this from the same offers, so either all or none take part in the broadcast.
         if not all(offer.has_sample for offer in offers):
-            self._share_sample(next(rank for rank, offer in enumerate(offers) if offer.batches))
+            self._share_sample(offers.index(going[0]))
         return stamps._replace(ready_at=ready_at)
 
     def _receive_ready(self) -> Exception | None:
@@ -179,7 +181,10 @@ class Lockstep:
 
     def _offer_ready(self, error: Exception | None) -> _Offer:
         # Without the datasets' states, which concern this rank alone.
-        batches = [(_size_of(each), each.position._replace(state=None)) for each in self._own]
+        batches = [
+            (Size(claim.samples, unsized="" if claim.is_sized else type(batch).__name__), read._replace(state=None))
+            for batch, _, claim, read, *_ in self._own
+        ]
         failure = f"{type(error).__name__}: {error}" if error is not None else None
         return _Offer(self._offset, batches, self._spare is not None, failure, self._taken.here.workers)
 
@@ -216,36 +221,12 @@ class Lockstep:
             self._spare = Delivery(batch, token, Claim(0, None, is_sized=is_sized), {}, 0, Stamps())
             self._full = max(self._full, size)
 
-    def _end_uneven(self, offers: list[_Offer]) -> None:
-        """End the loop if the rule demands it when some ranks have no more batches."""
-        if self._rule.tail == "error":
-            ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
-            self._lane.cancel()
-            raise ValueError(
-                f"tail='error': the data of rank(s) {ended} has ended, others have batches; pass tail='split' (the "
-                "default), which repeats a sample there that is not counted, or 'drop'"
-            )
-        if self._rule.tail == "drop":
-            self._leave_rest()
-
     def _leave_rest(self) -> NoReturn:
         """End the loop. Batches received but not delivered count as dropped; none are read just to be counted."""
         self._world.timeline.loop().count("dropped", sum(each.claim.samples for each in self._own))
         self._own.clear()
         self._lane.cancel()
         raise EndOfChannel
-
-
-def without_frames(error: Exception) -> Exception:
-    """Return the same error without its frames: these keep their callers and the loader workers alive."""
-    twin: Any = copy_error(error)
-    if twin is error:  # its class cannot be copied
-        twin = RuntimeError(f"this loop has ended with {type(error).__name__}: {error}")
-    return twin.with_traceback(None)  # type: ignore[no-any-return]
-
-
-def _size_of(own: Delivery) -> Size:
-    return Size(own.claim.samples, unsized="" if own.claim.is_sized else type(own.batch).__name__)
 
 
 def check_offers(offers: list[_Offer]) -> None:

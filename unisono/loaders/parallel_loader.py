@@ -56,7 +56,7 @@ _OF_THE_LOADER = (
 
 
 class LoaderOptions(TypedDict, total=False):
-    """The arguments that `DeviceLoader` passes on to `ParallelLoader`, whose docstring describes each."""
+    """The arguments that both loaders take by name; the docstring of `ParallelLoader` describes each."""
 
     batch_dim: int
     fixed_batch_size: bool
@@ -69,7 +69,7 @@ class LoaderOptions(TypedDict, total=False):
     sources: Sources | None
 
 
-@explain_unknown_names()
+@explain_unknown_names(more=LoaderOptions.__annotations__)
 class ParallelLoader:
     """One pass over `loader`, distributed to `devices`: batch i goes to `devices[i % len(devices)]`.
 
@@ -81,18 +81,18 @@ class ParallelLoader:
             that depends on (seed, epoch) alone. A user-defined sampler, and any other iterable, must yield the same on
             every rank.
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
-        batch_dim: the sample dimension of a batch, along which loaded batches are cut.
+        batch_dim: the sample dimension of a batch (0), along which loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
             A batch of unknown size is a ValueError.
-        prefetch: loaded batches that may wait, per device, and half as many (at least one) that are moved already. 0,
-            for one device: nothing is read ahead, and no thread is started; the loop itself reads, as from a bare
+        prefetch: loaded batches (8) that may wait, per device, and half as many (at least one) that are moved already.
+            0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as from a bare
             DataLoader.
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
             alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
             their `prefetch_factor`. With several devices, more may wait for one while none waits for another, unless
             the loops are replicas: one thread may loop over one device after another.
-        split: the meaning of a batch of `loader`. "rank": one rank's batch; a global batch consists of one per rank.
-            "global": the global batch, of which each rank gets its part.
+        split: the meaning of a batch of `loader`. "rank" (if not given): one rank's batch; a global batch consists of
+            one per rank. "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
             which none is left gets a repeated one that does not count. "drop": it is dropped. "pad": each batch is
             padded with repeated samples, which come last and do not count. "error": raise a ValueError, before the
@@ -107,7 +107,7 @@ class ParallelLoader:
             and those of `again` are the next ones.
 
     Raises:
-        TypeError: `loader` is not iterable, or an argument has the wrong type.
+        TypeError: `loader` is not iterable, or an argument has the wrong type or does not exist.
         ValueError: `devices` is empty, repeats a device or names one that does not exist, or another argument is out of
             its range.
     """
@@ -117,17 +117,9 @@ class ParallelLoader:
         loader: Iterable[Any],
         devices: Sequence[str | int | torch.device],
         *,
-        batch_dim: int = 0,
-        fixed_batch_size: bool = False,
-        prefetch: int = 8,
-        prefetch_bytes: int | None = None,
-        split: Split = "rank",
-        tail: Tail | None = None,
-        seed: int | None = None,
-        already_sharded: bool = False,
         world: World | None = None,
         loops: Sequence[World] | None = None,
-        sources: Sources | None = None,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         if isinstance(loader, ParallelLoader | DeviceLoader | DeviceIterator):
             raise TypeError(
@@ -139,10 +131,12 @@ class ParallelLoader:
                 f"loader={loader!r:.200} is of type {type(loader).__name__}; pass a DataLoader, or an iterable of "
                 "batches: a list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
             )
-        check_integer(prefetch, "prefetch", 0)
-        if prefetch_bytes is not None:
-            check_integer(prefetch_bytes, "prefetch_bytes", 1)
-        check_type(batch_dim, "batch_dim", "pass a dimension, 0 for the first", int)
+        self._prefetch = check_integer(options.get("prefetch", 8), "prefetch", 0)
+        self._prefetch_bytes = options.get("prefetch_bytes")
+        if self._prefetch_bytes is not None:
+            check_integer(self._prefetch_bytes, "prefetch_bytes", 1)
+        self._batch_dim = options.get("batch_dim", 0)
+        check_type(self._batch_dim, "batch_dim", "pass a dimension, 0 for the first", int)
         self._devices = resolve_devices(devices)
         self._world = world or current_world()
         if len(self._devices) > 1 and self._world.world_size > 1:
@@ -151,15 +145,12 @@ class ParallelLoader:
                 "each rank has one device; pass [current_world().device]"
             )
         self._loader = loader
-        self._batch_dim = batch_dim
-        self._prefetch, self._prefetch_bytes = prefetch, prefetch_bytes
         self._loops = loops
-        self._rule = make_rule(
-            self._world, len(self._devices), loader, split, tail, bool(fixed_batch_size), already_sharded
-        )
+        self._rule = make_rule(self._world, len(self._devices), loader, options)
+        sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
-        self._source = find_source(loader, self._world, batch_dim, None if seed is None else _plain_seed(seed))
-        if not prefetch and (len(self._devices) > 1 or self._source.is_uneven):
+        self._source = find_source(loader, self._world, self._batch_dim, None if seed is None else _plain_seed(seed))
+        if not self._prefetch and (len(self._devices) > 1 or self._source.is_uneven):
             raise ValueError(
                 "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one "
                 "stream, cannot do; pass a size of at least 1"
@@ -360,6 +351,7 @@ class ParallelLoader:
         self.close()
 
 
+@explain_unknown_names(more=LoaderOptions.__annotations__)
 class DeviceLoader:
     """A loader that delivers its batches on one device, and can be looped over any number of times.
 
@@ -470,19 +462,12 @@ def _plain_seed(seed: Any) -> int:
     return operator.index(seed)
 
 
-def make_rule(
-    world: World,
-    lanes: int,
-    loader: Iterable[Any],
-    split: Split,
-    tail: Tail | None,
-    is_fixed: bool,
-    already_sharded: bool,
-) -> Rule:
+def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOptions) -> Rule:
     """The rule for distributing the rounds of a loader in a world."""
-    ranks = world.world_size
-    is_cut = already_sharded or is_sharded(loader, world.rank, ranks)
-    tail = tail or ("drop" if drops_tail(loader) and not is_cut else "split")
+    ranks, split = world.world_size, options.get("split", "rank")
+    is_fixed = bool(options.get("fixed_batch_size", False))
+    is_cut = options.get("already_sharded", False) or is_sharded(loader, world.rank, ranks)
+    tail = options.get("tail") or ("drop" if drops_tail(loader) and not is_cut else "split")
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))

@@ -7,7 +7,9 @@ taken together, and whatever else the source needs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from unisono.errors import StateError
@@ -50,8 +52,15 @@ class Progress:
 
 
 def is_stateful(owner: Any) -> bool:
-    """Whether `owner` follows torch's `Stateful` protocol."""
-    return all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict"))
+    """Whether `owner` follows torch's `Stateful` protocol, in which `state_dict` needs no arguments."""
+    if not all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    with suppress(ValueError):  # of a function in C that has no signature
+        try:
+            inspect.signature(owner.state_dict).bind()
+        except TypeError:  # mosaicml-streaming's wants numbers of samples
+            return False
+    return True
 
 
 def check_state(state: Mapping[str, Any], length: int | None, seed: int, order: str | None) -> None:

@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from numbers import Number
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -347,18 +348,22 @@ def glimpse(batch: Any) -> list[Any]:
 
 def fingerprint(sample: Any) -> list[Any]:
     """As `glimpse`; from a sample with neither integers nor texts, some of its fractions and bytes."""
-    return glimpse(sample) or [_spread_over(leaf) if is_array(leaf) else leaf for leaf in islice(leaves(sample), 4)]
+    return glimpse(sample) or [_spread_over(leaf) for leaf in islice(leaves(sample), 4)]
 
 
-def _spread_over(array: Any) -> Any:
-    """Return some of a plain tensor's or array's values, spread over it."""
-    if isinstance(array, torch.Tensor):
-        if array.layout is not torch.strided or array.is_nested or array.is_meta or array.is_quantized:
+def _spread_over(leaf: Any) -> Any:
+    """Return some of the values of a plain tensor or array, spread over it; a number; None for any other object."""
+    if isinstance(leaf, bytes):
+        return zlib.crc32(leaf)
+    if not is_array(leaf):
+        return leaf if isinstance(leaf, Number) else None  # another object's text may be its address
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta or leaf.is_quantized:
             return None
-        array = array.detach()
-    elif array.dtype.kind not in "biufc":
+        leaf = leaf.detach()
+    elif leaf.dtype.kind not in "biufc":
         return None
-    flat = array.reshape(-1)
+    flat = leaf.reshape(-1)
     return flat[:: max(len(flat) // _SEEN, 1)].tolist()
 
 

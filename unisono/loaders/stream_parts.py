@@ -5,53 +5,30 @@ not.
 
 Invariants:
 1. Every sample of every part is yielded once, in the part's own order.
+2. What is read again is compared with what was delivered, before anything that follows it is yielded.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from unisono.errors import StateError
 from unisono.loaders import fetcher
 from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.resume import is_stateful
-from unisono.loaders.sharding import fingerprint, glimpse, mark_of
-from unisono.loaders.stream_position import Cutter, Layer, Read, Seen, Taken
+from unisono.loaders.sharding import fingerprint, mark_of
+from unisono.loaders.stream_position import Cutter, Position, Read, Taken
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How one rank's pass over a stream is cut, and where it begins. Every part's reader receives it.
-
-    Attributes:
-        rank: the rank that reads these parts.
-        by: "caller" or "dataset" if each rank has its own stream, else "stride", which becomes "worker" if the dataset
-            turns out to use `get_worker_info()`.
-        seed, epoch: of the pass.
-        taken: where it begins; the last layer is that of the current ranks and workers.
-        shift: the part, counted within the rank, that worker 0 reads.
-    """
-
-    rank: int
-    by: Cutter
-    seed: int
-    epoch: int
-    taken: Taken
-    shift: int = 0
-
-    def part(self, worker: int) -> int:
-        """The part that a worker reads."""
-        workers = self.taken.here.workers
-        return self.rank * workers + (worker + self.shift) % workers
 
 
 class Made(NamedTuple):
@@ -59,7 +36,7 @@ class Made(NamedTuple):
 
     Attributes:
         samples: their number; None if only the batch itself shows it.
-        read: what it took; None if there is no batch, because drop_last has left the samples out.
+        read: what it leaves; None if there is no batch, because drop_last has left the samples out.
     """
 
     batch: Any
@@ -67,131 +44,129 @@ class Made(NamedTuple):
     read: Read | None
 
 
+@dataclass(eq=False)
 class PartReader(IterableDataset[Packed]):
     """The dataset that a loader worker sees: the packed batches of its part. In process, `made` yields them unpacked.
 
-    Args:
-        size: samples in a batch; None if each item of the dataset is one.
-        cut: that of the pass for which the workers are started.
-
     Attributes:
+        size: samples in a batch; None if each item of the dataset is one.
+        init: the user's worker_init_fn.
+        rank: the rank that reads these parts.
+        by: "caller" or "dataset" if each rank has its own stream, else "stride", which becomes "worker" if the dataset
+            turns out to use `get_worker_info()`.
+        taken: where the pass begins for which the workers are started; its last layer is that of the current ranks and
+            workers.
         cell: the epoch, in memory that is shared with persistent workers.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], size: int | None, drop_last: bool, cut: Cut
-    ) -> None:
-        self.dataset = dataset
-        self.size = size
-        self.cut = cut
+    dataset: Any
+    collate: Callable[[Any], Any]
+    size: int | None
+    drop_last: bool
+    init: Callable[[int], None] | None
+    rank: int
+    by: Cutter
+    seed: int
+    taken: Taken
+
+    def __post_init__(self) -> None:
         # On the CPU even if the user has set another default device.
-        self.cell = torch.tensor([cut.epoch], device=torch.default_generator.device).share_memory_()
-        self._collate = collate
-        self._drop_last = drop_last
+        self.cell = torch.zeros(1, dtype=torch.int64, device=torch.default_generator.device).share_memory_()
+
+    def part(self, worker: int) -> int:
+        """The part that a worker reads."""
+        return self.taken.parts_of(self.rank)[worker]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the workers' next pass, before they begin it.
+
+        The dataset's, too: workers that share its memory (HuggingFace's) would change it all at once, and add it up.
+        """
+        self.cell.fill_(epoch)
+        _set_epoch(self.dataset, epoch)
+
+    def start(self, worker: int) -> None:
+        """The worker_init_fn: tell the dataset which part it reads, seed, then call the user's function."""
+        info = get_worker_info()
+        assert info is not None
+        part, (ranks, workers, _) = self.part(worker), self.taken.here
+        number, row = (part, ranks * workers) if self.by == "stride" else (part % workers, workers)
+        use_worker_info(AskedInfo(id=number, row=row, seed=info.seed, dataset=self.dataset, worker=worker))
+        if self.by == "stride":
+            answer_as_one_rank()
+        # Different in each worker, for the user's function; `PartSamples` seeds all alike before the stream is opened.
+        seed_all(mixed(seed_of(self.seed, "workers"), part))
+        if self.init is not None:
+            self.init(number)
 
     def __iter__(self) -> Iterator[Packed]:
         info: Any = get_worker_info()
         try:
-            # Persistent workers keep the cut that they were started with; the cell holds the epoch of the current pass.
-            for made in self.made(replace(self.cut, epoch=int(self.cell)), info.worker, info):
+            for made in self.made(int(self.cell), info.worker, info):
                 if can_surely_be_sent(made.batch) and has_many(made.batch):
                     made = made._replace(batch=Merged(made.batch))
-                yield Packed(made, f"samples of a stream, read for part {self.cut.part(info.worker)},")
+                yield Packed(made, f"samples of a stream, read for part {self.part(info.worker)},")
         except Exception as error:
             # Yielded, not raised: torch would send it as text, and lose its type.
             yield Packed(error=error)
 
-    def made(self, cut: Cut, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
+    def made(self, epoch: int, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
         """The batches of the part that `worker` reads. `asked` records whether the dataset uses `get_worker_info()`."""
-        samples = PartSamples(self.dataset, cut, cut.part(worker), asked)
+        samples = PartSamples(self, epoch, self.part(worker), asked)
         while chunk := list(islice(samples, self.size or 1)):
-            if self.size is not None and self._drop_last and len(chunk) < self.size:
+            if self.size is not None and self.drop_last and len(chunk) < self.size:
                 yield Made(None, len(chunk), None)
                 continue
-            read = samples.read(len(chunk))
+            read = samples.read()
             try:
-                batch = self._collate(chunk[0] if self.size is None else chunk)
+                batch = self.collate(chunk[0] if self.size is None else chunk)
             except Exception as error:
                 error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
                 raise
             yield Made(batch, None if self.size is None else len(chunk), read)
 
 
-class AskedInfo:
+class AskedInfo(SimpleNamespace):
     """The result of `get_worker_info()` in a worker over a stream. It records whether `num_workers` was read.
 
     Attributes:
         id, num_workers, seed, dataset: as in torch; if the stream is common to all ranks, `id` and `num_workers` count
             the workers of all ranks as one row.
         worker: the worker's number within its rank.
-        was_asked: whether `num_workers` was read.
     """
 
-    def __init__(self, worker: int, number: int, num_workers: int, seed: int, dataset: Any) -> None:
-        self.worker = worker
-        self.id = number
-        self.seed = seed
-        self.dataset = dataset
-        self.was_asked = False
-        self._num_workers = num_workers
+    was_asked = False
 
     @property
     def num_workers(self) -> int:
         self.was_asked = True
-        return self._num_workers
-
-
-class StreamStart:
-    """The worker_init_fn over a stream: tell the dataset which part it reads, seed, then call the user's function."""
-
-    def __init__(self, reader: PartReader, init: Callable[[int], None] | None) -> None:
-        self._reader = reader
-        self._init = init
-
-    def __call__(self, worker: int) -> None:
-        info, cut = get_worker_info(), self._reader.cut
-        assert info is not None
-        part, (ranks, workers, _) = cut.part(worker), cut.taken.here
-        number, row = (part, ranks * workers) if cut.by == "stride" else (part % workers, workers)
-        use_worker_info(AskedInfo(worker, number, row, info.seed, self._reader.dataset))
-        if cut.by == "stride":
-            answer_as_one_rank()
-        # Different in each worker, for the user's function; `PartSamples` seeds all alike before the stream is opened.
-        seed_all(mixed(seed_of(cut.seed, "workers"), part))
-        if self._init is not None:
-            self._init(number)
+        return int(self.row)
 
 
 class PartSamples:
-    """The samples of one part of a stream that were not taken before.
+    """The samples of one part of a stream that were not taken before."""
 
-    Attributes:
-        index: the number of samples read from the stream, of all parts.
-    """
-
-    def __init__(self, dataset: Any, cut: Cut, part: int, asked: AskedInfo | None) -> None:
-        self._dataset = dataset
-        self._cut = cut
-        self._part = part
-        self._asked = asked
+    def __init__(self, reader: PartReader, epoch: int, part: int, asked: AskedInfo | None) -> None:
+        self._reader, self._dataset, self._part, self._asked = reader, reader.dataset, part, asked
         self._by: Cutter | None = None  # known once the first sample is read
-        self._rows: list[tuple[int, int, tuple[int, ...]]] = []  # for each layer; known with `_by`
+        self._rows: list[range] = []  # for each layer; known with `_by`
         self._has_ended = False
-        self._counts = [0] * len(cut.taken.layers)  # the samples that have reached each layer
-        self._seed = seed_of(cut.seed, cut.epoch)
-        self._own_seed = seed_of(cut.seed, cut.epoch, part)
-        state = cut.taken.states.get(part)
-        self._seen = Seen() if state is None else None
+        self._position = reader.taken.here.parts[part]
+        self._seen = [(0, 0)] * len(reader.taken.layers)  # the samples that have reached each layer, and their mark
+        self._seed = seed_of(reader.seed, epoch)
+        self._own_seed = seed_of(reader.seed, epoch, part)
         if asked is not None:
             # Before `iter`, in which many datasets shuffle: the stride needs the same order in all parts.
             seed_all(self._seed)
-        if callable(getattr(dataset, "set_epoch", None)):
-            dataset.set_epoch(cut.epoch)
-        self._source = self._open_iterator(state)
+        _set_epoch(self._dataset, epoch)
+        buffers = has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None))
+        self._is_stateful = is_stateful(self._dataset) and not buffers
+        self._source = self._open_iterator(reader.taken.states.get(part))
 
     @property
     def index(self) -> int:
-        return self._counts[0]
+        """The number of samples read from the stream, of all parts."""
+        return self._seen[0][0]
 
     def __iter__(self) -> PartSamples:
         return self
@@ -203,39 +178,37 @@ class PartSamples:
             try:
                 sample = next(self._source)
             except StopIteration:
-                self._has_ended = True
+                if not self._has_ended:
+                    self._has_ended = True
+                    self._check_end()
                 raise
             except Exception as error:
                 error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
                 raise
             self._see_who_cuts()
-            _, row, _ = self._rows[-1]
-            if self._seen is not None and number % row == 0:
-                first, rows, mark = self._seen
-                first = first or mark_of(glimpse(sample)) or 1  # 0 stands for "not read"
-                self._seen = Seen(first, rows + 1, mark_of(mark, fingerprint(sample)))
-            if self._is_own():
+            if self._is_own(sample):
                 return sample
 
-    def read(self, samples: int) -> Read:
-        """What a batch of the last samples took."""
-        return Read(self._part, samples, self._by or self._cut.by, self._seen, self._dataset_state())
+    def read(self) -> Read:
+        """What the samples leave that were yielded so far."""
+        return Read(self._part, self._position, self._by or self._reader.by, self._dataset_state())
 
     def _dataset_state(self) -> Any:
         """The dataset's own state after the last sample; None if it has none."""
-        if not is_stateful(self._dataset) or has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None)):
+        if not self._is_stateful:
             return None
         # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already be
         # that of a new beginning.
         own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
-        return {"dataset": own, "counts": list(self._counts)}
+        return {"dataset": own, "seen": [list(each) for each in self._seen]}
 
     def _open_iterator(self, state: Any) -> Iterator[Any]:
-        """The dataset's iterator, after the samples that precede a state that `_dataset_state` returned."""
+        """The dataset's iterator, after the samples that precede a state of `_dataset_state`."""
         if state is None:
             return iter(self._dataset)
-        self._counts = list(state["counts"])
-        if state["dataset"] is None:  # the part had ended
+        self._seen = [(number, mark) for number, mark in state["seen"]]
+        if state["dataset"] is None:
+            self._has_ended = True
             return iter(())
         self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
         return iter(self._dataset)
@@ -247,13 +220,12 @@ class PartSamples:
             seed_all(mixed(seed, number if self._by else 0))
 
     def _see_who_cuts(self) -> None:
-        was_asked = self._asked is not None and self._asked.was_asked and self._cut.by != "caller"
-        by: Cutter = "worker" if was_asked else self._cut.by
+        was_asked = self._asked is not None and self._asked.was_asked and self._reader.by != "caller"
+        by: Cutter = "worker" if was_asked else self._reader.by
         if self._by is None:
-            self._cut.taken.check_cut(by)
+            self._reader.taken.check_cut(by)
             self._by = by
-            self._seen = self._seen if by == "stride" else None
-            self._rows = [(*self._row_of(by, layer), layer.taken) for layer in self._cut.taken.layers]
+            self._rows = [layer.row_of(by, self._reader.rank, self._part) for layer in self._reader.taken.layers]
         elif by != self._by:
             raise RuntimeError(
                 f"the {type(self._dataset).__name__} asks get_worker_info() for the number of workers only after it "
@@ -261,23 +233,46 @@ class PartSamples:
                 "already_sharded=True"
             )
 
-    def _row_of(self, by: Cutter, layer: Layer) -> tuple[int, int]:
-        """The first of the parts that take turns in the stream that is read here, and their number."""
-        if by in ("worker", "caller"):  # all of the stream is this part's own
-            return self._part, 1
-        return (0, layer.ranks * layer.workers) if by == "stride" else (self._cut.rank * layer.workers, layer.workers)
-
-    def _is_own(self) -> bool:
+    def _is_own(self, sample: Any) -> bool:
         """Count a sample as read. Return whether it belongs to this part and was not taken before."""
-        number = first = 0
-        row = 1
-        for place, (first, row, taken) in enumerate(self._rows):
-            # Each layer numbers the samples that the layers before it left over; of a row of n, part p took numbers p,
-            # p + n, and so on.
-            number, self._counts[place] = self._counts[place], self._counts[place] + 1
-            if number // row < taken[first + number % row]:
+        part, position = self._part, self._position
+        for place, (layer, row) in enumerate(zip(self._reader.taken.layers, self._rows, strict=True)):
+            # Each layer numbers the samples that the layers before it left over; its parts take turns.
+            number, mark = self._seen[place]
+            turn, part = number // len(row), row[number % len(row)]
+            if part == row.start:
+                mark = mark_of(mark, fingerprint(sample))
+            self._seen[place] = number + 1, mark
+            position, before = Position(turn + 1, mark), layer.parts[part]
+            if position.taken <= before.taken:
+                if position.taken == before.taken and position != before:
+                    raise StateError(self._explain_other(part))
                 return False
-        return number % row == self._part - first
+        if part == self._part:
+            self._position = position
+        return part == self._part
+
+    def _check_end(self) -> None:
+        """Check that the stream was as long as what was delivered of it."""
+        if self._by is None:
+            self._see_who_cuts()
+        for (number, _), layer, row in zip(self._seen, self._reader.taken.layers, self._rows, strict=True):
+            for turn, part in enumerate(row):
+                if number <= (layer.parts[part].taken - 1) * len(row) + turn:
+                    raise StateError(self._explain_other(part))
+
+    def _explain_other(self, part: int) -> str:
+        return (
+            f"the state was saved over another stream: what was delivered of its part {part} is not what is read now, "
+            "so samples would be lost and others repeated; load the state over the same data in the same order: "
+            "shuffle by the epoch (set_epoch), with the global generators in loader workers (num_workers=1), or with a "
+            "generator of a fixed seed; or restart the epoch with set_epoch"
+        )
+
+
+def _set_epoch(dataset: Any, epoch: int) -> None:
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
 
 
 def has_shuffle_buffer(examples: Any) -> bool:

@@ -1,11 +1,13 @@
-"""How much of each part of a stream was taken: the position in an iterable dataset.
+"""How much of each part of a stream was delivered: the position in an iterable dataset.
 
-A part has an address (what cuts the stream, for how many ranks and loader workers of each, and the part's number) and a
-position (how many of its samples were delivered). Part w of rank r is number `r * workers + w`.
+A part has an address and a position. The address is its number (part w of rank r is number `r * workers + w`) and the
+row of parts that take turns in one stream: all of them, if it is cut by stride. The position is the number of its
+samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows.
 
 Invariants:
 1. A position counts samples that were delivered, not those that were read ahead.
-2. A stream that is cut by stride can continue with other numbers of ranks and workers; one that is cut otherwise needs
+2. Parts of one stream that are at the same number have the same mark, and so has who reads the stream again.
+3. A stream that is cut by stride can continue with other numbers of ranks and workers; one that is cut otherwise needs
    the same numbers.
 """
 
@@ -21,45 +23,40 @@ from unisono.loaders.resume import State
 Cutter = Literal["caller", "dataset", "worker", "stride"]
 """What cuts a stream into parts; `streams.py` explains which of them does when."""
 
-_REMEMBERED = 1024  # rows; more than one reader is ahead of another
+_REMEMBERED = 1024  # positions; more than one reader is ahead of another
+
+
+class Position(NamedTuple):
+    """The number of a part's samples that were delivered, and the mark of its stream up to there."""
+
+    taken: int = 0
+    mark: int = 0
 
 
 class Layer(NamedTuple):
-    """The number of samples that were taken of each part, of those of `ranks` ranks with `workers` loader workers each.
+    """The positions of the parts of `ranks` ranks with `workers` loader workers each.
 
     When the numbers of ranks or workers change, a second layer divides the samples that the first left over, and so on.
     """
 
     ranks: int
     workers: int
-    taken: tuple[int, ...]
+    parts: tuple[Position, ...]
 
-
-class Seen(NamedTuple):
-    """What was read of a stream that is cut by stride: the same for all parts, as all of them read all of it.
-
-    Attributes:
-        first: a fingerprint of the first sample.
-        rows: the number of rows read so far; a row is one sample for each part.
-        mark: a fingerprint of the rows' first samples.
-    """
-
-    first: int = 0
-    rows: int = 0
-    mark: int = 0
+    def row_of(self, by: Cutter, rank: int, part: int) -> range:
+        """The parts that take turns in the stream that `part`, of `rank`, reads."""
+        if by == "stride":
+            return range(len(self.parts))
+        # All of the stream is the part's own, unless the dataset has cut it for the rank: then its workers take turns.
+        return range(rank * self.workers, (rank + 1) * self.workers) if by == "dataset" else range(part, part + 1)
 
 
 class Read(NamedTuple):
-    """What a batch took: `samples` of a part of a stream that is cut `by`.
-
-    `state` is the dataset's own state after it, None if it has none. `seen` is None if the stream was not read from its
-    beginning, or is not cut by stride.
-    """
+    """What a batch leaves: the position of a part of a stream that is cut `by`, and the dataset's own state if any."""
 
     part: int
-    samples: int
+    position: Position
     by: Cutter = "stride"
-    seen: Seen | None = None
     state: Any = None
 
 
@@ -69,22 +66,18 @@ class Taken:
 
     Attributes:
         by: what cut it.
-        layers: the samples that were taken; the last layer is that of the current ranks and workers.
-        last: the worker of each rank that delivered last.
-        mark: `Seen.first` of the stream; None if unknown.
-        states: the dataset's own states after those samples, by part, if it has any.
+        layers: the positions of its parts; the last layer is that of the current ranks and workers.
+        states: the dataset's own states at those positions, by part, if it has any.
     """
 
     by: Cutter
     layers: tuple[Layer, ...]
-    last: tuple[int, ...]
-    mark: int | None = None
     states: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
     def nothing(cls, by: Cutter, ranks: int, workers: int) -> Taken:
-        """The beginning: as if the last worker had just delivered, so that worker 0 is next."""
-        return cls(by, (Layer(ranks, workers, (0,) * (ranks * workers)),), (workers - 1,) * ranks)
+        """The beginning."""
+        return cls(by, (Layer(ranks, workers, (Position(),) * (ranks * workers)),))
 
     @classmethod
     def of_state(cls, state: State) -> Taken:
@@ -94,12 +87,16 @@ class Taken:
             StateError: it is not a position in a stream.
         """
         try:
-            layers = tuple(Layer(ranks, workers, tuple(taken)) for ranks, workers, taken in state["layers"])
-            states = {int(part): each for part, each in state.get("states", {}).items()}
-            found = cls(state["by"], layers, tuple(state["last"]), state.get("mark"), states)
-            is_right = all(len(each.taken) == each.ranks * each.workers and min(each.taken) >= 0 for each in layers)
-            is_right = is_right and len(found.last) == layers[-1].ranks and found.by in get_args(Cutter)
-        except (KeyError, TypeError, ValueError, IndexError):
+            layers = tuple(
+                Layer(ranks, workers, tuple(Position(taken, mark) for taken, mark in parts))
+                for ranks, workers, parts in state["layers"]
+            )
+            found = cls(state["by"], layers, {int(part): each for part, each in state.get("states", {}).items()})
+            is_right = all(
+                len(each.parts) == each.ranks * each.workers and min(each.parts) >= (0, 0) for each in layers
+            )
+            is_right = is_right and len(layers) > 0 and found.by in get_args(Cutter)
+        except (KeyError, TypeError, ValueError):
             is_right = False
         if not is_right:
             raise StateError("the state does not say what was read of which part: it is not the state of a stream")
@@ -107,9 +104,8 @@ class Taken:
 
     def to_state(self, offset: int) -> State:
         """The position as plain data, after `offset` samples of the epoch."""
-        layers = [[layer.ranks, layer.workers, list(layer.taken)] for layer in self.layers]
-        state = {"offset": offset, "by": self.by, "layers": layers, "last": list(self.last), "mark": self.mark}
-        return {**state, "states": self.states} if self.states else state
+        layers = [[layer.ranks, layer.workers, [list(each) for each in layer.parts]] for layer in self.layers]
+        return {"offset": offset, "by": self.by, "layers": layers, **({"states": self.states} if self.states else {})}
 
     @property
     def here(self) -> Layer:
@@ -119,35 +115,32 @@ class Taken:
     @property
     def is_begun(self) -> bool:
         """Whether anything was taken."""
-        return any(any(layer.taken) for layer in self.layers)
+        return any(any(each) for layer in self.layers for each in layer.parts)
+
+    def parts_of(self, rank: int) -> list[int]:
+        """The parts of a rank, in the order in which they deliver: worker by worker, from the one that is due."""
+        workers = self.here.workers
+        own = range(rank * workers, (rank + 1) * workers)
+        return sorted(own, key=lambda part: self.here.parts[part].taken)
 
     def is_read_again(self, part: int) -> bool:
         """Whether the reader of this part must read samples that were taken before."""
-        is_taken = any(any(layer.taken) for layer in self.layers[:-1]) or self.here.taken[part] > 0
-        return is_taken and part not in self.states
+        return (len(self.layers) > 1 or self.here.parts[part].taken > 0) and part not in self.states
 
     def after(self, reads: Iterable[Read]) -> Taken:
-        """The position after these batches, but for the states of their datasets."""
-        ranks, workers, before = self.here
-        taken, last, by, mark = list(before), list(self.last), self.by, self.mark
+        """The position after these batches."""
+        parts, states, by = list(self.here.parts), dict(self.states), self.by
         for read in reads:
-            by = read.by
-            taken[read.part] += read.samples
-            last[read.part // workers] = read.part % workers
-            mark = mark or (read.seen and read.seen.first)
-        layers = (*self.layers[:-1], Layer(ranks, workers, tuple(taken)))
-        return replace(self, by=by, layers=layers, last=tuple(last), mark=mark)
-
-    def with_state(self, read: Read) -> Taken:
-        """The same position, with the dataset's own state after a batch."""
-        return self if read.state is None else replace(self, states={**self.states, read.part: read.state})
+            by, parts[read.part] = read.by, read.position
+            if read.state is not None:
+                states[read.part] = read.state
+        return Taken(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))), states)
 
     def cut_again(self, ranks: int, workers: int) -> Taken:
         """The same position, with what is left cut for these numbers of ranks and workers."""
         if self.here[:2] == (ranks, workers):
             return self
-        rest = Taken.nothing(self.by, ranks, workers)
-        return replace(rest, layers=(*self.layers, *rest.layers), mark=self.mark)
+        return replace(self, layers=self.layers + Taken.nothing(self.by, ranks, workers).layers, states={})
 
     def check_cut(self, by: Cutter) -> None:
         """Check that no sample is lost if `by` cuts the stream from here on.
@@ -161,7 +154,7 @@ class Taken:
         numbers = {(layer.ranks, layer.workers if by != "dataset" else here[1]) for layer in self.layers}
         if not self.is_begun or (by == self.by and (by == "stride" or numbers == {here})):
             return
-        before = next(layer for layer in self.layers if any(layer.taken))
+        before = next(layer for layer in self.layers if any(map(any, layer.parts)))
         raise StateError(
             f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream "
             f"that was cut by the {self.by}; here are {here[0]} with {here[1]}, and it is cut by the {by}: only what "
@@ -172,33 +165,20 @@ class Taken:
 
 
 class SameStream:
-    """Compares what the readers of a stream that is cut by stride have seen, and what was seen before a state.
+    """Compares the marks of parts that are read from one stream, at the same number of samples."""
 
-    Args:
-        saved: `Taken.mark` of the state from which the pass continues.
-    """
+    def __init__(self, here: Layer) -> None:
+        self._here = here
+        self._marks: dict[tuple[int, int], int] = {}  # by the row's first part and the number; the latest last
 
-    def __init__(self, saved: int | None) -> None:
-        self._saved = saved
-        self._first = saved
-        self._by_rows: dict[int, Seen] = {}  # the latest last
-
-    def compare(self, seen: Seen | None) -> None:
-        """Add what one reader has seen.
+    def compare(self, read: Read) -> None:
+        """Add the position that one batch has left.
 
         Raises:
-            StateError: the state was saved over another stream.
             RuntimeError: another reader has seen another stream.
         """
-        if seen is None:
-            return
-        self._first = self._first or seen.first
-        if self._saved not in (None, seen.first):
-            raise StateError(
-                "the state was saved over another stream: the first samples differ; load it over the same data, in the "
-                "same order"
-            )
-        if self._first != seen.first or self._by_rows.setdefault(seen.rows, seen) != seen:
+        row = self._here.row_of(read.by, read.part // self._here.workers, read.part)
+        if self._marks.setdefault((row.start, read.position.taken), read.position.mark) != read.position.mark:
             raise RuntimeError(
                 "the ranks or loader workers read different streams (their samples differ), so cutting them by stride "
                 "would lose some samples and repeat others; shuffle by the epoch (set_epoch), or with the global "
@@ -206,5 +186,5 @@ class SameStream:
                 "by get_worker_info() or by shard(num_shards, index); where each has its own part already, pass "
                 "already_sharded=True"
             )
-        if len(self._by_rows) > _REMEMBERED:
-            del self._by_rows[next(iter(self._by_rows))]
+        if len(self._marks) > _REMEMBERED:
+            del self._marks[next(iter(self._marks))]

@@ -24,13 +24,12 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, TypeGuard
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, makes_batches_alike, rounds_of_loaded
-from unisono.loaders.stream_parts import Cut, Made, PartReader, StreamStart
+from unisono.loaders.stream_parts import Made, PartReader
 from unisono.loaders.stream_position import Cutter, Read, SameStream, Taken
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
@@ -63,7 +62,7 @@ class StreamSource:
         self.epoch = 0
         self._position: State = {"offset": 0}
         self._begins = threading.Lock()
-        self._persistent: tuple[Any, WorkerPool, torch.Tensor] | None = None
+        self._persistent: tuple[Any, WorkerPool, PartReader] | None = None
 
     def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
         """Begin the next pass. The loader workers are started in the calling thread.
@@ -79,21 +78,23 @@ class StreamSource:
             epoch, offset, loader = self.epoch, self._position["offset"], self._require_loader()
             before = Taken.of_state(self._position) if offset else None
             dataset, by = self._cut_by_rank(loader.dataset, rule, before)
-            cut = self._cut_at_position(by, epoch, before)
+            taken = self._cut_again(by, before)
             size = loader.batch_size
             if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
                 size = _share_of_batch(size, self._rank, self._ranks)
             drop_last = loader.drop_last or rule.tail == "drop"
-            made = self._make_batches(loader, PartReader(dataset, loader.collate_fn, size, drop_last, cut))
+            init = loader.worker_init_fn
+            reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
+            made = self._make_batches(loader, reader, epoch)
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
-        reading = _Reading(made, cut.taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven)
+        reading = _Reading(made, taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven)
         # The ranks' rounds are made in lockstep; only a short batch of this one is refused here.
         own = Rule(tail="error" if rule.tail == "error" else "split") if self.is_uneven else rule
         full = size if rule.tail == "pad" else None
         nominal = size if rule.tail == "error" and not loader.drop_last else None
         pieces = rounds_of_loaded(reading, own, self._dim, left_out, offset, reading.position, full, nominal)
-        return Begun(epoch, cut.taken.to_state(offset), pieces, full)
+        return Begun(epoch, taken.to_state(offset), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """Let the next pass begin at `position` in `epoch`.
@@ -120,77 +121,69 @@ class StreamSource:
 
     def _cut_by_rank(self, dataset: Any, rule: Rule, before: Taken | None) -> tuple[Any, Cutter]:
         """This rank's stream, and what cuts it; `before` is the position in an epoch that has begun."""
+        rank, ranks = self._rank, self._ranks
         if rule.is_cut:
             return dataset, "caller"
         # An epoch begun by stride goes on by stride: parts that the dataset cuts hold other samples.
-        if self._ranks == 1 or (before is not None and before.by == "stride"):
+        if ranks == 1 or (before is not None and before.by == "stride"):
             return dataset, "stride"
-        if getattr(dataset, "_distributed", None) is not None:  # by datasets.distributed.split_dataset_by_node
-            return dataset, "dataset"
-        if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
-            by_node: Any = import_module("datasets.distributed")  # `shard` leaves ranks empty if files are few
-            return by_node.split_dataset_by_node(dataset, self._rank, self._ranks), "dataset"
-        if cuts_by_node(dataset, self._rank, self._ranks):
+        # By datasets.distributed.split_dataset_by_node, if not None; `shard` would leave ranks empty if files are few.
+        is_split = getattr(dataset, "_distributed", None) is not None
+        if not is_split and hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
+            by_node: Any = import_module("datasets.distributed")
+            return by_node.split_dataset_by_node(dataset, rank, ranks), "dataset"
+        if is_split or cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"
         if callable(getattr(dataset, "shard", None)):
             try:
                 # By name: under other names the numbers may mean something else.
-                part = dataset.shard(num_shards=self._ranks, index=self._rank)
+                part = dataset.shard(num_shards=ranks, index=rank)
                 if not isinstance(part, Iterable):
                     raise TypeError(f"it gave a {type(part).__name__}")
                 return part, "dataset"
             except Exception as error:
                 logger.warning(
                     "%s.shard gives no part %d of %d (%s: %s), so it is sharded by stride: every rank reads all of it",
-                    type(dataset).__name__, self._rank, self._ranks, type(error).__name__, str(error),
+                    type(dataset).__name__, rank, ranks, type(error).__name__, str(error),
                 )  # fmt: skip
         return dataset, "stride"
 
-    def _cut_at_position(self, by: Cutter, epoch: int, before: Taken | None) -> Cut:
-        workers = self._workers
-        if before is None:
-            return Cut(self._rank, by, self.seed, epoch, Taken.nothing(by, self._ranks, workers))
-        taken = before.cut_again(self._ranks, workers)
-        if taken is not before:
+    def _cut_again(self, by: Cutter, before: Taken | None) -> Taken:
+        """Where the pass begins: at its beginning, or at a position, perhaps one of other numbers of parts."""
+        taken = (before or Taken.nothing(by, self._ranks, self._workers)).cut_again(self._ranks, self._workers)
+        if before is not None and taken is not before:
             logger.info(
                 "the stream was read in %d x %d parts; what is left is cut into %d x %d",
                 *before.here[:2], *taken.here[:2],
             )  # fmt: skip
             taken.check_cut(by)
-        # Workers deliver in turn, worker 0 first: with the part after the last delivered one, it keeps the order.
-        cut = Cut(self._rank, by, self.seed, epoch, taken, shift=(taken.last[self._rank] + 1) % workers)
-        if any(taken.is_read_again(cut.part(worker)) for worker in range(workers)):
+        if any(taken.is_read_again(part) for part in taken.parts_of(self._rank)):
             logger.warning(
                 "rank %d resumes the stream by reading and discarding what was delivered before: the state holds no "
                 "state_dict of its dataset for these workers",
                 self._rank,
             )
-        return cut
+        return taken
 
-    def _make_batches(self, loader: DataLoader[Any], reader: PartReader) -> Iterator[Made]:
-        cut = reader.cut
+    def _make_batches(self, loader: DataLoader[Any], reader: PartReader, epoch: int) -> Iterator[Made]:
         if not loader.num_workers:
-            return reader.made(cut)
-        key = cut.by, reader.size
-        if self._persistent is None or self._persistent[0] != key or cut.taken.is_begun:
-            pool = WorkerPool(loader, reader, StreamStart(reader, loader.worker_init_fn))
-            is_kept = loader.persistent_workers and not cut.taken.is_begun  # a resumed pass has other parts
-            self._persistent = (key, pool, reader.cell) if is_kept else None
-            cell = reader.cell
+            return reader.made(epoch)
+        key, is_begun = (reader.by, reader.size), reader.taken.is_begun
+        if self._persistent is None or self._persistent[0] != key or is_begun:
+            pool = WorkerPool(loader, reader, reader.start)
+            # A resumed pass has other parts than the next one.
+            self._persistent = (key, pool, reader) if loader.persistent_workers and not is_begun else None
         else:
-            _, pool, cell = self._persistent
-        return pool.serve(seed_of(cut.seed, cut.epoch, "workers"), before=lambda: cell.fill_(cut.epoch))
+            _, pool, reader = self._persistent
+        return pool.serve(seed_of(self.seed, epoch, "workers"), before=lambda: reader.set_epoch(epoch))
 
 
 class _Reading:
     """The batches of a pass as they are read, and the position after them."""
 
     def __init__(self, made: Iterator[Made], start: Taken, leave_out: Callable[[int], None], is_uneven: bool) -> None:
-        self._made = made
-        self._taken = start
-        self._leave_out = leave_out
-        self._is_uneven = is_uneven
-        self._same = SameStream(start.mark)
+        self._made, self._taken, self._leave_out, self._is_uneven = made, start, leave_out, is_uneven
+        self._same = SameStream(start.here)
         self._read: Read | None = None  # of the last batch
 
     def __iter__(self) -> _Reading:
@@ -201,8 +194,8 @@ class _Reading:
             self._leave_out(made.samples or 0)
         self._read = made.read
         if not self._is_uneven:  # otherwise these are matters of all ranks
-            self._same.compare(made.read.seen)
-            self._taken = self._taken.after([made.read]).with_state(made.read)
+            self._same.compare(made.read)
+            self._taken = self._taken.after([made.read])
         return made.batch, made.samples
 
     def position(self, offset: int, *_: int) -> Any:
@@ -215,16 +208,19 @@ def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
-    """Whether it is a webdataset pipeline that splits its shards by node, and sees this process as `rank` of `ranks`.
+    """Whether it is a webdataset pipeline that splits its shards by node, or a dataset of mosaicml-streaming.
 
-    webdataset finds the rank itself, so its answer is compared.
+    These find the rank themselves, so it is False if they see this process as another one.
     """
     stages = getattr(dataset, "pipeline", ())
-    if not type(dataset).__module__.startswith("webdataset.") or not isinstance(stages, list | tuple):
-        return False
-    webdataset: Any = import_module("webdataset")
-    splits = any(stage is webdataset.split_by_node for stage in stages)
-    return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
+    if type(dataset).__module__.startswith("webdataset.") and isinstance(stages, list | tuple):
+        webdataset: Any = import_module("webdataset")
+        splits = any(stage is webdataset.split_by_node for stage in stages)
+        return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
+    if any(kind.__module__.startswith("streaming.base.") for kind in type(dataset).__mro__):
+        seen: Any = import_module("streaming.base.world").World.detect()
+        return (seen.rank, seen.num_ranks) == (rank, ranks)
+    return False
 
 
 def _share_of_batch(size: int, rank: int, ranks: int) -> int:

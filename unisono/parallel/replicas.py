@@ -26,6 +26,7 @@ from typing import Any
 from unisono.comm.thread_start import start_threads
 from unisono.errors import BusyError
 from unisono.outcome import Outcome
+from unisono.preemption import serving
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class _Call:
 
     bodies: Sequence[Callable[[], Any]]
     outcomes: dict[int, Outcome[Any]] = field(default_factory=dict)
-    news: SimpleQueue[None] = field(default_factory=lambda: SimpleQueue())
+    news: SimpleQueue[Callable[[], object] | None] = field(default_factory=lambda: SimpleQueue())
 
     @property
     def is_over(self) -> bool:
@@ -93,8 +94,10 @@ class ReplicaThreads:
             try:
                 if not has_begun:
                     deque(map(call, orders), maxlen=0)  # one call of C: an interrupt comes before or after it
-                while not made.is_over:  # not by counting signals, which an interrupt may lose
-                    made.news.get()
+                with serving(made.news):
+                    while not made.is_over:  # not by counting signals, which an interrupt may lose
+                        if (order := made.news.get()) is not None:
+                            order()
                 break
             except BaseException as error:
                 if interrupt is not None or not has_begun:

@@ -38,14 +38,14 @@ def should_stop(*, world: World | None = None) -> bool:
     short, call it after every tenth, at the same steps on all ranks. Once it is True it stays True in this world, and
     costs nothing.
 
-    In threads (`DataParallel`), all replicas stop when the process receives the signal; the first call must come from
-    the main thread, before the replicas start.
+    In threads (`DataParallel`), all replicas stop when the process receives the signal; `DataParallel` must be called
+    in the main thread, or `should_stop` once before, since only that can handle signals.
 
     Args:
         world: None uses the current one.
 
     Raises:
-        UnisonoError: this is the process's first call, and not in the main thread.
+        UnisonoError: this is the process's first call, and the main thread has no part in it.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     world = world or current_world()

@@ -399,6 +399,39 @@ def run_two(script: Path) -> list[tuple[int, str, str]]:
     return ended
 
 
+STEPPING = """
+import torch, unisono
+import torch.distributed as dist
+
+world = unisono.join_world(process_group="gloo")
+accelerator = unisono.Accelerator(strategy={strategy!r})
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+waits, plain = [], dist.all_reduce
+
+def reduce(tensor, *args, async_op=False, **options):
+    waits.append(async_op)
+    return plain(tensor, *args, async_op=async_op, **options)
+
+for step in range(6):
+    if step == 3:  # the first steps compare models, and make buckets
+        dist.all_reduce = reduce
+    accelerator.backward(model(torch.ones(3, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+dist.all_reduce = plain
+print("synchronous", waits.count(False))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_under_another_launcher_on_one_machine_ranks_compare_their_steps_without_a_message(tmp_path, strategy):
+    (tmp_path / "stepping.py").write_text(STEPPING.format(strategy=strategy))
+    for code, output, errors in run_two(tmp_path / "stepping.py"):
+        assert (code, output) == (0, "synchronous 0\n"), errors
+
+
 RETURNING = """
 import unisono
 
@@ -433,7 +466,7 @@ def train(index):
     return index
 
 try:
-    unisono.spawn(train)
+    unisono.spawn(train, cores=1, grace_s=3.0)
     print("second stage")
 except unisono.errors.StoppedError as stop:
     print("stopped with", stop.results)
@@ -443,7 +476,11 @@ except unisono.errors.StoppedError as stop:
 
 def test_an_agreed_stop_ends_the_script_of_every_rank(tmp_path):
     (tmp_path / "stopping.py").write_text(STOPPING)
-    assert [ended[:2] for ended in run_two(tmp_path / "stopping.py")] == [(143, "stopped with [0, 1]\n")] * 2
+    ended = run_two(tmp_path / "stopping.py")
+    assert [each[:2] for each in ended] == [(143, "stopped with [0, 1]\n")] * 2
+    errors = [each[2] for each in ended]
+    assert all("spawn's cores, grace_s: ignored, since a launcher has started" in each for each in errors)
+    assert [each.count("stopped early as asked; run again to resume") for each in errors] == [1, 0]
 
 
 def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_path):

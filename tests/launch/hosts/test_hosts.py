@@ -159,8 +159,9 @@ def test_a_machine_whose_link_is_down_is_given_up_after_the_time_that_was_set(
         code, _, errors = first.end()
         assert time.monotonic() - lost_at < SOON_S  # the collective waits for half an hour
         assert code == (0 if nodes == "1:2" else 1), errors
-        assert re.search(r"(?m)^node 1 \(\S+\) has been silent for 4 s: its power or its link is gone", errors)
+        assert re.search(r"node 1 \(\S+\) has been silent for [3-6] s: it or its link is gone\n\Z", errors)
+        assert errors.count("\n") == 1  # a restart, or the end, with its cause and without tracebacks
         cut_off, _, its_errors = second.end()
         assert cut_off == 1, its_errors
-        assert "the machine that serves 10.77.0.1:29400 has been silent for 4 s" in its_errors
+        assert re.search("the machine that serves 10.77.0.1:29400 has been silent for [45] s", its_errors)
         assert first.survivors() == [] == second.survivors()

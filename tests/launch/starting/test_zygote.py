@@ -14,7 +14,7 @@ import torch
 import warm_scripts
 from faults import SOON_S, Script, grandchild, stand_still, survivors
 
-from unisono.errors import UnisonoError, WorkerDiedError
+from unisono.errors import ClosedError, UnisonoError, WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import zygote_client
 from unisono.launch.starting.zygote_client import warm
@@ -91,7 +91,7 @@ def test_signals_that_the_caller_blocks_or_ignores_reach_the_workers_all_the_sam
         ear.hear_all(2)
         began = time.monotonic()
         context.stop()
-        with pytest.raises(WorkerDiedError, match="SIGTERM"):
+        with pytest.raises(ClosedError):
             context.join()
         assert time.monotonic() - began < SOON_S
     finally:

@@ -15,7 +15,7 @@ from faults import Script
 from recorded_runs import read_run
 
 from unisono.backends.cpu import CpuBackend
-from unisono.errors import StoppedError, WorkerDiedError
+from unisono.errors import ClosedError, StoppedError, WorkerDiedError
 from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.heartbeat import HeartbeatSender
 from unisono.launch.options import Output
@@ -61,6 +61,12 @@ def test_there_is_one_clock():
     assert abs(clock.to_seconds(clock.now()) - time.time()) < 60
 
 
+def stopped_by_caller():
+    error = ClosedError("as the calling process asked")
+    error.__cause__ = WorkerDiedError("", 0, -signal.SIGTERM)
+    return error
+
+
 CODES = {
     "well": (None, 0),
     "an exception": (ValueError(), 1),
@@ -68,6 +74,7 @@ CODES = {
     "sys.exit(0)": (WorkerDiedError("", 0, 0), 1),
     "sys.exit(512)": (WorkerDiedError("", 0, 512), 1),
     "a signal": (WorkerDiedError("", 0, -signal.SIGSEGV), 139),
+    "stop()": (stopped_by_caller(), 143),
     "unknown": (WorkerDiedError("", 0, None), 1),
     "an agreed stop": (StoppedError([]), 143),
     "a signal to an agent": (SystemExit(129), 129),

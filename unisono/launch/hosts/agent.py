@@ -64,7 +64,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 _LOOK_S = 0.1  # between two checks of the group, and of whether machines have joined
 _MARGIN_S = 2.0  # after the grace period in which workers may stop early
-_CAUSE_S = 2.0  # how long a victim's report waits for another machine's report: several beats
+_CAUSE_S = 3.5  # how long a victim's report waits for another machine's report, or silence
 _VARIABLES = {
     # Otherwise the agent serves a second store, at the port that scripts assume to be free.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -216,9 +216,9 @@ class Agent(SimpleElasticAgent):
 
     def on_lost(self, reason: str) -> None:
         """End the workers of this machine, which may be waiting for a lost machine."""
-        if reason != self._lost:
+        if not self._lost:
             self._lost = reason
-            logger.warning("%s; the workers of this machine, which may wait for it, are ended", reason)
+            logger.info("%s; the workers of this machine, which may wait for it, are ended", reason)
         if self._supervisor is not None:
             self._supervisor.give_up(UnisonoError(reason))
 
@@ -264,7 +264,7 @@ class Agent(SimpleElasticAgent):
         verdict = self._supervisor.verdict
         if verdict.error is None or isinstance(verdict.error, StoppedError):
             self.others.say(is_done=True)
-            self.verdict = self._trouble_elsewhere() or verdict
+            self.verdict = self.trouble_elsewhere() or verdict
             if self.verdict is verdict:  # torch's agent would wait minutes for the others, ignoring their reports
                 values = {each.global_rank: None for each in group.workers}
                 return RunResult(WorkerState.SUCCEEDED, values) if self.others.are_done() else self._wait()
@@ -280,7 +280,8 @@ class Agent(SimpleElasticAgent):
         setattr(self, REMAINING_RESTARTS, remaining)
         if remaining > 0:
             restart_count = group.spec.max_restarts - remaining + 1
-            tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory)
+            level = logging.WARNING if self.others.is_spokesman() else logging.INFO
+            tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory, level)
         return RunResult(WorkerState.FAILED)
 
     def _wait(self) -> RunResult:
@@ -288,7 +289,7 @@ class Agent(SimpleElasticAgent):
             raise SignalException("the workers have not stopped early", signal.SIGTERM)
         return RunResult(WorkerState.HEALTHY)
 
-    def _trouble_elsewhere(self) -> Outcome[Any] | None:
+    def trouble_elsewhere(self) -> Outcome[Any] | None:
         """Why the group has failed although the workers on this machine ended well; None if it has not."""
         if self._lost:
             return Outcome(error=UnisonoError(self._lost))
@@ -296,13 +297,15 @@ class Agent(SimpleElasticAgent):
         return failures[first_cause(failures)] if failures else None
 
     def _first_cause(self, verdict: Outcome[Any]) -> Outcome[Any]:
-        """The cause that another machine reports within `_CAUSE_S`; otherwise this machine's own report, that of a
-        victim."""
+        """The cause that another machine reports within `_CAUSE_S`, or its silence; otherwise this machine's own
+        report, that of a victim."""
         deadline = time.monotonic() + _CAUSE_S
         while self.others.count > 0 and time.monotonic() < deadline:
             causes = dict(enumerate([verdict, *self.others.failures()]))
             if not (found := causes[first_cause(causes)]).is_secondary:
                 return found
+            if lost := self._lost or self.others.describe_silence():
+                return Outcome(error=UnisonoError(lost))
             time.sleep(_LOOK_S)
         return verdict
 
@@ -327,6 +330,8 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
         agent.others.say(verdict=Outcome.failure(its_end).to_bytes())
         return Outcome(error=SystemExit(128 + stop.sigval))
     except (RendezvousError, TimeoutError, dist.DistError) as error:
+        if (known := agent.trouble_elsewhere()) is not None:  # a machine that has failed no longer serves the endpoint
+            return known
         lost = UnisonoError(
             f"the agents could not meet at {options.endpoint}, or have lost each other: {type(error).__name__}: "
             f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}"

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from unisono.backends.cores import fair_num_threads
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.errors import StoppedError
+from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place, take, within
 from unisono.launch.hosts.joint_return import return_together
 from unisono.launch.process_group import depart, join
@@ -36,6 +38,8 @@ from unisono.launch.worker import exit_error
 from unisono.outcome import Outcome, add_note_once
 from unisono.protocols import Backend
 from unisono.world import World, current_world, given_world, set_process_world
+
+logger = logging.getLogger(__name__)
 
 
 def join_world(
@@ -116,7 +120,7 @@ def run_announced(
     world = join_world(timeout, family.name, process_group=process_group)
     try:
         with within(), _returning_together(world, timeout):
-            result = fn(world.rank, *args)
+            result = preemption.call(fn, world.rank, *args)
         results = _gather(world, result)
     except BaseException as error:
         failure = exit_error(error, world.rank) if isinstance(error, SystemExit) else error
@@ -127,7 +131,10 @@ def run_announced(
             raise
         raise failure from error
     if preemption.is_agreed():
-        raise StoppedError(results)
+        stopped = StoppedError(results, count_of(world, "steps"))
+        if world.rank == 0 and place.launcher != "unisono run":  # whose supervisor reports it
+            logger.warning("%s", stopped)
+        raise stopped
     return results
 
 

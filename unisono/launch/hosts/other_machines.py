@@ -34,6 +34,7 @@ from unisono.launch.hosts.endpoint import split_endpoint
 from unisono.outcome import Outcome
 
 _BEAT_S = 1.0
+_SILENCE_S = 3.0  # several beats: a machine that has been silent for so long explains why its peers failed
 # how long the endpoint's agent waits, after a failure, for the others to leave, since they may still be reading
 _LINGER_S = 3.0
 
@@ -158,6 +159,21 @@ class OtherMachines:
         """Whether the parts of all other machines have ended successfully."""
         return sum(report.is_done for report in self._reports()) == self.count
 
+    def describe_silence(self, seconds: float = _SILENCE_S) -> str:
+        """A sentence on a machine that has been silent for longer; "" if there is none."""
+        for number, (host, for_s) in self._silent(seconds).items():
+            return f"node {number} ({host}) {_silence(for_s)}"
+        return ""
+
+    def is_spokesman(self) -> bool:
+        """Whether, of the machines that are heard of, this one has the lowest number: it alone reports what concerns
+        all."""
+        if (current := self._round) is None:
+            return True
+        silent = self._silent(_SILENCE_S)
+        others = {each.machine for each in self._reports() if not each.is_leaving} - silent.keys()
+        return all(current.own.machine < number for number in others)
+
     @contextlib.contextmanager
     def attended(self, is_host: bool) -> Iterator[None]:
         """End all communication when the block ends.
@@ -219,19 +235,27 @@ class OtherMachines:
 
     def _look(self) -> None:
         while not self._is_over.wait(self._beat_s) and not self._is_closed.is_set():
-            now = time.monotonic()
-            if now - self._answered_at > self._patience_s:
+            silent_s = time.monotonic() - self._answered_at
+            if silent_s > self._patience_s:
                 host, port = self._endpoint
-                self._on_cut_off(f"the machine that serves {host}:{port} {self._silence()}, or that of this machine is")
-            # A copy: the first thread adds entries meanwhile.
-            for number, (report, since) in list(self._round.heard.items() if self._round is not None else ()):
-                is_leaving = report is not None and report.is_leaving  # the others learn of it from its workers
-                if not is_leaving and now - since > self._patience_s:
-                    host = "not heard of yet" if report is None else report.host
-                    self._on_lost(f"node {number} ({host}) {self._silence()}")
+                self._on_cut_off(f"the machine that serves {host}:{port} {_silence(silent_s)}, or this one's is")
+            if lost := self.describe_silence(self._patience_s):
+                self._on_lost(lost)
 
-    def _silence(self) -> str:
-        return f"has been silent for {self._patience_s:.4g} s: its power or its link is gone"
+    def _silent(self, seconds: float) -> dict[int, tuple[str, float]]:
+        """The machines that have been silent for longer, by their numbers: host name, and seconds of silence."""
+        # A copy: the first thread adds entries meanwhile.
+        heard = list(self._round.heard.items()) if self._round is not None else []
+        now = time.monotonic()
+        return {
+            number: ("not heard of yet" if report is None else report.host, now - since)
+            for number, (report, since) in heard
+            if now - since > seconds and not (report is not None and report.is_leaving)  # its workers say why it leaves
+        }
+
+
+def _silence(seconds: float) -> str:
+    return f"has been silent for {seconds:.0f} s: it or its link is gone"
 
 
 def _talk(others: OtherMachines) -> None:

@@ -56,7 +56,7 @@ from unisono.launch.starting.process_ends import (
     kill_children,
     kill_marked,
     kill_session,
-    kill_tree,
+    kill_trees,
     name_process,
     reap_children,
 )
@@ -172,6 +172,8 @@ class Zygote:
                 # A request to stop is for the worker alone: its loader workers must go on until it has stopped.
                 send = kill_session if message["to_sessions"] else os.kill
                 send(pid, message["signal"])
+                if message["to_sessions"]:
+                    kill_session(pid, signal.SIGCONT)  # a stopped process would take the signal only then
 
     def _import_backend(self, family: str) -> None:
         """Import in advance what the workers of a family import. A failure is left for the worker to report."""
@@ -301,9 +303,8 @@ class Zygote:
     def _close_group(self, group: _Group) -> None:
         """The caller has closed the group: kill everything that belongs to it."""
         # The tree includes what has left the session; the session includes what has lost its parent.
+        kill_trees(group.ranks)
         for pid in group.ranks:
-            with contextlib.suppress(psutil.Error):
-                kill_tree(psutil.Process(pid))
             kill_session(pid, signal.SIGKILL)
         for pid in group.ranks:
             os.waitpid(pid, 0)

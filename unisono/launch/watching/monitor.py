@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 
 from unisono.launch.reports import Pulse
+from unisono.launch.starting.process_ends import trees_of
 from unisono.launch.watching import clock
 
 SAMPLES_PATH = "UNISONO_SAMPLES"
@@ -128,11 +129,12 @@ class Monitor:
     def _measure_all(self) -> None:
         """One round, on the monitor's thread."""
         living = [each for each in self._watched.copy().values() if each.process is not None]
-        trees = _trees(each.process for each in living if each.process is not None)
+        trees = trees_of(each.process.pid for each in living if each.process is not None)
         samples = []
         for each in living:
             assert each.process is not None
-            sample = _measure(each, trees[each.process.pid])
+            # Our own object of the root: it notices that a pid was reused.
+            sample = _measure(each, [each.process, *trees.get(each.process.pid, [])[1:]])
             if sample is None:
                 each.process = None
             else:
@@ -183,20 +185,6 @@ def own_samples(rank: int) -> list[Sample]:
     with suppress(OSError):
         return [sample for sample in read_samples(Path(path)) if (sample.rank, sample.pid) == (rank, os.getpid())]
     return []
-
-
-def _trees(roots: Iterable[psutil.Process]) -> dict[int, list[psutil.Process]]:
-    """Each process with all its descendants, by its pid: from a single pass over all processes of the machine."""
-    children: dict[int, list[psutil.Process]] = defaultdict(list)
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            children[process.ppid()].append(process)
-    trees = {}
-    for root in roots:
-        trees[root.pid] = tree = [root]
-        for process in tree:  # the list grows during the iteration
-            tree += children.pop(process.pid, ())
-    return trees
 
 
 def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
