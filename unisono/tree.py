@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from unisono.torch_private import sparse_indices, sparse_values
 
 _IN_PROGRESS = object()
-_PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
+PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -42,13 +42,35 @@ def leaves(tree: Any) -> Iterator[Any]:
     yield from found
 
 
+def nodes(tree: Any) -> Iterator[Any]:
+    """The containers and leaves of `tree`, a container before what it holds, as far as the caller asks."""
+    left, seen = [tree], {}
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            continue
+        yield node
+        if is_container(node):
+            seen[id(node)] = node  # kept, as in `_map`
+            left.extend(reversed(children(node)))
+
+
+def children(node: Any) -> list[Any]:
+    """What a container holds."""
+    if isinstance(node, Mapping):
+        return list(node.values())
+    if isinstance(node, list | tuple | set | frozenset):
+        return list(node)
+    return [getattr(node, field.name) for field in dataclasses.fields(node) if hasattr(node, field.name)]
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves. Fast for the most common batches, since it runs several times a step."""
     found: list[torch.Tensor] = []
     for node in tree if type(tree) in (list, tuple) else (tree,):
         if isinstance(node, torch.Tensor):
             found.append(node)
-        elif not isinstance(node, _PLAIN) and (type(node) is not dict or node):
+        elif not isinstance(node, PLAIN) and (type(node) is not dict or node):
             return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
     return found
 
@@ -63,8 +85,8 @@ def batch_size(tree: Any, dim: int = 0) -> int | None:
     for leaf in leaves(tree):
         if isinstance(leaf, PackedSequence):
             return None
-        if is_array(leaf) and -leaf.ndim <= dim < leaf.ndim:
-            sizes.add(int(leaf.shape[dim]))
+        if (size := size_along(leaf, dim)) is not None:
+            sizes.add(size)
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -82,28 +104,28 @@ def may_list_samples(tree: Any) -> bool:
 def can_cut(tree: Any, dim: int = 0) -> bool:
     """Whether it is certain how a batch divides into samples.
 
-    It is not if the size is unknown; if tensors differ in size; if the batch holds a packed sequence, a sparse tensor
-    or an object of an unknown class; or if a list has as many elements as there are samples, and these are containers,
-    or tensors of equal type and dimensionality: each may be one sample, or a part of all.
+    It is not if the size is unknown or 0; if tensors differ in size; if the batch holds a packed sequence, a sparse or
+    nested tensor or an object of an unknown class; or if a list has as many elements as there are samples, and these
+    are containers, or tensors of equal type and dimensionality: each may be one sample, or a part of all.
     """
     size = batch_size(tree, dim)
 
     def is_certain(leaf: Any) -> bool:
         if not is_array(leaf):
-            return isinstance(leaf, _PLAIN)
-        is_dense = not isinstance(leaf, torch.Tensor) or leaf.layout is torch.strided
-        return is_dense and (not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == size)
+            return isinstance(leaf, PLAIN)
+        is_dense = not isinstance(leaf, torch.Tensor) or (leaf.layout is torch.strided and not leaf.is_nested)
+        return is_dense and size_along(leaf, dim) in (None, size)
 
     doubtful: list[Any] = []
 
     def look(node: Any) -> None:
         if type(node) in (list, tuple) and len(node) == size and dim == 0:
             are_alike = all(map(is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
-            if are_alike or any(map(_is_container, node)):
+            if are_alike or any(map(is_container, node)):
                 doubtful.append(node)
 
     _map(lambda leaf: leaf, tree, {}, look)
-    return size is not None and not doubtful and all(map(is_certain, leaves(tree)))
+    return bool(size) and not doubtful and all(map(is_certain, leaves(tree)))
 
 
 def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
@@ -164,7 +186,7 @@ def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
     size = batch_size(tree, dim)
 
     def cut(node: Any) -> Any:
-        if is_array(node) and -node.ndim <= dim < node.ndim:
+        if size_along(node, dim) is not None:
             return node[(slice(None),) * (dim % node.ndim) + (samples,)]
         return node
 
@@ -177,6 +199,15 @@ def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
     return _map(cut, tree, {}, cut_lists)
 
 
+def size_along(leaf: Any, dim: int) -> int | None:
+    """The size of a tensor or array along a dimension; None for anything else, or if it lacks that dimension."""
+    if not is_array(leaf) or not -leaf.ndim <= dim < leaf.ndim:
+        return None
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:  # a ragged dimension has no size, and may have no shape
+        return int(leaf.size(0)) if dim in (0, -leaf.ndim) else None
+    return int(leaf.shape[dim])
+
+
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is a tensor or a numpy array."""
     if isinstance(leaf, torch.Tensor):
@@ -187,10 +218,11 @@ def is_array(leaf: Any) -> bool:
 
 def _is_inner(node: Any) -> bool:
     """Whether a list element is a batch part itself, so that the list is a structure and not one value per sample."""
-    return is_array(node) or _is_container(node)
+    return is_array(node) or is_container(node)
 
 
-def _is_container(node: Any) -> bool:
+def is_container(node: Any) -> bool:
+    """Whether a node is no leaf."""
     if isinstance(node, PackedSequence):
         return False
     return isinstance(node, list | tuple | set | frozenset) or _is_record(node)
@@ -213,7 +245,7 @@ def _map(
         if image is _IN_PROGRESS:
             raise ValueError(f"a batch must be a tree, but a {type(node).__name__} in it contains itself")
         return image
-    if not _is_container(node):
+    if not is_container(node):
         image = fn(node)
     else:
         seen[id(node)] = node, _IN_PROGRESS

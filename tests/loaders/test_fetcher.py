@@ -164,7 +164,10 @@ def test_sparse_and_nested_tensors_arrive(num_workers):
     sparse = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=sparse_of)))
     assert sum(batch.to_dense() for batch in sparse).tolist() == [1.0] * 12
     nested = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=nested_of)))
-    assert [part.tolist() for batch in nested for part in batch.unbind()] == [[float(n)] * (n + 1) for n in range(12)]
+    expected = [[float(n)] * (n + 1) for n in range(12)]
+    assert [part.tolist() for batch in nested for part in batch.unbind()] == expected
+    again = list(DeviceLoader(iter(nested)))  # from a generator
+    assert [part.tolist() for batch in again for part in batch.unbind()] == expected
 
 
 def strided_of(samples: list[int]) -> list[torch.Tensor]:

@@ -52,7 +52,7 @@ class Fetcher:
         self._dataset: Any = loader.dataset
         self._collate = loader.collate_fn
         self._is_batched = loader.batch_sampler is not None
-        self._fetch_many = loader.dataset.__getitems__ if _fetches_many(loader.dataset) else None  # type: ignore[attr-defined]
+        self._fetch_many = loader.dataset.__getitems__ if fetches_many(loader.dataset) else None  # type: ignore[attr-defined]
         self._has_rows = has_rows(loader)
         self._set_epoch: Any = getattr(loader.dataset, "set_epoch", None)
         self._epoch: int | None = None
@@ -187,16 +187,16 @@ def _rows(dataset: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
     return [tensor[places] for tensor in dataset.tensors]
 
 
-def _fetches_many(dataset: Any) -> bool:
+def fetches_many(dataset: Any) -> bool:
     """Whether a dataset has its own method to fetch many samples.
 
     torch's Subset and StackDataset forward it, and fetch sample by sample if there is none, as is done here anyway.
     """
     if type(dataset) is Subset:
-        return _fetches_many(dataset.dataset)
+        return fetches_many(dataset.dataset)
     if type(dataset) is StackDataset:
         parts = dataset.datasets
-        return any(map(_fetches_many, parts.values() if isinstance(parts, dict) else parts))
+        return any(map(fetches_many, parts.values() if isinstance(parts, dict) else parts))
     return bool(getattr(dataset, "__getitems__", None))
 
 

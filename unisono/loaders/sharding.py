@@ -125,7 +125,8 @@ class Claim(NamedTuple):
     `mark` is the same on all ranks that are in the same round, and almost certainly different otherwise. `repeated`
     samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
     the round. If `is_sized` is False, the samples are batches, each of which counts as one: some batch of the round
-    does not say how many samples it holds.
+    does not say how many samples it holds. If `is_summed`, the total is unknown only until a pass claims the batch: it
+    is then summed over the ranks.
     """
 
     samples: int
@@ -134,6 +135,7 @@ class Claim(NamedTuple):
     repeated: int = 0
     dealt: int = 1
     is_sized: bool = True
+    is_summed: bool = False
 
     @property
     def valid_samples(self) -> int | None:
