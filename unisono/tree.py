@@ -23,7 +23,9 @@ from torch.nn.utils.rnn import PackedSequence
 from unisono.torch_private import sparse_indices, sparse_values
 
 _IN_PROGRESS = object()
+_NO_TREE = "a batch must be a tree, but a {} in it contains itself"
 PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
+_PLAIN_TYPES = frozenset((str, bytes, int, float, bool, complex, type(None)))  # those seen at a glance
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -35,6 +37,15 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     return _map(fn, tree, {})
 
 
+def map_objects(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """As `tree_map`, but texts and numbers stay; fast where a container holds nothing else."""
+    return _map(lambda leaf: leaf if type(leaf) in _PLAIN_TYPES else fn(leaf), tree, {}, _if_plain)
+
+
+def _if_plain(node: Any) -> Any:
+    return node if type(node) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, node)) else None
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """The leaves of `tree`, in order; a shared leaf once."""
     found: list[Any] = []
@@ -43,16 +54,34 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def nodes(tree: Any) -> Iterator[Any]:
-    """The containers and leaves of `tree`, a container before what it holds, as far as the caller asks."""
-    left, seen = [tree], {}
+    """The containers of `tree` and its leaves but texts and numbers, each once, in order, as far as the caller asks.
+
+    Fast where a container holds only texts and numbers.
+
+    Raises:
+        ValueError: a container contains itself.
+    """
+    left: list[Any] = [tree]
+    seen: dict[int, Any] = {}  # with the nodes, as in `_map`
+    around: list[Any] = []  # the containers around the node
     while left:
         node = left.pop()
-        if id(node) in seen:
-            continue
-        yield node
-        if is_container(node):
-            seen[id(node)] = node  # kept, as in `_map`
-            left.extend(reversed(children(node)))
+        if node is _IN_PROGRESS:  # the end of a container
+            around.pop()
+        elif type(node) not in _PLAIN_TYPES and id(node) not in seen:
+            seen[id(node)] = node
+            yield node
+            if is_container(node) and not _PLAIN_TYPES.issuperset(map(type, held := children(node))):
+                around.append(node)
+                left += _IN_PROGRESS, *reversed(held)
+        elif any(node is each for each in around):
+            raise ValueError(_NO_TREE.format(type(node).__name__))
+
+
+def objects(tree: Any) -> list[Any]:
+    """The leaves of `tree` but texts and numbers, each once, in order: what may be moved, measured or shared."""
+    flat = flat_tensors(tree)
+    return [*{id(each): each for each in flat}.values()] if flat else [n for n in nodes(tree) if not is_container(n)]
 
 
 def children(node: Any) -> list[Any]:
@@ -67,11 +96,13 @@ def children(node: Any) -> list[Any]:
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves. Fast for the most common batches, since it runs several times a step."""
     found: list[torch.Tensor] = []
+    if _if_plain(tree) is not None:
+        return found
     for node in tree if type(tree) in (list, tuple) else (tree,):
         if isinstance(node, torch.Tensor):
             found.append(node)
-        elif not isinstance(node, PLAIN) and (type(node) is not dict or node):
-            return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+        elif type(node) not in _PLAIN_TYPES and (type(node) is not dict or node):
+            return [leaf for leaf in objects(tree) if isinstance(leaf, torch.Tensor)]
     return found
 
 
@@ -82,7 +113,7 @@ def batch_size(tree: Any, dim: int = 0) -> int | None:
     way.
     """
     sizes = set()
-    for leaf in leaves(tree):
+    for leaf in objects(tree):
         if isinstance(leaf, PackedSequence):
             return None
         if (size := size_along(leaf, dim)) is not None:
@@ -116,16 +147,13 @@ def can_cut(tree: Any, dim: int = 0) -> bool:
         is_dense = not isinstance(leaf, torch.Tensor) or (leaf.layout is torch.strided and not leaf.is_nested)
         return is_dense and size_along(leaf, dim) in (None, size)
 
-    doubtful: list[Any] = []
+    def is_doubtful(node: Any) -> bool:
+        if type(node) not in (list, tuple) or len(node) != size or dim != 0:
+            return False
+        are_alike = all(map(is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
+        return are_alike or any(map(is_container, node))
 
-    def look(node: Any) -> None:
-        if type(node) in (list, tuple) and len(node) == size and dim == 0:
-            are_alike = all(map(is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
-            if are_alike or any(map(is_container, node)):
-                doubtful.append(node)
-
-    _map(lambda leaf: leaf, tree, {}, look)
-    return bool(size) and not doubtful and all(map(is_certain, leaves(tree)))
+    return bool(size) and not any(is_doubtful(n) if is_container(n) else not is_certain(n) for n in nodes(tree))
 
 
 def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
@@ -153,7 +181,9 @@ def nbytes(tree: Any) -> int:
     """The bytes of a batch's tensors, arrays and texts, by the size that each reports; a shared leaf counts once."""
     flat = flat_tensors(tree)
     if flat is None or len({*map(id, flat)}) < len(flat):
-        return sum(map(_leaf_nbytes, leaves(tree)))
+        found = [*nodes(tree)]
+        held = [children(node) for node in found if is_container(node)] or [[tree]]
+        return sum(_leaf_nbytes(node) for node in found if not is_container(node)) + sum(map(_texts_nbytes, held))
     total = 0
     for each in flat:
         total += each.nbytes if each.layout is torch.strided else _leaf_nbytes(each)
@@ -223,7 +253,7 @@ def _is_inner(node: Any) -> bool:
 
 def is_container(node: Any) -> bool:
     """Whether a node is no leaf."""
-    if isinstance(node, PackedSequence):
+    if type(node) in _PLAIN_TYPES or isinstance(node, torch.Tensor | PackedSequence):
         return False
     return isinstance(node, list | tuple | set | frozenset) or _is_record(node)
 
@@ -243,7 +273,7 @@ def _map(
     if id(node) in seen:
         image = seen[id(node)][1]
         if image is _IN_PROGRESS:
-            raise ValueError(f"a batch must be a tree, but a {type(node).__name__} in it contains itself")
+            raise ValueError(_NO_TREE.format(type(node).__name__))
         return image
     if not is_container(node):
         image = fn(node)
@@ -315,6 +345,14 @@ def _like_sequence(node: Any, images: list[Any]) -> Any:
         twin[:] = images
         return twin
     return type(node)(images)
+
+
+def _texts_nbytes(held: list[Any]) -> int:
+    """The bytes of the texts among what a container holds."""
+    kinds = {*map(type, held)}
+    texts = held if kinds == {str} else [each for each in held if type(each) is str]
+    coded = sum(len(each) for each in held if type(each) is bytes) if bytes in kinds else 0
+    return coded + len("".join(texts).encode(errors="surrogatepass"))
 
 
 def _leaf_nbytes(leaf: Any) -> int:

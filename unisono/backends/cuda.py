@@ -31,7 +31,7 @@ from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
 from unisono.protocols import DeviceClock
 from unisono.torch_private import sparse_indices, sparse_values
-from unisono.tree import leaves, nbytes, tree_map
+from unisono.tree import leaves, map_objects, nbytes
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -103,7 +103,7 @@ class CudaBackend(EagerBackend):
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         stream = self.side_stream(device)
         with torch.cuda.stream(stream):
-            moved = tree_map(lambda leaf: _move_leaf(leaf, device), batch)
+            moved = map_objects(lambda leaf: _move_leaf(leaf, device), batch)
             done = torch.cuda.Event()
             done.record(stream)
         return moved, _Ready(done, moved, device)

@@ -14,7 +14,7 @@ from unisono.backends import check_index
 from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
 from unisono.protocols import Feature, Transport
-from unisono.tree import tree_map
+from unisono.tree import map_objects
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class MpsBackend(EagerBackend):
         return super().unsupported_reason(feature)
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
-        return tree_map(lambda leaf: send(self._narrow_leaf(leaf), device), batch), None
+        return map_objects(lambda leaf: send(self._narrow_leaf(leaf), device), batch), None
 
     def wait_ready(self, token: Any) -> None:
         pass

@@ -9,6 +9,7 @@ count samples, so the order and a resume do not depend on rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ def num_rows(batch: Any, samples: int, dim: int = 0) -> int | None:
             sizes.add(size)
             is_across = is_across and size_along(node, 1) == samples
         elif type(node) in (list, tuple) and node:
-            if len(node) == samples and len({*map(_kind, node)} - {NoneType}) < 2:
+            if len(node) == samples and _are_alike(node):
                 if samples > 2 or not is_array(node[0]):
                     return samples
                 lists.add(samples)  # the images of one or two samples, or the tensors of all
@@ -61,6 +62,11 @@ def num_rows(batch: Any, samples: int, dim: int = 0) -> int | None:
         lists |= _lengths_of_lists(batch)
     found = lists | (sizes if len(sizes) == 1 else set()) or (set() if sizes else texts)
     return samples if not found else found.pop() if len(found) == 1 else None
+
+
+def _are_alike(held: Sequence[Any]) -> bool:
+    is_one = len({*map(type, held)} - {NoneType}) < 2
+    return is_one and (not is_array(held[0]) or len({*map(_kind, held)} - {NoneType}) < 2)
 
 
 def _kind(node: Any) -> Any:
