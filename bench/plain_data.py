@@ -77,9 +77,7 @@ def cases() -> dict[str, Callable[[], Case]]:
         "10,000 ints, 1 worker": lambda: Case(Numbers(8 * many), 8, {"batch_size": many, **kept}),
         "10,000 strings, 1 worker": lambda: Case(Texts(8 * many), 8, {"batch_size": many, **kept}),
         "10,000 strings, no worker": lambda: Case(Texts(8 * many), 8, {"batch_size": many}),
-        "5,000 small tensors, no worker": lambda: Case(
-            Tensors(20_000), 4, {"batch_size": 5000, "collate_fn": as_list}
-        ),
+        "5,000 small tensors, no worker": lambda: Case(Tensors(20_000), 4, {"batch_size": 5000, "collate_fn": as_list}),
         "numbers, 32 a batch, no worker": lambda: Case(Numbers(16_000), 500, {"batch_size": 32, "shuffle": True}),
         "8 floats and a label, 32 a batch, no worker": lambda: Case(
             Rows(rows), 500, {"batch_size": 32, "shuffle": True}

@@ -205,10 +205,12 @@ class Deliveries:
 
     def know(self, found: Sequence[torch.Tensor], batch: Batch) -> None:
         """Register these tensors, and all that share their memory, as belonging to `batch`."""
+        alone = [batch]  # one list for all: a batch may have thousands of tensors
         for each in found:
-            known = [batch]
-            if before := self._by_memory.note(each, known):
-                known[:0] = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
+            if before := self._by_memory.note(each, alone):
+                kept = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
+                if kept:
+                    self._by_memory.note(each, [*kept, batch])
 
     def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
         """Whether `batch` may still be meant, although a later one was delivered in the same memory."""

@@ -179,6 +179,8 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 def nbytes(tree: Any) -> int:
     """The bytes of a batch's tensors, arrays and texts, by the size that each reports; a shared leaf counts once."""
+    if _if_plain(tree) is not None:
+        return _texts_nbytes(tree)
     flat = flat_tensors(tree)
     if flat is None or len({*map(id, flat)}) < len(flat):
         found = [*nodes(tree)]

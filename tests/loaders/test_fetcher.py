@@ -70,7 +70,7 @@ def test_an_error_comes_in_its_own_type_with_its_place_behind_the_rounds_before_
             assert facts == (21, "a/path", "code 21 at a/path")
             assert note in shown
             assert line in shown
-            assert f"in the loader's reader, round {10 // count}" in shown
+            assert f"in round {10 // count} of the loader" in shown
             for _ in range(2):
                 with pytest.raises(TwoFactsError, match="code 21"):
                     next(iterator)

@@ -129,7 +129,7 @@ def test_an_error_of_the_source_comes_behind_the_rounds_before_it_at_each_call(c
         for _ in range(2):
             with pytest.raises(CodedError, match=f"code {count}") as caught:
                 next(iterator)
-            assert caught.value.__notes__ == [f"in the loader's reader, round {count}"]
+            assert caught.value.__notes__ == [f"in round {count} of the loader"]
 
 
 @pytest.mark.parametrize("broken", range(6))

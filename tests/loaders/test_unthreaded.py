@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import threading
 import weakref
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset as MapDataset
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.errors import ClosedError
+from unisono.loaders import unthreaded as reading
 from unisono.world import solo_world, thread_worlds
 
 
@@ -71,6 +73,44 @@ def test_the_loops_own_thread_reads_and_no_other_is_started():
     for (thread,) in unthreaded(DataLoader(Threads(5))):
         assert int(thread) == threading.get_ident()
         assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("cost", "own"), [(10**12, 8), (-1, 3)], ids=["cheap", "slow"])
+def test_a_loop_reads_for_itself_while_batches_are_cheap(monkeypatch, cost, own):
+    """With the limit on the cost far above, and below, that of any batch: the same batches and states in both."""
+    monkeypatch.setattr(reading, "_SWITCH_NS", cost)
+    monkeypatch.setattr(reading, "_LONG_NS", 10**15)
+    iterator = iter(DeviceLoader(DataLoader(Threads(8))))
+    with torch.no_grad():
+        found = [(int(thread), iterator.state_dict()["offset"]) for (thread,) in iterator]
+    assert [thread == threading.get_ident() for thread, _ in found] == [True] * own + [False] * (8 - own)
+    assert [offset for _, offset in found] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_what_surrounds_the_loop_is_not_seen_by_the_dataset():
+    """Since the reader may take over at any batch."""
+    name = contextvars.ContextVar("name", default="unset")
+
+    class Modes(Numbers):
+        def __getitem__(self, index: int) -> str:
+            return f"{torch.zeros(1).device} {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {name.get()}"
+
+    name.set("set")
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta"), torch.enable_grad()):
+        with mode:
+            assert [*DeviceLoader(DataLoader(Modes(1)))] == [["cpu True False unset"]]
+
+
+def test_threads_that_cannot_be_started_are_an_error_after_the_batches_before(monkeypatch, reads_ahead):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    iterator = iter(DeviceLoader(DataLoader(Numbers(4))))
+    assert next(iterator).tolist() == [0]
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(iterator)
+    assert iterator.state_dict()["offset"] == 1
 
 
 def test_nothing_is_read_before_it_is_asked_for():

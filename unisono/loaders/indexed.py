@@ -184,9 +184,10 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
     dealt_rounds = rounds(batches, rule, _num_indices, batches.nominal, start, leave_out)
     for dealt in dealt_rounds:
         position = {"offset": dealt.stop * rule.shards}
-        ends = [(batch[0], batch[-1]) for batch in dealt.batches if batch]
+        mark = 0
         # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
-        mark = mark_of(epoch, dealt.start, ends) if rule.shards == 1 and rule.count > len(rule.kept) else 0
+        if rule.shards == 1 and rule.count > len(rule.kept):
+            mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in dealt.batches if batch])
         jobs = []
         for place in rule.kept:
             part = dealt.parts[place]
