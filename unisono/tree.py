@@ -14,7 +14,7 @@ import dataclasses
 import numbers
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -179,13 +179,15 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 def nbytes(tree: Any) -> int:
     """The bytes of a batch's tensors, arrays and texts, by the size that each reports; a shared leaf counts once."""
-    if _if_plain(tree) is not None:
-        return _texts_nbytes(tree)
+    if type(tree) in (list, tuple) and (kinds := {*map(type, tree)}) <= _PLAIN_TYPES:
+        return _texts_nbytes(tree, kinds)
     flat = flat_tensors(tree)
     if flat is None or len({*map(id, flat)}) < len(flat):
         found = [*nodes(tree)]
         held = [children(node) for node in found if is_container(node)] or [[tree]]
-        return sum(_leaf_nbytes(node) for node in found if not is_container(node)) + sum(map(_texts_nbytes, held))
+        return sum(_leaf_nbytes(node) for node in found if not is_container(node)) + sum(
+            _texts_nbytes(each, {*map(type, each)}) for each in held
+        )
     total = 0
     for each in flat:
         total += each.nbytes if each.layout is torch.strided else _leaf_nbytes(each)
@@ -349,9 +351,8 @@ def _like_sequence(node: Any, images: list[Any]) -> Any:
     return type(node)(images)
 
 
-def _texts_nbytes(held: list[Any]) -> int:
-    """The bytes of the texts among what a container holds."""
-    kinds = {*map(type, held)}
+def _texts_nbytes(held: Any, kinds: Set[type]) -> int:
+    """The bytes of the texts among what a container holds, whose types are `kinds`."""
     texts = held if kinds == {str} else [each for each in held if type(each) is str]
     coded = sum(len(each) for each in held if type(each) is bytes) if bytes in kinds else 0
     return coded + len("".join(texts).encode(errors="surrogatepass"))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import repeat
-from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -165,16 +163,16 @@ class Fetcher:
             raise
 
     def _plain_samples(self, indices: Sequence[Any], begun: Sequence[Any]) -> list[Any]:
-        dataset, samples = self._dataset, [*begun]
+        dataset, index, samples = self._dataset, None, [*begun]
+        rest = indices[len(begun) :] if begun else indices
         try:
-            if type(at) is list:  # in the parent, where nobody reads it: without a line of Python for each sample
-                samples.extend(map(getitem, repeat(dataset), indices))
-            # All in a loader worker; else what follows a StopIteration of the dataset, which `extend` takes for the end.
-            for at[0], index in enumerate(indices[len(samples) :], len(samples)):
+            if type(at) is list:  # in the parent, where nobody reads it
+                return samples + [dataset[index := each] for each in rest]
+            for at[0], index in enumerate(rest, len(begun)):
                 samples.append(dataset[index])
             return samples
         except Exception as error:
-            error.add_note(f"in the sample with index {indices[len(samples)]!r}")
+            error.add_note(f"in the sample with index {index!r}")
             raise
 
 
