@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, current_world
+import unisono
+import unisono.compat.accelerate as compat
+from unisono import Accelerator, DeviceLoader, Output, current_world
 from unisono.comm.solo import SoloCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
-from unisono.foreign_names import advice_on
+from unisono.foreign_names import IN_PACKAGE, advice_on
 from unisono.parallel.rank_view import split_between
 from unisono.world import solo_world
 
@@ -69,6 +73,34 @@ def test_an_unknown_name_is_an_error_without_advice() -> None:
     with pytest.raises(AttributeError, match=r"^'Accelerator' object has no attribute 'prepair'$"):
         Accelerator().prepair  # noqa: B018
     assert not hasattr(Accelerator(), "sync_gradient")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Accelerator, {"fp16": "pass mixed_precision='fp16'", "devices": "devices are chosen where ranks are started"}),
+        (
+            Accelerator,
+            {"gradient_acumulation_steps": "is it gradient_accumulation_steps?", "zzz": "there are device, mix"},
+        ),
+        (Output, {"logdir": "is it log_dir?"}),
+        (partial(DeviceLoader, []), {"batchdim": "is it batch_dim?"}),
+        (compat.Accelerator, {"fsdp_plugins": "is it fsdp_plugin?", "even_batches": "it is one of DataLoaderConf"}),
+    ],
+)
+def test_an_unknown_argument_says_what_to_pass_instead(make: Callable[..., Any], words: dict[str, str]) -> None:
+    for name, hint in words.items():
+        with pytest.raises(TypeError, match=re.escape(f"() has no argument {name!r}; {hint}")):
+            make(**{name: True})
+
+
+def test_a_name_of_theirs_in_the_package_says_what_to_do_instead() -> None:
+    for name in IN_PACKAGE:
+        with pytest.raises(AttributeError, match=f"^module 'unisono' has no attribute '{name}': .{{10}}"):
+            getattr(unisono, name)
+    with pytest.raises(AttributeError, match=r"^module 'unisono' has no attribute 'spwan'$") as caught:
+        unisono.spwan  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("spwan", unisono)  # from which Python suggests spawn
 
 
 @ALL

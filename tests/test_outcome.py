@@ -13,7 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError, WorkerDiedError
+from unisono.errors import (
+    BrokenWorldError,
+    CollectiveMismatchError,
+    RemoteError,
+    RemoteTraceback,
+    UnpicklableError,
+    WorkerDiedError,
+)
 from unisono.outcome import Outcome, copy_error, first_cause
 
 
@@ -193,17 +200,23 @@ def test_a_built_in_exception_holding_what_cannot_travel_is_still_told_in_full(n
     error.lock = threading.Lock()
     arrived = travelled(error)
     assert type(arrived) is type(error) or type(arrived) is RemoteError
-    assert type(error).__name__ in str(arrived.__cause__)
-    assert str(error) in str(arrived.__cause__)
+    assert type(error).__name__ in arrived.__cause__.text
+    assert str(error) in arrived.__cause__.text
 
 
 def test_the_traceback_of_the_other_side_is_the_cause():
     arrived = travelled(ValueError("bad"))
     assert isinstance(arrived.__cause__, RemoteTraceback)
-    text = str(arrived.__cause__)
+    text = arrived.__cause__.text
     assert "Traceback (most recent call last)" in text
     assert "in raising" in text
     assert "ValueError: bad" in text
+    # Python shows the message after it, so it is not shown twice; nor are the frames of the package shown.
+    shown = str(arrived.__cause__)
+    assert "in raising" in shown
+    assert "ValueError: bad" not in shown
+    assert "outcome.py" in text
+    assert "outcome.py" not in shown.replace("test_outcome.py", "")
 
 
 def test_an_error_that_is_passed_on_keeps_the_traceback_of_where_it_was_raised():
@@ -223,7 +236,7 @@ def test_the_causes_of_an_error_are_told_in_the_remote_traceback():
     except ValueError as error:
         arrived = Outcome.from_bytes(Outcome.failure(error).to_bytes()).error
     assert arrived is not None
-    text = str(arrived.__cause__)
+    text = arrived.__cause__.text
     assert text.index("KeyError: 'label'") < text.index("direct cause") < text.index("ValueError: bad sample")
 
 
@@ -348,6 +361,13 @@ def test_an_error_that_is_its_own_cause_is_judged_all_the_same(link):
     setattr(first, link, second)
     second.__cause__ = first  # Python allows it: `raise first from second` while handling the other way round
     assert not Outcome.failure(first).is_secondary
+
+
+def test_of_ranks_that_called_different_collectives_the_odd_one_is_shown():
+    mismatch = CollectiveMismatchError("rank 2 called barrier() while ranks [0, 1] called all_reduce()", [2])
+    failures = {rank: Outcome(error=copy_error(mismatch), at=float(rank)) for rank in range(3)}
+    assert first_cause(failures) == 2
+    assert Outcome.from_bytes(failures[0].to_bytes()).error.odd_ranks == [2]
 
 
 def test_the_first_cause_is_the_earliest_failure_that_is_not_secondary():

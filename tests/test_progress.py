@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import warm_scripts
 from modes import HOST, SOLO, THREADS_2, Mode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import unisono
 from unisono import DeviceLoader, terminal
@@ -266,6 +267,33 @@ def test_a_bar_over_a_loader_begins_one_epoch(kind: str, written: Callable[[], s
         assert shown.epoch == epoch
         assert [batch.tolist() for (batch,) in bar] == expected
         assert len(bar) == 4
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+@pytest.mark.parametrize("tail", ["drop", "split"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        DataLoader(range(22), batch_size=3, shuffle=True),
+        DataLoader(range(22), batch_sampler=BatchSampler(range(22), 3, False)),
+        list(torch.arange(22).split(3)),
+    ],
+)
+def test_a_bar_over_a_resumed_epoch_begins_at_its_position(mode: Mode, tail: str, source: Any) -> None:
+    def body() -> list[tuple[int, int]]:
+        loader, resumed = (DeviceLoader(source, tail=tail) for _ in range(2))
+        batches = iter(loader)
+        next(batches), next(batches)
+        resumed.load_state_dict(loader.state_dict())
+        shown = []
+        for _ in range(2):
+            bar = unisono.tqdm(resumed, file=io.StringIO())
+            began = bar.n
+            list(bar)
+            shown.append((began, bar.n - len(resumed)))
+        return shown
+
+    assert mode.run(body)[0] == [(2, 0), (0, 0)]
 
 
 @pytest.mark.slow

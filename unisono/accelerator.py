@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.arguments import check_type
+from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods
 from unisono.checkpoint.prepared_states import PreparedStates
-from unisono.foreign_names import advice_on
+from unisono.foreign_names import ON_ARGUMENTS, advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel.backward import Passes
@@ -47,6 +47,7 @@ from unisono.tracking.trackers import LogWith, Trackers
 from unisono.world import World, current_world
 
 
+@explain_unknown_names(ON_ARGUMENTS)
 class Accelerator(RankView, Tracked, CheckpointMethods):
     """Runs a plain training loop on one device, on the threads of a DataParallel, or in spawned workers.
 

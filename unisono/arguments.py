@@ -1,9 +1,15 @@
-"""Checks of arguments that many functions have: a type, a choice, the least value of an integer; a table of rules."""
+"""Checks of arguments that many functions have: a type, a choice, the least value of an integer, a table of rules; and
+of their names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, NamedTuple, TypeVar
+
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 def check_type(value: Any, name: str, advice: str, *kinds: Any) -> None:
@@ -39,7 +45,7 @@ def check_integer(value: Any, name: str, least: int, advice: str = "") -> int:
     return int(value)
 
 
-class Rule(NamedTuple):
+class ArgumentRule(NamedTuple):
     """What an argument may be.
 
     Attributes:
@@ -57,7 +63,7 @@ class Rule(NamedTuple):
     hint: str = ""
 
 
-def check_by_rules(given: Mapping[str, Any], **rules: Rule) -> None:
+def check_by_rules(given: Mapping[str, Any], **rules: ArgumentRule) -> None:
     """Check the arguments that have a rule, in the order of the rules.
 
     Args:
@@ -80,3 +86,32 @@ def check_by_rules(given: Mapping[str, Any], **rules: Rule) -> None:
             raise ValueError(f"{name}={value} is too small; {rule.hint}")
         if rule.above is not None and not value > rule.above:
             raise ValueError(f"{name}={value!r} is not above {rule.above:g}; {rule.hint}")
+
+
+def explain_unknown_names(advice: Mapping[str, str] | None = None) -> Callable[[C], C]:
+    """Decorate a function, or a class, for its constructor: for an argument of an unknown name, a TypeError gives the
+    advice on it, or else the closest name.
+
+    Args:
+        advice: what to do instead, by unknown names.
+    """
+
+    def decorate(target: C) -> C:
+        is_class = isinstance(target, type)
+        names = list(inspect.signature(target).parameters)
+        function: Any = vars(target)["__init__"] if is_class else target
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in [each for each in kwargs if each not in names]:
+                close = get_close_matches(name, names, n=1)
+                hint = (advice or {}).get(name) or (f"is it {close[0]}?" if close else f"there are {', '.join(names)}")
+                raise TypeError(f"{target.__name__}() has no argument {name!r}; {hint}")
+            return function(*args, **kwargs)
+
+        checked: Any = call
+        if is_class:
+            setattr(target, "__init__", call)  # noqa: B010 - for a type checker the constructor stays as it is
+        return target if is_class else checked
+
+    return decorate

@@ -98,6 +98,7 @@ class Loop:
         is_exhausted: whether it has ended with its last batch.
         num_used: the number of batches that passes with gradients were computed from.
         begins_ahead: whether several batches were delivered before the first pass with gradients.
+        lags: whether an earlier batch was used since the last one was delivered, and that one was not.
         batches: those that were delivered last.
         kinds: the first batch with each of the different counts and numbers of rows.
     """
@@ -110,7 +111,7 @@ class Loop:
         self.ends_here, self.lengths = ends_here, lengths
         self.rows = LoopRows()
         self.is_evaluation = self.is_open = True
-        self.is_exhausted = self.begins_ahead = False
+        self.is_exhausted = self.begins_ahead = self.lags = False
         self.num_used = 0
         self.batches: deque[Batch] = deque(maxlen=_KEPT)
         self.kinds: dict[Any, Batch] = {}
@@ -196,6 +197,7 @@ class Deliveries:
         batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized, is_summed)
         loop.kinds.setdefault((batch.counts, batch.rows), batch)
         loop.batches.append(batch)
+        loop.lags = False
         with self._changing:
             if self._loops[-1:] != [loop]:
                 # `recent` lists the loops by their latest batches.
@@ -221,7 +223,11 @@ class Deliveries:
 
     def find(self, values: Any) -> list[Batch]:
         """The batches whose memory the tensors share, the latest first; tensors computed from batches have none."""
-        known = self._batches_in(values)
+        return self.find_in(tensors(values))
+
+    def find_in(self, inputs: Sequence[torch.Tensor]) -> list[Batch]:
+        """The same for the tensors among the values."""
+        known = list(filter(None, map(self._by_memory.find, inputs)))
         if len(known) == 1 and len(known[0]) == 1:
             return known[0]
         # Tensors that lie in one batch only decide first; others add a batch only if none of theirs was found.
@@ -247,8 +253,7 @@ class Deliveries:
 
     def _batches_in(self, values: Any) -> list[list[Batch]]:
         """For each tensor that shares memory with batches: these batches."""
-        known = map(self._by_memory.find, tensors(values))
-        return list(filter(None, known))  # without a Python call of its own for each tensor
+        return list(filter(None, map(self._by_memory.find, tensors(values))))
 
     def named(self, values: Any) -> list[Batch]:
         """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`.
@@ -273,6 +278,7 @@ class Deliveries:
             batch.is_used, loop = True, batch.loop
             loop.begins_ahead = loop.begins_ahead or (not loop.num_used and loop.num_batches > 1)
             loop.num_used += 1
+        batch.loop.lags = not batch.loop.batches[-1].is_used
         self._used = batch
 
     def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:
@@ -357,7 +363,7 @@ def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
         before: the batch that was used before them.
     """
     last = batches[-1]
-    numbers = [each.number for each in batches if each.loop is last.loop]
+    numbers = [last.number] if len(batches) == 1 else [each.number for each in batches if each.loop is last.loop]
     names = f"batch {numbers[0]}" if len(numbers) == 1 else f"batches {', '.join(map(str, numbers))}"
     order = f", round {last.mark:08x}" if last.mark else ""
     first = before.number + 1 if before is not None and before.loop is last.loop else numbers[0]

@@ -29,6 +29,7 @@ The type says who is to blame::
 from __future__ import annotations
 
 import signal as signals
+from collections.abc import Sequence
 
 
 class UnisonoError(RuntimeError):
@@ -51,7 +52,15 @@ class BrokenWorldError(UnisonoError):
 
 
 class CollectiveMismatchError(UnisonoError):
-    """Two ranks called different collectives, or the same one with different shapes, types or arguments."""
+    """Two ranks called different collectives, or the same one with different shapes, types or arguments.
+
+    Attributes:
+        odd_ranks: the fewest ranks that did the same; the traceback that is shown is of one of them.
+    """
+
+    def __init__(self, message: str, odd_ranks: Sequence[int] = ()) -> None:
+        super().__init__(message, odd_ranks)
+        self.odd_ranks = odd_ranks
 
 
 class ReplicasDifferError(UnisonoError):
@@ -153,14 +162,19 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own
-    """The text of a traceback from another process, shown by Python above the exception that it caused."""
+    """The text of a traceback from another process, shown by Python above the exception that it caused.
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
+    Attributes:
+        text: all of it.
+        shown: what is shown of it.
+    """
+
+    def __init__(self, text: str, shown: str = "") -> None:
+        super().__init__(text, shown)
+        self.text, self.shown = text, shown or text
 
     def __str__(self) -> str:
-        return "\n" + self.text
+        return "\n" + self.shown
 
 
 STOP_EXIT_CODE = 128 + signals.SIGTERM

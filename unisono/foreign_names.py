@@ -1,4 +1,5 @@
-"""Attribute names from other frameworks that users may try on an Accelerator, with advice on what to do instead."""
+"""Names from other frameworks that users may try: attributes of an Accelerator and of the package, arguments of an
+Accelerator; with advice on what to do instead."""
 
 from __future__ import annotations
 
@@ -86,6 +87,47 @@ _ADVICE = {
     "to_device": "call unisono.placement.copy_to(values, accelerator.device)",
     "world_size": "read num_processes",
 }
+
+_HANDLERS = "the options of DDP, FSDP and the loss scaler are strategy= and scaler_options="
+_STARTED = "devices are chosen where ranks are started, by unisono.spawn(fn, nprocs=) or `unisono run -n`"
+
+ON_ARGUMENTS = {
+    # Accelerate
+    "dataloader_config": "pass split_batches= and seed=; a unisono.DeviceLoader has further options",
+    "deepspeed_plugin": _OTHER_ENGINES,
+    "dispatch_batches": _ADVICE["dispatch_batches"],
+    "dynamo_backend": "pass compile=True, or torch.compile's arguments",
+    "even_batches": _ADVICE["even_batches"],
+    "fsdp_plugin": "pass strategy='fsdp', or unisono.strategies.FSDP(...)",
+    "gradient_accumulation_plugin": "pass gradient_accumulation_steps=",
+    "kwargs_handlers": _HANDLERS,
+    "parallelism_config": _MESH,
+    "project_config": "pass project_dir= and total_limit=",
+    "rng_types": "pass seed=",
+    "step_scheduler_with_optimizer": "pass schedule_unit=: what schedulers count",
+    # Lightning Fabric, and arguments of trainers
+    "accelerator": _STARTED,
+    "bf16": "pass mixed_precision='bf16'",
+    "callbacks": _NO_CALLBACKS,
+    "devices": _STARTED,
+    "fp16": "pass mixed_precision='fp16'",
+    "loggers": "pass log_with=",
+    "num_nodes": "start ranks on several machines by `unisono run --nnodes`",
+    "precision": "pass mixed_precision='bf16' or 'fp16'",
+}
+"""Arguments that an Accelerator does not have."""
+
+IN_PACKAGE = {
+    "PartialState": "unisono.rank(), world_size() and local_rank() are the rank's facts; current_world() has all",
+    "debug_launcher": "call unisono.spawn(fn, args, nprocs=2, backend='cpu')",
+    "Fabric": "unisono.Accelerator has its methods, under Accelerate's names",
+    "gather_object": "call all_gather_object(value)",
+    "init_process_group": "call unisono.join_world() in ranks that another launcher has started",
+    "notebook_launcher": "call unisono.spawn(fn, args, nprocs), in a notebook, too",
+    "set_seed": "pass Accelerator(seed=...)",
+    "skip_first_batches": _ADVICE["skip_first_batches"],
+}
+"""Names that the package `unisono` does not have."""
 
 
 def advice_on(name: str) -> str:

@@ -25,6 +25,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError, WorkerDiedError
 from unisono.pickling import dumps, dumps_apart, loads_apart
+from unisono.stacks import fold_frames
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -110,7 +111,9 @@ class Outcome(Generic[T]):
             if error is None:
                 error = RemoteError(f"{fields['type']}: {fields['message']}")
             if fields["traceback"]:
-                error.__cause__ = RemoteTraceback(fields["traceback"])
+                text = fields["traceback"]
+                message = "".join(traceback.format_exception_only(error))  # which Python shows after it, once more
+                error.__cause__ = RemoteTraceback(text, fold_frames(text).removesuffix(message))
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
         try:
             return Outcome(value=loads_apart(fields["payload"], buffers), where=where, at=at)
@@ -151,6 +154,9 @@ def first_cause(failures: Mapping[K, Outcome[Any]]) -> K:
         return failures[name].is_secondary, failures[name].at
 
     first = min(failures, key=order)
+    # Ranks that have called different collectives: one of the fewest.
+    odd = [name for name in getattr(failures[first].error, "odd_ranks", ()) if name in failures]
+    first = next((name for name in odd if type(failures[name].error) is type(failures[first].error)), first)
     limit = failures[first].at + _NEWS_S
     killed = [name for name, each in failures.items() if _is_killed(each.error) and each.at <= limit]
     return min(killed, key=order) if killed else first

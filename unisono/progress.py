@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
+from unisono.loaders.parallel_loader import DeviceLoader
 from unisono.terminal import columns_behind_pipe
 from unisono.world import World, current_world
 
@@ -18,7 +19,8 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None 
 
     On a terminal and in a notebook it is `tqdm.auto.tqdm`. In a worker it is a one-line bar, which is updated in place
     if the caller has a terminal; of nested bars, the line shows the one that was updated last. Elsewhere, for example
-    in a log, it prints a line every 30 seconds (`mininterval=`), and one at the end.
+    in a log, it prints a line every 30 seconds (`mininterval=`), and one at the end. Over a loader that resumes in the
+    middle of an epoch it begins at its position (`initial=`).
 
     Args:
         iterable, args, options: as for tqdm.
@@ -39,6 +41,8 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None 
         raise ImportError("unisono.tqdm needs tqdm, which is not installed; pip install tqdm", name="tqdm") from error
     if (world or current_world()).rank != 0:
         return bars.LogBar(iterable, *args, **{**options, "disable": True})
+    if isinstance(iterable, DeviceLoader):
+        options.setdefault("initial", iterable.num_skipped())
     file = options.get("file") or sys.stderr
     if bars.is_notebook() or (hasattr(file, "isatty") and file.isatty()):
         return bars.auto.tqdm(iterable, *args, **options)

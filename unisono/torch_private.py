@@ -57,6 +57,8 @@ NAMES = {  # ours: (torch's, what we do by it)
     "sparse_indices": ("torch.Tensor._indices", "reads sparse tensors that are not coalesced"),
     "sparse_values": ("torch.Tensor._values", "reads sparse tensors that are not coalesced"),
     "sparse_nnz": ("torch.Tensor._nnz", "counts the rows of a sparse gradient"),
+    "tracing_context": ("torch._guards.TracingContext.try_get", "hides sharded gradients from dynamo"),
+    "is_view": ("torch.Tensor._is_view", "copies views that a model returns"),
     "make_subclass": ("torch.Tensor._make_subclass", "copies parameters of user-defined classes"),
     "STORAGE_ADDRESS": ("torch.UntypedStorage._cdata", "tells which tensors share memory"),
     "VERSION": ("torch.Tensor._version", "tells whether inputs have changed since the pass before"),

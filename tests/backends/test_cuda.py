@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,9 @@ from unisono.backends import cuda, get_backend
 from unisono.backends.cuda import dense_parts, pin_leaf
 from unisono.pickling import dumps_apart, loads_apart
 
-HAS_CUDA = torch.cuda.is_available()
 
-needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device here")
+def needs_cuda(test: Callable[[], None]) -> Callable[[], None]:
+    return pytest.mark.cuda(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")(test))
 
 
 class Graph:
@@ -71,13 +72,8 @@ def test_a_stream_is_told_to_every_tensor_that_a_leaf_holds():
     jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     assert dense_parts(dense) == [dense]
     assert len(dense_parts(packed)) == 4
-    assert [
-        len(dense_parts(each)) for each in (square.to_sparse(), square.to_sparse_csr(), square.to_sparse_csc())
-    ] == [
-        2,
-        3,
-        3,
-    ]
+    sparse = (square.to_sparse(), square.to_sparse_csr(), square.to_sparse_csc())
+    assert [len(dense_parts(each)) for each in sparse] == [2, 3, 3]
     assert any(part.data_ptr() == jagged.values().data_ptr() for part in dense_parts(jagged))
     assert dense_parts(Graph(dense)) == dense_parts("text") == []
 
@@ -164,7 +160,6 @@ def test_a_clock_asks_events_and_does_not_wait_for_them(monkeypatch):
 # On a device.
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_the_copy_of_the_next_batch_overlaps_the_kernels_of_this_step():
     batches = [torch.full((16 << 20,), float(number)) for number in range(8)]  # 64 MiB each
@@ -191,7 +186,6 @@ def test_the_copy_of_the_next_batch_overlaps_the_kernels_of_this_step():
     assert [total.item() for total in sums] == [number * float(16 << 20) for number in range(8)]
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_memory_that_a_kernel_still_reads_is_not_overwritten_by_the_next_copies():
     weight = torch.rand(4096, 4096, device="cuda")
@@ -204,7 +198,6 @@ def test_memory_that_a_kernel_still_reads_is_not_overwritten_by_the_next_copies(
     assert [total.item() for total in sums] == [number * float(1 << 20) for number in range(100)]
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_an_object_of_an_own_class_is_pinned_moved_and_told_of_the_stream():
     (found,) = DeviceLoader([[Graph(torch.ones(4))]], "cuda")
@@ -212,7 +205,6 @@ def test_an_object_of_an_own_class_is_pinned_moved_and_told_of_the_stream():
     assert found[0].nodes.is_cuda
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_a_mark_is_reached_when_the_work_before_it_has_ended_and_orders_other_threads_behind_it():
     backend, device = get_backend("cuda"), get_backend("cuda").device(0)
@@ -237,7 +229,6 @@ def test_a_mark_is_reached_when_the_work_before_it_has_ended_and_orders_other_th
     assert backend.is_reached(mark)
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_tensors_for_other_processes_travel_by_main_memory_and_share_it_still():
     whole = torch.arange(4.0, device="cuda")
@@ -247,7 +238,6 @@ def test_tensors_for_other_processes_travel_by_main_memory_and_share_it_still():
     assert part.tolist() == [7, 3]
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_what_a_dataset_puts_on_a_gpu_by_itself_goes_to_the_loop_s():
     last = torch.cuda.device_count() - 1
@@ -255,7 +245,6 @@ def test_what_a_dataset_puts_on_a_gpu_by_itself_goes_to_the_loop_s():
     assert batch.device.index == last
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_a_graph_is_captured_while_batches_are_moved():
     weight = torch.rand(64, 64, device="cuda")
@@ -272,7 +261,6 @@ def test_a_graph_is_captured_while_batches_are_moved():
     torch.testing.assert_close(product, weight @ weight)
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_a_clock_tells_how_long_the_device_was_at_work():
     backend, device = get_backend("cuda"), get_backend("cuda").device(0)

@@ -54,9 +54,12 @@ def test_every_kind_of_reduction(way):
     assert way.run(reduce) == [expected] * way.ranks
 
 
-def test_groups_reduce_and_gather_among_themselves(several):
+def test_groups_reduce_gather_and_meet_among_themselves(several):
     def reduce():
         rank = xm.get_ordinal()
+        group = group_of(rank)
+        met = xm.rendezvous(f"group of {group[0]}", bytes([rank]), replicas=group[::-1])
+        assert met == [bytes([member]) for member in group]
         summed = xm.all_reduce(xm.REDUCE_SUM, mine([float(rank)]), groups=PAIRS).tolist()
         gathered = xm.all_gather(mine([[rank]]), dim=1, groups=REVERSED).tolist()
         return summed, gathered
@@ -133,15 +136,6 @@ def test_a_rendezvous_gives_payloads_by_ordinal_and_a_tag_may_be_used_again(way)
     assert way.run(meet) == [[everyone, everyone]] * way.ranks
 
 
-def test_groups_meet_each_by_themselves(several):
-    def meet():
-        rank = xm.get_ordinal()
-        group = group_of(rank)
-        return xm.rendezvous(f"group of {group[0]}", bytes([rank]), replicas=group[::-1])
-
-    assert several.run(meet) == [[bytes([member]) for member in group_of(rank)] for rank in range(RANKS)]
-
-
 def test_a_master_may_do_something_before_the_others():
     done = []
 
@@ -179,10 +173,11 @@ def test_mesh_reduce_calls_the_function_on_every_rank_with_all_values(way):
             "tensors", {"x": mine([rank, 1])}, lambda each: torch.stack([part["x"] for part in each])
         )
         assert tensors.is_cpu
-        return value, tensors.tolist()
+        loss = (mine([2.0]).requires_grad_() * 3).sum()  # travels as a value, without its graph
+        return value, tensors.tolist(), xm.mesh_reduce("loss", loss, lambda losses: sum(losses).item())
 
     ranks = [float(rank) for rank in range(way.ranks)]
-    expected = ((ranks, ranks[-1]), [[rank, 1] for rank in range(way.ranks)])
+    expected = ((ranks, ranks[-1]), [[rank, 1] for rank in range(way.ranks)], 6.0 * way.ranks)
     assert way.run(reduce) == [expected] * way.ranks
 
 
@@ -245,11 +240,3 @@ def test_the_masters_weights_reach_all(several):
         return model.weight.tolist()
 
     assert len({str(weight) for weight in several.run(broadcast)}) == 1
-
-
-def test_a_value_with_a_graph_travels_as_a_value(way):
-    def reduce():
-        loss = (mine([2.0]).requires_grad_() * 3).sum()
-        return xm.mesh_reduce("loss", loss, lambda losses: sum(losses).item())
-
-    assert way.run(reduce) == [6.0 * way.ranks] * way.ranks

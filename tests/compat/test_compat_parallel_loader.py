@@ -34,14 +34,10 @@ def one_after_another(loader, devices):
 
 
 @needs_two
-def test_batch_i_goes_to_device_i_modulo_n_in_order():
-    with pl.ParallelLoader(numbered(10), TWO) as loader:
-        assert one_after_another(loader, TWO) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-
-
-@needs_two
-@pytest.mark.parametrize(("count", "each"), [(5, [[0, 2], [1, 3]]), (1, [[], []]), (0, [[], []])])
-def test_an_incomplete_last_group_is_dropped_so_that_all_take_as_many(count, each):
+@pytest.mark.parametrize(
+    ("count", "each"), [(10, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]), (5, [[0, 2], [1, 3]]), (1, [[], []]), (0, [[], []])]
+)
+def test_batch_i_goes_to_device_i_modulo_n_and_an_incomplete_last_group_to_none(count, each):
     with pl.ParallelLoader(numbered(count), TWO) as loader:
         assert one_after_another(loader, TWO) == each
         assert len(loader) == loader.per_device_samples() == len(each[0])
@@ -66,12 +62,9 @@ def test_batches_are_plain_and_keep_the_types_of_their_containers():
     assert found["pair"].data is found["deep"][0][0], "what is shared stays shared"
     assert found["pair"].data.device.type == found["parameter"].device.type == FAMILY
     assert found["pair"].target == "name"
-
-
-def test_two_samples_are_not_taken_for_a_pair():
-    for batch in pl.MpDeviceLoader([(torch.zeros(2), torch.ones(2))], xm.xla_device()):
-        data, target = batch
-        assert (data.sum().item(), target.sum().item()) == (0.0, 2.0)
+    assert list(pl.MpDeviceLoader([None, 1, None], xm.xla_device())) == [None, 1, None]
+    ((data, target),) = pl.MpDeviceLoader([(torch.zeros(2), torch.ones(2))], xm.xla_device())
+    assert (data.sum().item(), target.sum().item()) == (0.0, 2.0), "two samples are no pair"
 
 
 def test_tensors_in_attributes_and_in_wrappers_arrive_too():
@@ -98,22 +91,14 @@ def test_tensors_in_attributes_and_in_wrappers_arrive_too():
     assert wrapped.moving.is_cpu
 
 
-def test_a_batch_may_be_none():
-    assert list(pl.MpDeviceLoader([None, 1, None], xm.xla_device())) == [None, 1, None]
-
-
-def test_n_batches_make_n_plus_1_steps_end():
-    met.clear_all()
-    assert len(list(pl.MpDeviceLoader(numbered(3), xm.xla_device()))) == 3
-    assert met.counter_value("MarkStep") == 4
-
-
 def test_step_closures_run_before_the_next_batch_and_behind_the_last():
     heard = []
+    met.clear_all()
     for batch in pl.MpDeviceLoader(numbered(3), xm.xla_device()):
         assert len(heard) == int(batch[0])
         xm.add_step_closure(lambda loss: heard.append(loss.item()), args=(batch.sum(),))
     assert heard == [0.0, 2.0, 4.0]
+    assert met.counter_value("MarkStep") == 4
 
 
 def test_a_loader_without_a_length_is_taken_and_only_len_says_so():
@@ -121,6 +106,10 @@ def test_a_loader_without_a_length_is_taken_and_only_len_says_so():
     with pytest.raises(TypeError):
         len(loader)
     assert firsts(loader) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="was looped over before, and its source, a list_iterator, yields its batch"):
+        list(loader)
+    with pytest.raises(TypeError, match="no argument 'batchdims'; is it batchdim"):
+        pl.MpDeviceLoader([], xm.xla_device(), batchdims=1)
 
 
 @needs_two

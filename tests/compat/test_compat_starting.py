@@ -40,6 +40,7 @@ def test_results_come_in_device_order_of_loops_over_plain_batches():
     replicas = dp.DataParallel(nn.Linear(2, 2), DEVICES)
     assert replicas(loop, numbered(count)) == expected
     assert replicas(loop, numbered(count + RANKS - 1)) == expected, "an incomplete last group is dropped"
+    assert dp.DataParallel(nn.Linear(2, 2), DEVICES[-1:])(loop, numbered(3)) == [(DEVICES[-1], [0, 1, 2])]
 
 
 def test_a_native_run_has_the_very_module_this_thread_and_plain_batches_too():
@@ -54,26 +55,15 @@ def test_a_native_run_has_the_very_module_this_thread_and_plain_batches_too():
     assert seen == [module]
 
 
-def test_any_one_device_will_do():
-    device = DEVICES[-1]
-    found = dp.DataParallel(nn.Linear(2, 2), [device])(lambda model, loader, *_: len(list(loader)), numbered(3))
-    assert found == [3]
+def test_a_failing_replica_is_told_by_its_own_error_and_not_by_its_victims(several):
+    def fail():
+        if xm.get_ordinal() == RANKS - 1:
+            raise FileNotFoundError(f"file of {xm.get_ordinal()}")
+        xm.rendezvous("never")
 
-
-def test_a_failing_replica_raises_in_the_caller_and_the_object_goes_on():
-    replicas = dp.DataParallel(nn.Linear(2, 2), DEVICES)
-
-    def loop(model, loader, device, context):
-        for _, number in loader:
-            if number == RANKS - 1:
-                raise LookupError(f"number {number}")
-            xm.rendezvous("together")
-        return True
-
-    with pytest.raises(LookupError, match=f"number {RANKS - 1}") as caught:
-        replicas(loop, numbered(4 * RANKS))
-    assert any(DEVICES[-1] in note for note in caught.value.__notes__)
-    assert replicas(lambda *_: True, numbered(RANKS)) == [True] * RANKS
+    with pytest.raises(FileNotFoundError, match=f"file of {RANKS - 1}") as caught:
+        several.run(fail)
+    assert any(f"rank {RANKS - 1} of {RANKS}" in note for note in caught.value.__notes__)
 
 
 def test_a_step_closure_belongs_to_its_replica():
@@ -96,25 +86,11 @@ def _raise(error):
     raise error
 
 
-def test_a_failing_worker_is_told_by_its_own_error_and_not_by_its_victims():
-    def fail():
-        if xm.get_ordinal() == RANKS - 1:
-            raise FileNotFoundError(f"file of {xm.get_ordinal()}")
-        xm.rendezvous("never")
-
-    with pytest.raises(FileNotFoundError, match=f"file of {RANKS - 1}") as caught:
-        PROCESSES.run(fail)
-    assert any(f"rank {RANKS - 1} of {RANKS}" in note for note in caught.value.__notes__)
-
-
-def test_without_join_there_is_a_context():
-    with xmp.spawn(abs, nprocs=1, join=False) as context:
-        assert context.join() == [0]
-
-
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 def test_every_start_method_of_the_original_is_taken(start_method):
     assert xmp.spawn(abs, nprocs=1, start_method=start_method) == [0]
+    with xmp.spawn(abs, nprocs=1, join=False) as context:
+        assert context.join() == [0]
     with pytest.raises(ValueError, match="start_method='thread' does not exist; choose one of spawn"):
         xmp.spawn(abs, nprocs=1, start_method="thread")
 

@@ -14,7 +14,7 @@ from batches import CONTAINERS, ones, same
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from unisono.backends import NAMES, available_devices, get_backend, lacking_members
-from unisono.backends.eager import EagerBackend
+from unisono.backends.usual import UsualBackend
 from unisono.comm.solo import SoloCommunicator
 from unisono.protocols import Backend, Communicator
 
@@ -58,14 +58,8 @@ def test_it_has_every_member_that_a_backend_needs(family):
 
 
 def test_members_that_a_class_lacks_are_named():
-    class Incomplete(EagerBackend):
+    class Incomplete(UsualBackend):
         """Without what each family has to say of itself."""
-
-        def device(self, index: int) -> torch.device:
-            return torch.device("cpu", index)
-
-        def activate(self, device: torch.device) -> None:
-            pass
 
     found = lacking_members(Incomplete())
     assert {"name", "device_count", "to_device", "wait_ready", "memory"} <= set(found)

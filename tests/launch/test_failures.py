@@ -56,11 +56,9 @@ def test_an_error_keeps_its_type_and_tells_where_it_came_from():
     assert error.filename == "train.csv"
     assert re.fullmatch(r"rank 1 of 2, cpu:1, pid \d+ on \S+, restart 0", error.__notes__[0])
     assert type(error.__cause__) is RemoteTraceback
-    text = str(error.__cause__)
-    assert 'raise FileNotFoundError(2, "no such data", "train.csv")' in text
-    assert "test_failures.py" in text
     shown = "".join(traceback.format_exception(error))
-    assert shown.index("The above exception was the direct cause") < shown.index("in spawn")
+    assert shown.index('raise FileNotFoundError(2, "no such data", "train.csv")') < shown.index("the direct cause")
+    assert "test_failures.py" in shown
 
 
 def test_an_unpicklable_fn_is_named_before_anything_starts():
@@ -228,8 +226,8 @@ def test_ranks_that_lose_step_in_collectives_of_torch_are_named_with_their_calls
     text = str(caught.value)
     lines = []
     for rank, call in enumerate(calls):
-        place = rf'{call}\(\) in {work.__name__} \("{__file__}", line (\d+)\)'
-        found = re.search(rf'rank {rank} (?:called|came to) (?:[^"]* from )?{place}', text)
+        place = rf'in {work.__name__} \("{__file__}", line (\d+)\)'
+        found = re.search(rf'rank {rank} (?:called|came to) (?:[^"]* by )?{call}\([^"]*\) {place}', text)
         # gloo ends the process that gets what it does not expect, which knows its own call.
         if found is None and process_group == "gloo":
             assert "while its peers called another one" in text

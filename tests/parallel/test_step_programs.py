@@ -14,7 +14,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from plain_steps import judge
-from step_programs import Program, any_program, run_programs
+from step_programs import Program, Setup, any_program, run_programs
 
 
 @st.composite
@@ -38,6 +38,32 @@ def test_a_random_loop_trains_the_weights_of_one_device_or_is_refused(mode: Mode
 
     check()
     assert kinds["exact"] > kinds.total() / 3, kinds  # most loops are not refused
+
+
+# Random programs that trained other weights once.
+FOUND = [
+    (
+        SOLO,
+        Setup(samples=4, every=3, layout="two"),
+        "draw a; keep; draw a; replay 0; forward fit; compute; forward other; backward plain; step g",
+    ),
+    (
+        SOLO,
+        Setup(batch=3, every=2, layout="two"),
+        "draw b; forward square; backward accelerator; zero_model f zeros; forward other; backward plain; draw b; "
+        "forward other; backward plain; step g; draw b; forward square; backward accelerator; zero_model f zeros; "
+        "step f",
+    ),
+    (THREADS_2, Setup(others=4, batch=3), "draw a; forward fit; draw b; forward square; add; backward named; step f"),
+]
+
+
+@pytest.mark.parametrize(("mode", "setup", "lines"), FOUND, ids=[lines for _, _, lines in FOUND])
+def test_what_was_wrong_once_is_exact_or_refused(mode: Mode, setup: Setup, lines: str) -> None:
+    program = Program(setup, tuple(lines.split("; ")))
+    (outcomes,) = run_programs(mode, [program])
+    verdict = judge(program, mode.ranks, outcomes)
+    assert verdict.kind in ("exact", "refused"), verdict.reason
 
 
 @pytest.mark.slow

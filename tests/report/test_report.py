@@ -30,7 +30,6 @@ from unisono import (
     Report,
     World,
     barrier,
-    current_world,
     gather_report,
     optimizer_step,
     phase,
@@ -203,8 +202,8 @@ def a_rank(rank: int, waits: tuple[float, float, float], reducing: float = 0.0, 
         ),
         pytest.param(
             [
-                replace(a_rank(0, (0.01, 0, 0), computing=0.99), mean_cpu_percent=20.0, is_accelerated=True),
-                replace(a_rank(1, (0.01, 0, 0), computing=0.99), mean_cpu_percent=20.0, is_accelerated=True),
+                replace(a_rank(rank, (0.01, 0, 0), computing=0.99), mean_cpu_percent=20.0, is_accelerated=True)
+                for rank in range(2)
             ],
             "compute-bound: 1% of the step waits for data, 0% for other ranks",
             id="a device, while the host is idle",
@@ -325,13 +324,12 @@ def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None
 # Shown.
 
 
-def a_report() -> Report:
-    seconds = {FETCH: 1.0, COMPUTE: 2.0, REDUCE: 0.5, STEP: 0.5, MOVE: 0.25}
-    return Report([RankSummary(rank, f"cpu:{rank}", 1, seconds, 400, 10, 10, 2**20, []) for rank in range(2)])
+SECONDS = {FETCH: 1.0, COMPUTE: 2.0, REDUCE: 0.5, STEP: 0.5, MOVE: 0.25}
+REPORT = Report([RankSummary(rank, f"cpu:{rank}", 1, SECONDS, 400, 10, 10, 2**20, []) for rank in range(2)])
 
 
 def test_the_table_names_every_phase_and_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    a_report().print()
+    REPORT.print()
     output = capsys.readouterr().out
     words = output.split()
     for each in PHASES:
@@ -368,7 +366,7 @@ def test_steps_that_nothing_was_learned_from_are_told(capsys: pytest.CaptureFixt
 def test_dropped_and_repeated_samples_and_what_the_ranks_were_seen_to_use_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first, second = a_report().ranks
+    first, second = REPORT.ranks
     seen = replace(first, dropped=1300, repeated=3, peak_rss=310_000_000, mean_cpu_percent=95.0)
     Report([seen, replace(second, peak_rss=290_000_000, mean_cpu_percent=75.0)]).print()
     lines = capsys.readouterr().out.splitlines()
@@ -381,23 +379,19 @@ def test_dropped_and_repeated_samples_and_what_the_ranks_were_seen_to_use_are_to
 @pytest.fixture(scope="module")
 def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """matplotlib keeps the files of its fonts open."""
-    a_report().save_picture([2.0, 1.0, 0.5], tmp_path_factory.mktemp("fonts") / "picture.png")
+    REPORT.save_picture([2.0, 1.0, 0.5], tmp_path_factory.mktemp("fonts") / "picture.png")
 
 
 @pytest.mark.usefixtures("_fonts")
 def test_the_picture_is_a_png_under_the_very_name_that_is_returned_and_is_not_empty(tmp_path: Path) -> None:
-    path = a_report().save_picture([2.0, 1.0, 0.5], str(tmp_path / "new" / "picture.jpg"))
+    path = REPORT.save_picture([2.0, 1.0, 0.5], str(tmp_path / "new" / "picture.jpg"))
     assert path == tmp_path / "new" / "picture.jpg"
     assert path.read_bytes().startswith(b"\x89PNG")
     pixels = image.imread(path, "png")
     assert pixels.shape[0] > 300
     assert pixels.std() > 0.05
-
-
-@pytest.mark.usefixtures("_fonts")
-@pytest.mark.parametrize("losses", [[], [0.0], [float("nan"), 1.0]], ids=str)
-def test_losses_that_no_curve_shows_still_give_a_picture(tmp_path: Path, losses: list[float]) -> None:
-    assert a_report().save_picture(losses, tmp_path / "picture.png").stat().st_size > 1000
+    for losses in ([], [0.0], [float("nan"), 1.0]):  # of which no curve shows
+        assert REPORT.save_picture(losses, path).stat().st_size > 1000
 
 
 def test_a_report_of_a_run_without_loops_divides_nothing_by_zero() -> None:
@@ -426,12 +420,6 @@ else:
 """
     (tmp_path / "script.py").write_text(script)
     assert warm_scripts.complete(tmp_path / "script.py", directory=tmp_path) == (0, "", "")
-
-
-@pytest.mark.any_family
-def test_the_world_of_the_calling_thread_is_summarised() -> None:
-    with use_world(solo_world()):
-        assert summarise().device == str(current_world().device)
 
 
 def test_a_monitored_process_finds_in_its_samples_what_it_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

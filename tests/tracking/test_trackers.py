@@ -303,6 +303,18 @@ def test_a_library_that_cannot_begin_leaves_nothing_open(tmp_path: Path) -> None
     accelerator.end_training()
 
 
+def test_a_library_that_is_installed_and_fails_to_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(
+        ImportError, match=r"^log_with='tensorboard' is installed, but its import fails, ModuleNotFound"
+    ):
+        accelerator.init_trackers("digits")
+
+
 CONFIG = {"lr": 0.1, "optimizer": {"name": "sgd", "betas": [0.9, 0.99]}, "device": torch.device("cpu")}
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import torch
 
-from unisono.backends.eager import EagerBackend
+from unisono.backends.usual import UsualBackend
 from unisono.tree import map_objects, tensors
 
 
-class CpuBackend(EagerBackend):
+class CpuBackend(UsualBackend):
     name = "cpu"
     process_group_backend = "gloo"
     moves_in_background = False
@@ -37,9 +37,6 @@ class CpuBackend(EagerBackend):
         if index < 0:
             raise ValueError(f"device cpu:{index} does not exist: indices start at 0")
         return torch.device("cpu", index)
-
-    def activate(self, device: torch.device) -> None:
-        pass
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         is_here = True

@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.backends import check_index
-from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
+from unisono.backends.usual import UsualBackend
 from unisono.protocols import DeviceClock
 from unisono.torch_private import sparse_indices, sparse_values
 from unisono.tree import leaves, map_objects, nbytes
@@ -63,24 +62,16 @@ class _Clock:
         return round(first.elapsed_time(second) * 1e6) if first.query() and second.query() else None
 
 
-class CudaBackend(EagerBackend):
+class CudaBackend(UsualBackend):
     name = "cuda"
     process_group_backend = "nccl"
-    moves_in_background = True
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
-    def is_available(self) -> bool:
-        return self.device_count() > 0
-
     def device_count(self) -> int:
         return torch.cuda.device_count()
-
-    def device(self, index: int) -> torch.device:
-        check_index(index, self.device_count(), self.name)
-        return torch.device("cuda", index)
 
     def activate(self, device: torch.device) -> None:
         torch.cuda.set_device(device)

@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 
-from unisono.backends import check_index
-from unisono.backends.eager import EagerBackend
 from unisono.backends.movement import send
+from unisono.backends.usual import UsualBackend
 from unisono.protocols import Feature, Transport
 from unisono.tree import map_objects
 
 logger = logging.getLogger(__name__)
 
 
-class MpsBackend(EagerBackend):
+class MpsBackend(UsualBackend):
     name = "mps"
     process_group_backend = "gloo"
-    moves_in_background = True
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -32,13 +30,6 @@ class MpsBackend(EagerBackend):
 
     def device_count(self) -> int:
         return int(self.is_available())
-
-    def device(self, index: int) -> torch.device:
-        check_index(index, self.device_count(), self.name)
-        return torch.device("mps", index)
-
-    def activate(self, device: torch.device) -> None:
-        pass
 
     def process_transport(self) -> Transport:
         return "host"

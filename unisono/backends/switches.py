@@ -41,35 +41,6 @@ def _attention(kind: str) -> Switch:
     return getattr(owner, f"{kind}_sdp_enabled"), getattr(owner, f"enable_{kind}_sdp")
 
 
-def _default_device() -> str:
-    return torch.get_default_device().type  # without its index: each rank has its own
-
-
-def _deterministic_algorithms() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_deterministic_algorithms(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _fp32_precision() -> list[str]:
-    return [get_fp32_precision(*place) for place in _FP32_PLACES]
-
-
-def _set_fp32_precision(values: list[str]) -> None:
-    for place, value in zip(_FP32_PLACES, values, strict=True):
-        set_fp32_precision(*place, value)
-
-
-def _anomaly_detection() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _set_anomaly_detection(value: tuple[bool, bool]) -> None:
-    torch.autograd.set_detect_anomaly(*value)
-
-
 def _set_inference_mode(is_on: bool) -> None:
     if is_on:
         _modes.enter_context(torch.inference_mode())
@@ -100,15 +71,6 @@ def _flush_denormal() -> bool:
     return math.prod([_DENORMAL, 1.0]) == 0.0
 
 
-def _generator() -> bytes:
-    """The state of the CPU's generator; as bytes, since unpickling a tensor would take ten milliseconds."""
-    return torch.get_rng_state().numpy().tobytes()
-
-
-def _set_generator(state: bytes) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
 _ATTRIBUTES = (
     "torch.backends.cudnn.enabled",
     "torch.backends.cudnn.benchmark",
@@ -125,19 +87,32 @@ _ATTRIBUTES = (
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 SWITCHES: dict[str, Switch] = {
-    "torch.manual_seed": (_generator, _set_generator),
+    "torch.manual_seed": (  # as bytes, since unpickling a tensor would take ten milliseconds
+        lambda: torch.get_rng_state().numpy().tobytes(),
+        lambda state: torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+    ),
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch.set_default_device": (_default_device, torch.set_default_device),
-    "torch.use_deterministic_algorithms": (_deterministic_algorithms, _set_deterministic_algorithms),
+    # Without its index: each rank has its own.
+    "torch.set_default_device": (lambda: torch.get_default_device().type, torch.set_default_device),
+    "torch.use_deterministic_algorithms": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
     "torch.set_float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "torch.backends.fp32_precision": (_fp32_precision, _set_fp32_precision),  # after the older setting for it
+    "torch.backends.fp32_precision": (  # after the older setting for it
+        lambda: [get_fp32_precision(*place) for place in _FP32_PLACES],
+        lambda values: [set_fp32_precision(*place, value) for place, value in zip(_FP32_PLACES, values, strict=True)],
+    ),
     **{path: _attribute(path) for path in _ATTRIBUTES},
     **{f"torch.backends.cuda.enable_{kind}_sdp": _attention(kind) for kind in _ATTENTION},
     "torch.set_flush_denormal": (_flush_denormal, torch.set_flush_denormal),
     "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.inference_mode": (torch.is_inference_mode_enabled, _set_inference_mode),
     "torch.autocast": (_autocast, _set_autocast),
-    "torch.autograd.set_detect_anomaly": (_anomaly_detection, _set_anomaly_detection),
+    "torch.autograd.set_detect_anomaly": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    ),
     "torch.multiprocessing.set_sharing_strategy": (
         torch.multiprocessing.get_sharing_strategy,
         torch.multiprocessing.set_sharing_strategy,

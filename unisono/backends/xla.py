@@ -33,6 +33,7 @@ from torch.nn.utils.rnn import PackedSequence
 from unisono.backends import check_index
 from unisono.backends.movement import send
 from unisono.backends.recompilation import RecompilationWatch
+from unisono.backends.usual import UsualBackend
 from unisono.errors import UnisonoError
 from unisono.protocols import Feature, Transport
 from unisono.randomness import seed_of
@@ -73,10 +74,9 @@ _LACKS: dict[Feature, str] = {
 }
 
 
-class XlaBackend:
+class XlaBackend(UsualBackend):
     name = "xla"
     process_group_backend = "gloo"
-    moves_in_background = True
     is_lazy = True
 
     def __init__(self) -> None:
@@ -86,9 +86,6 @@ class XlaBackend:
         self._watches: dict[torch.device, RecompilationWatch] = defaultdict(RecompilationWatch)
         self._sharding: Callable[[torch.Tensor], None] | None = None  # lays out batches, if one program has all devices
         self._asked = 0  # the number of virtual devices, if it is not set elsewhere
-
-    def is_available(self) -> bool:
-        return self.device_count() > 0
 
     def hardware(self) -> str:
         return _hardware()
@@ -243,12 +240,6 @@ class XlaBackend:
             if isinstance(leaf, torch.Tensor) and leaf.ndim:
                 self._sharding(leaf)
 
-    def mark(self, device: torch.device, tensors: Any = ()) -> Any:
-        return None  # a collective cuts and waits by itself
-
-    def is_reached(self, mark: Any) -> bool:
-        return True
-
     def synchronize(self, device: torch.device) -> None:
         self.mark_step(device)
         inner = self.runtime()._XLAC
@@ -259,9 +250,6 @@ class XlaBackend:
         with self._compiling:
             inner._xla_step_marker(str(device), [], wait=False, reset_scope=True)
         self._watches[device].look(inner._xla_counter_value("UncachedCompile") or 0, _num_reads(inner))
-
-    def clock(self, device: torch.device) -> None:
-        return None
 
     def rng_state(self, device: torch.device) -> torch.Tensor:
         seed = self.runtime()._XLAC._xla_get_rng_seed(str(device))

@@ -34,8 +34,8 @@ examples:
 """
 
 
-State = Literal["ok", "note", "warning", "problem"]
-_COUNTED: tuple[State, ...] = ("problem", "warning", "note")
+Severity = Literal["ok", "note", "warning", "problem"]
+_COUNTED: tuple[Severity, ...] = ("problem", "warning", "note")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Finding:
     """
 
     name: str
-    state: State
+    state: Severity
     text: str
     advice: str = ""
 
@@ -136,7 +136,7 @@ def examine(
     name: str,
     check: Callable[[], Iterable[Finding]],
     limit_s: float = 5.0,
-    state_if_late: State = "warning",
+    state_if_late: Severity = "warning",
     advice_if_late: str = "",
 ) -> list[Finding]:
     """The findings of a check; its failure, or that it takes longer than `limit_s` seconds, is a finding, too."""
@@ -163,9 +163,9 @@ def _parse_endpoint(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _print_lines(found: Iterable[Finding]) -> Counter[State]:
+def _print_lines(found: Iterable[Finding]) -> Counter[Severity]:
     """Print one line for each finding as it arrives, with its advice below, and the totals; return the totals."""
-    states: Counter[State] = Counter()
+    states: Counter[Severity] = Counter()
     for each in found:
         states[each.state] += 1
         print(f"{each.state:8} {each.name:14} {each.text}", flush=True)

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import sys
 import traceback
-from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import run_options
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from unisono.launch.hosts.environment import AgentPlace
     from unisono.launch.options import SpawnOptions
     from unisono.launch.run_target import Target
-
-_LEADING = re.compile(rf'  File "({re.escape(os.path.dirname(os.path.dirname(__file__)))}/|<frozen runpy>)')
 
 
 def add_parser(subparsers: Any) -> None:
@@ -180,15 +175,18 @@ def _has_run(error: Exception) -> bool:
 def _print_failure(error: Exception, log_format: str) -> int:
     """Print what ended the run, once, without the launcher's own frames; return the exit code."""
     from unisono.launch.exit_codes import exit_code_of
+    from unisono.launch.messages import shows_all_frames
     from unisono.launch.watching import clock
+    from unisono.stacks import fold_frames
 
     lost_step = isinstance(error, CollectiveMismatchError | BrokenWorldError)  # the traceback shows where in the script
     if isinstance(error, UnisonoError) and not isinstance(error, RemoteError) and not lost_step:
         text = f"unisono: {error}\n"  # complete without a traceback
     elif isinstance(error.__cause__, RemoteTraceback):
-        text = without_launcher(error.__cause__.text)
+        text = error.__cause__.text
     else:
-        text = without_launcher("".join(traceback.format_exception(error)))
+        text = "".join(traceback.format_exception(error))
+    text = text if shows_all_frames() else fold_frames(text)
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
     shown = "\n".join([text.rstrip(), *notes])
     if log_format == "json":
@@ -196,15 +194,3 @@ def _print_failure(error: Exception, log_format: str) -> int:
         shown = json.dumps({"time": clock.now(), **facts, "exit_code": exit_code_of(error)})
     print(shown, file=sys.stderr, flush=True)
     return exit_code_of(error)
-
-
-def without_launcher(text: str) -> str:
-    """A traceback's text without the frames that led from this package to the target."""
-    parts = re.split(r"(?m)^(?=Traceback \(most recent call last\):$)", text)
-    return "".join(_without_leading(part) for part in parts)
-
-
-def _without_leading(part: str) -> str:
-    head, *frames = re.split(r'(?m)^(?=  File ")', part)
-    kept = list(dropwhile(_LEADING.match, frames))
-    return head + "".join(kept or frames)

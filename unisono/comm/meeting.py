@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 
 from unisono.comm.operations import Call, action_of, broken, departure, left, mismatch_error
 from unisono.outcome import Outcome, copy_error
+from unisono.stacks import describe_call, own_frames
 
 R = TypeVar("R")
 
@@ -30,6 +32,7 @@ R = TypeVar("R")
 class _Round:
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
+        self.threads: dict[int, int] = {}
         self.values: dict[int, Any] = {}
         self.outcome: Outcome[Any] | None = None
 
@@ -65,7 +68,7 @@ class Meeting:
             self._check(rank, call)
             here = self._round
             here.calls[rank], here.values[rank] = call, value
-            self._last_calls[rank] = call
+            self._last_calls[rank], here.threads[rank] = call, threading.get_ident()
             is_last = len(here.calls) == self.size
             if is_last:
                 # The round is complete: from here on neither `leave` nor a break can affect it.
@@ -133,7 +136,10 @@ class Meeting:
             outcome = Outcome.capture(combine, [here.values[rank] for rank in range(self.size)])
             here.values.clear()
         else:
-            outcome = Outcome.failure(mismatch_error({rank: action_of(call) for rank, call in here.calls.items()}))
+            frames = sys._current_frames()  # all of these threads are in this function, or wait in `exchange`
+            places = {rank: describe_call(own_frames(frames[thread])) for rank, thread in here.threads.items()}
+            actions = {rank: action_of(call) for rank, call in here.calls.items()}
+            outcome = Outcome.failure(mismatch_error(actions, places))
         if outcome.error is not None:
             with self._changed:
                 self._break(f"{type(outcome.error).__name__}: {outcome.error}", outcome.error)

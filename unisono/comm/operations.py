@@ -180,11 +180,12 @@ def departure(last_actions: Mapping[int, str]) -> str:
     )
 
 
-def mismatch_error(actions: Mapping[int, str]) -> CollectiveMismatchError:
+def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None = None) -> CollectiveMismatchError:
     """The error of ranks that met in different calls; the message names all of them, grouped by what they did.
 
     Args:
         actions: of each rank that has arrived, as `action_of` returns it.
+        places: the user's call on each of these ranks, as `describe_call` returns it, as far as they are known.
     """
     groups: dict[str, list[int]] = {}
     without_rounds = {rank: _ROUND.sub("", action) for rank, action in actions.items()}
@@ -195,7 +196,10 @@ def mismatch_error(actions: Mapping[int, str]) -> CollectiveMismatchError:
         actions = short
     for rank, action in sorted(actions.items()):
         groups.setdefault(action, []).append(rank)
-    first, *others = (f"{name_ranks(ranks)} {action}" for action, ranks in groups.items())
+    first, *others = (
+        f"{name_ranks(ranks)} {_placed(action, places.get(ranks[0], '') if places else '')}"
+        for action, ranks in groups.items()
+    )
     rule = "call the same collectives in the same order with the same shapes and types"
     have_purpose = [not action.startswith(CALLED) or " for " in action for action in groups]
     gathered = {action.partition(")")[0] for action in groups}  # the calls, with their shapes
@@ -214,11 +218,24 @@ def mismatch_error(actions: Mapping[int, str]) -> CollectiveMismatchError:
             "make the same calls and take the same steps, in the same order: make a call that all ranks must make "
             "outside of `if is_rank_zero():`, and leave a loop on all ranks or on none"
         )
+    elif len({each.partition("(")[0] for each in groups}) > 1:
+        rule += "; make a call that all ranks must make outside of `if is_rank_zero():`"
     found = f"{first} while {' and '.join(others)}"
     if len(set(without_rounds.values())) == 1:
         apart = " and ".join(map(name_ranks, groups.values()))
         found = f"{name_ranks(sorted(actions))} {short[min(actions)]}, but {apart} are in different loops or loaders"
-    return CollectiveMismatchError(f"{found}; every rank must {rule}")
+    odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
+    return CollectiveMismatchError(f"{found}; every rank must {rule}", odd)
+
+
+def _placed(action: str, place: str) -> str:
+    """The action, and the user's call that led to it."""
+    called, _, where = place.partition("() in ")
+    if not place or not action.startswith(CALLED):
+        return f"{action} by {place}" if place else action
+    if action.startswith(f"{CALLED}{called}("):
+        return f"{action} in {where}"
+    return f"{CALLED}{place}, which calls {action.removeprefix(CALLED)}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -56,6 +56,7 @@ from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoErr
 from unisono.outcome import Outcome
 from unisono.pickling import dumps
 from unisono.protocols import Backend, ReduceOp
+from unisono.stacks import describe_call, own_frames
 from unisono.torch_private import sequence_number
 
 R = TypeVar("R")
@@ -213,7 +214,21 @@ class ProcessCommunicator:
         self._run(call, self._meet)
 
     def announce(self, purpose: str) -> None:
-        self._run(Announcement(purpose), lambda: None)
+        here = self._here
+        if here is None or self._has_left or self._broken is not None:
+            self._run(Announcement(purpose), lambda: None)
+            return
+        self._last = Announcement(purpose)
+        self.num_calls += 1
+        try:
+            if difference := here.announce(f"came to {purpose}"):
+                mismatch = mismatch_error(difference, {self.rank: describe_call(own_frames())})
+                self.abort(mismatch)  # peers that arrived before are waiting in their next call
+                raise mismatch
+            return
+        except RuntimeError as error:
+            self._note_failure(error)
+        raise self._broken_error(self._last)
 
     def explain(self, error: BaseException) -> BrokenWorldError:
         """Translate an error of the transport, raised outside this communicator, into a BrokenWorldError with the
@@ -250,26 +265,33 @@ class ProcessCommunicator:
                     if isinstance(call, Call) and 0 in (call.shape or ()):
                         self._meet()  # a transport with nothing to send does not wait for peers
                     return operation()
-            except CollectiveMismatchError as mismatch:
-                # Every rank has found it, and none waits in the transport, so nobody has to be told.
-                self._broken = self._broken or (f"{type(mismatch).__name__}: {mismatch}", mismatch)
-                raise
-            except UnisonoError:
-                # It is a RuntimeError as well, but its message already gives the reason.
-                raise
             except RuntimeError as error:
-                # An error of this rank's own device (a device-side assert) is not the fault of a peer.
-                if _is_of_own_device(error):
-                    raise
-                # `abort` or the watch, on another thread, sets the reason before it ends the group.
-                if self._broken is None:
-                    self._broken = self._reason(error)
+                self._note_failure(error)
             finally:
                 self._call = None
                 if (here := self._here) is not None:
                     here.name_next("")  # the call may have failed before the group was called
+        raise self._broken_error(call)
+
+    def _note_failure(self, error: RuntimeError) -> None:
+        """Note why a call has failed; raise errors that already give the reason."""
+        if isinstance(error, CollectiveMismatchError):
+            # Every rank has found it, and none waits in the transport, so nobody has to be told.
+            self._broken = self._broken or (f"{type(error).__name__}: {error}", error)
+            raise error
+        # An error of this rank's own device (a device-side assert) is not the fault of a peer.
+        if isinstance(error, UnisonoError) or _is_of_own_device(error):
+            raise error
+        # `abort` or the watch, on another thread, sets the reason before it ends the group.
+        if self._broken is None:
+            self._broken = self._reason(error)
+
+    def _broken_error(self, call: Entry) -> BrokenWorldError:
+        assert self._broken is not None, "a call that has failed notes the reason"
         message, cause = self._broken
-        raise broken(self.rank, call, message) from cause
+        error = broken(self.rank, call, message)
+        error.__cause__ = cause
+        return error
 
     def _call_on(self, name: str, tensor: torch.Tensor, argument: str | int | None = None) -> Call:
         """Describe the call, which must be on a tensor that the group can send.
@@ -316,11 +338,6 @@ class ProcessCommunicator:
         if here is None:
             if self._is_checked or isinstance(call, Announcement):
                 self._compare(action)
-        elif isinstance(call, Announcement):
-            if difference := here.announce(action):
-                mismatch = mismatch_error(difference)
-                self.abort(mismatch)  # peers that arrived before are waiting in their next call
-                raise mismatch
         else:
             here.name_next(action)
             if here is self._own_here:  # otherwise the group does this in the first collective of the call
@@ -340,8 +357,9 @@ class ProcessCommunicator:
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
             # All ranks see the same bounds, so all of them enter this gather.
-            actions = [pickle.loads(data) for data in self._gather_bytes(dumps(action))]
-            raise mismatch_error(dict(enumerate(actions)))
+            found = self._gather_bytes(dumps((action, describe_call(own_frames()))))
+            actions, places = zip(*map(pickle.loads, found), strict=True)
+            raise mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
     def _reason(self, error: BaseException) -> tuple[str, BaseException]:
         """Why the transport failed: the reason that a peer left in the store, or which ranks are missing and the error

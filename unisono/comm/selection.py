@@ -94,15 +94,15 @@ def process_communicator(
 ) -> Communicator:
     """The communicator of a process in torch's default group; arguments as for `ProcessCommunicator`.
 
-    Ranks of one machine, which meet in a file, compare every call: in the group's own memory, in memory mapped for that
-    alone, or as `is_checked` does.
+    Ranks of one machine compare every call, whoever has launched them: in the group's own memory, or in memory mapped
+    for that alone. If they meet in a file, and cannot map memory, they do so as with `is_checked`.
     """
     transport = backend.process_transport()
     here = None
     is_shared = isinstance(dist.group.WORLD, shared_memory.SharedMemoryGroup)
-    if isinstance(store, dist.FileStore) and not is_shared:  # type: ignore[attr-defined] # torch re-exports it silently
+    if store is not None and not is_shared:
         here = meet_for_notes(store, timeout)
-        is_checked = True
+        is_checked = is_checked or isinstance(store, dist.FileStore)  # type: ignore[attr-defined] # re-exported silently
     if transport == "torch":
         return ProcessCommunicator(device, store, is_checked, owns_group, backend, here)
     if transport == "host" or dist.get_world_size() == 1:

@@ -6,6 +6,7 @@ the advice of the table if there is one. So is a ModuleNotFoundError, for module
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,43 +14,34 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-_SPMD = "one program for all devices is unisono.Accelerator(strategy='spmd')"
-_SHARDED = "use unisono.Accelerator with strategy='fsdp' or 'zero1', which use torch's own engines"
-_RUNTIME = "it accesses the original's runtime, which is not used on other devices here"
-_HOSTS = "unisono run --nnodes, torchrun and SLURM start workers on several machines"
-_DRAFTS = "it has experimental parts of the original, and here only eager_mode"
 _WHOLE_MODELS = (
     "it moves parts of a model between devices, and this framework runs whole models, one per device; all_gather gives "
     "every replica all parts"
 )
-_TRACES = "a replica traces itself: start_trace(folder) before the steps in question, stop_trace() after them"
-_NUMBERS = "compare the numbers that parse_metrics_report returns, by your own rule"
 
-TORCH_XLA = {
+_OF_TORCH_XLA = {
     "stablehlo": "torch.export writes a model's graph",
     "backends": "torch.set_float32_matmul_precision sets the precision of products",
-    "distributed.spmd": _SPMD,
-    "distributed.fsdp": _SHARDED,
-    "distributed.zero_redundancy_optimizer": _SHARDED,
-    "distributed.xla_dist": _HOSTS,
-    "distributed.cluster": _HOSTS,
-    "experimental": _DRAFTS,
-    "core.xla_builder": _RUNTIME,
-    "core.dynamo_bridge": _RUNTIME,
-    "core.xla_op_registry": _RUNTIME,
-    "core.xla_env_vars": _RUNTIME,
-    "_internal": _RUNTIME,
-    "_dynamo": _RUNTIME,
+    "distributed.spmd": "one program for all devices is unisono.Accelerator(strategy='spmd')",
+    "distributed.fsdp distributed.zero_redundancy_optimizer": (
+        "use unisono.Accelerator with strategy='fsdp' or 'zero1', which use torch's own engines"
+    ),
+    "distributed.xla_dist distributed.cluster": (
+        "unisono run --nnodes, torchrun and SLURM start workers on several machines"
+    ),
+    "experimental": "it has experimental parts of the original, and here only eager_mode",
+    (
+        "core.xla_builder core.dynamo_bridge core.xla_op_registry core.xla_env_vars _internal _dynamo debug.graph_saver"
+    ): "it accesses the original's runtime, which is not used on other devices here",
+    "_XLAC": "it is of the original's C extension, which works only there",
     "utils.checkpoint": "torch.utils.checkpoint has the same function",
     "utils.gcsfs": "fsspec reads and writes gs:// addresses; checkpoints accept them as they are",
     "utils.tf_record_reader": "loaders take any iterable of batches, including a reader of TFRecord files",
     "utils.dlpack": "torch.utils.dlpack has the same functions",
     "utils.keyd_queue": "queue.Queue is one",
-    "debug.graph_saver": _RUNTIME,
-    "debug.metrics_saver": "write debug.metrics.metrics_report() to a file",
-    "debug.model_comparator": "unisono.check_replicas compares the replicas' weights",
-    "core.xla_model.all_to_all": _WHOLE_MODELS,
-    "core.xla_model.collective_permute": _WHOLE_MODELS,
+    "utils.utils.Cleaner": "use contextlib.ExitStack",
+    "utils.utils.LazyProperty": "use functools.cached_property",
+    "core.xla_model.all_to_all core.xla_model.collective_permute": _WHOLE_MODELS,
     "core.xla_model.ToXlaTensorArena": "send_cpu_data_to_device moves the tensors of a structure",
     "core.xla_model.unlazy": "call mark_step(), after which tensors have their values",
     "core.xla_model.get_memory_info": "unisono.gather_report() has each rank's memory",
@@ -66,68 +58,48 @@ TORCH_XLA = {
     "amp.GradScaler": (
         "bfloat16, which autocast uses here, needs no loss scaling; for float16, Accelerator(mixed_precision='fp16')"
     ),
+    "debug.metrics_saver": "write debug.metrics.metrics_report() to a file",
+    "debug.model_comparator": "unisono.check_replicas compares the replicas' weights",
     "debug.metrics.executed_fallback_ops": "nothing falls back here: an operation runs, or raises an error",
-    "debug.metrics_compare_utils.compare_metrics": _NUMBERS,
-    "debug.metrics_compare_utils.get_data_points_from_metrics_reports": _NUMBERS,
-    "debug.profiler.trace": _TRACES,
-    "debug.profiler.trace_detached": _TRACES,
+    (
+        "debug.metrics_compare_utils.compare_metrics debug.metrics_compare_utils.get_data_points_from_metrics_reports"
+    ): "compare the numbers that parse_metrics_report returns, by your own rule",
+    "debug.profiler.trace debug.profiler.trace_detached": (
+        "a replica traces itself: start_trace(folder) before the steps in question, stop_trace() after them"
+    ),
     "test.test_utils.XlaTestCase": "torch.testing.assert_close compares tensors on any device",
-    "utils.utils.Cleaner": "use contextlib.ExitStack",
-    "utils.utils.LazyProperty": "use functools.cached_property",
-    "_XLAC": "it is of the original's C extension, which works only there",
 }
-"""By modules of `torch_xla`, with all that they have and is not here, and by names in a module."""
 
-_ENGINES = (
-    "DeepSpeed, Megatron-LM, pipelines and tensor parallelism are not supported; unisono.Accelerator has strategy="
-)
-_FP8 = "mixed_precision is 'no', 'fp16' or 'bf16'"
-_WHOLE = "each device holds a whole replica, or its part of one under Accelerator(strategy='fsdp')"
-_SHARDS = "a prepared loader is a unisono.DeviceLoader, which shards by itself"
-_TRACKERS = "pass log_with= the name of a library, or an object with the methods of unisono.Tracker"
-_LOOPS = "a loader's own loop knows: loader.valid_samples, loader.epoch, loader.state_dict()"
+TORCH_XLA = {name: advice for names, advice in _OF_TORCH_XLA.items() for name in names.split()}
+"""By modules of `torch_xla`, with all that they have and is not here, and by names in a module."""
 
 ACCELERATE = {
     "ParallelismConfig": "there is one axis, data parallel; shard large models by FullyShardedDataParallelPlugin",
     "prepare_pippy": (
         "pipelines are not supported; PartialState().split_between_processes distributes inputs for inference"
     ),
-    "DeepSpeedPlugin": _ENGINES,
-    "DeepSpeedSequenceParallelConfig": _ENGINES,
-    "MegatronLMPlugin": _ENGINES,
-    "TorchTensorParallelPlugin": _ENGINES,
-    "TorchTensorParallelConfig": _ENGINES,
-    "TorchContextParallelConfig": _ENGINES,
-    "AORecipeKwargs": _FP8,
-    "TERecipeKwargs": _FP8,
-    "MSAMPRecipeKwargs": _FP8,
-    "FP8RecipeKwargs": _FP8,
+    "DeepSpeed.*|GatheredParameters|MegatronLM.*|TorchTensorParallel.*|TorchContextParallel.*": (
+        "DeepSpeed, Megatron-LM, pipelines and tensor parallelism are not supported; unisono.Accelerator has strategy="
+    ),
+    ".*RecipeKwargs": "mixed_precision is 'no', 'fp16' or 'bf16'",
     "BnbQuantizationConfig": "models are trained in the precision they have; quantise before prepare()",
     "SageMakerDistributedType": "SageMaker starts torchrun, whose world is joined",
-    "cpu_offload": _WHOLE,
-    "cpu_offload_with_hook": _WHOLE,
-    "disk_offload": _WHOLE,
-    "dispatch_model": _WHOLE,
-    "load_checkpoint_and_dispatch": _WHOLE,
-    "load_checkpoint_in_model": _WHOLE,
-    "infer_auto_device_map": _WHOLE,
-    "attach_layerwise_casting_hooks": _WHOLE,
-    "BatchSamplerShard": _SHARDS,
-    "IterableDatasetShard": _SHARDS,
-    "MpDeviceLoaderWrapper": _SHARDS,
-    "GeneralTracker": _TRACKERS,
-    "TensorBoardTracker": _TRACKERS,
-    "WandBTracker": _TRACKERS,
-    "MLflowTracker": _TRACKERS,
-    "filter_trackers": _TRACKERS,
-    "GatheredParameters": "it belongs to DeepSpeed, which is not supported",
+    ".*_offload.*|dispatch_model|load_checkpoint_.*|infer_auto_device_map|attach_layerwise_casting_hooks": (
+        "each device holds a whole replica, or its part of one under Accelerator(strategy='fsdp')"
+    ),
+    "BatchSamplerShard|IterableDatasetShard|MpDeviceLoaderWrapper": (
+        "a prepared loader is a unisono.DeviceLoader, which shards by itself"
+    ),
+    ".*Tracker|filter_trackers": (
+        "pass log_with= the name of a library, or an object with the methods of unisono.Tracker"
+    ),
     "initialize_tensors": "call broadcast_object_list, or unisono.broadcast(tensor)",
     "get_data_structure": "ranks compare structures themselves before they send",
-    "active_dataloader": _LOOPS,
-    "dataloader_references": _LOOPS,
-    "remainder": _LOOPS,
+    "active_dataloader|dataloader_references|remainder": (
+        "a loader's own loop knows: loader.valid_samples, loader.epoch, loader.state_dict()"
+    ),
 }
-"""By names in any module of `accelerate`, which has most names in several modules."""
+"""By patterns of names in any module of `accelerate`, which has most names in several modules."""
 
 
 def left_out(module: str) -> Callable[[str], Any]:
@@ -149,7 +121,8 @@ def refuse(owner: str, name: str) -> NoReturn:
 def _advice_on(full_name: str) -> str | None:
     framework, _, name = full_name.removeprefix("unisono.compat.").partition(".")
     if framework == "accelerate":
-        return ACCELERATE.get(name.rpartition(".")[2])
+        last = name.rpartition(".")[2]
+        return next((ACCELERATE[each] for each in ACCELERATE if re.fullmatch(each, last)), None)
     is_special = name.rpartition(".")[2].startswith("__")  # asked for by the import system
     found = (TORCH_XLA[each] for each in TORCH_XLA if name == each or name.startswith(f"{each}."))
     return None if is_special else next(found, None)

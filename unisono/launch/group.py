@@ -19,6 +19,7 @@ import pickle
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -205,7 +206,10 @@ class Group:
                 "they are joining their peers and importing the modules of fn" if joining else "torch is being imported"
             )
             text = f"{len(late)} of {self._job.nprocs} workers have not begun after {SLOW_S:.3g} s: {reason}"
-            say_if_watched(text if joining else f"{text}; unisono.warm() at the top of a script does that meanwhile")
+            # `unisono run` and a notebook begin with that by themselves.
+            if not joining and {"ipykernel", "unisono.cli.main"}.isdisjoint(sys.modules):
+                text += "; unisono.warm() at the top of a script does that meanwhile"
+            say_if_watched(text)
 
     def _hung_at(self) -> float | None:
         return None if self._ending.is_under_way else self._standstill.due()

@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+
+from unisono.errors import RemoteTraceback
+from unisono.outcome import chain_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,22 @@ def say_if_watched(text: str) -> None:
         print(f"unisono: {text}", file=sys.stderr, flush=True)
     else:
         logger.info("%s", text)
+
+
+def shorten_traceback(error: BaseException) -> None:
+    """Drop the frames of this process from the error of a worker, which shows its own; UNISONO_TRACEBACK=full shows
+    all frames of both."""
+    sources = [each for each in chain_of(error) if isinstance(each, RemoteTraceback)]
+    if shows_all_frames():
+        for each in sources:
+            each.shown = each.text
+    elif sources:
+        error.__traceback__ = None
+
+
+def shows_all_frames() -> bool:
+    """Whether the user has asked for the frames of this package."""
+    return os.environ.get("UNISONO_TRACEBACK") == "full"
 
 
 def _is_watched() -> bool:

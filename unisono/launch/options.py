@@ -14,7 +14,7 @@ from datetime import timedelta
 from types import NoneType
 from typing import Literal, TypedDict
 
-from unisono.arguments import check_integer, check_type
+from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends.cores import disjoint_cores, fair_num_threads
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _YEAR_S = 365 * 24 * 3600
 
 
+@explain_unknown_names()
 @dataclass(frozen=True)
 class Output:
     """What happens to the output of workers, for `spawn(..., output=Output(...))`.
@@ -54,6 +55,7 @@ class Output:
         check_type(self.prefix, "prefix", "pass True, False or None", bool, NoneType)
 
 
+@explain_unknown_names()
 @dataclass(frozen=True)
 class Cores:
     """How workers share the CPU cores of a machine, for `spawn(..., cores=Cores(...))`.

@@ -19,7 +19,7 @@ from unisono.launch.context import ProcessContext
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
 from unisono.launch.job import Job
-from unisono.launch.messages import say_once
+from unisono.launch.messages import say_once, shorten_traceback
 from unisono.launch.options import Options, SpawnOptions
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
@@ -124,7 +124,11 @@ def spawn(
         return [_run_inline(fn, args, family)]
     context = ProcessContext(Supervisor(make_job(fn, args, count, family, chosen)))
     if join:
-        return context.join() or []
+        try:
+            return context.join() or []
+        except BaseException as error:
+            shorten_traceback(error)
+            raise
     context.start()
     return context
 

@@ -24,7 +24,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from unisono.arguments import check_integer, check_type
+from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends import resolve_device, resolve_devices
 from unisono.backends.switches import is_as_in_a_new_thread
 from unisono.errors import BusyError, ClosedError
@@ -70,6 +70,7 @@ class LoaderOptions(TypedDict, total=False):
     sources: Sources | None
 
 
+@explain_unknown_names()
 class ParallelLoader:
     """One pass over `loader`, distributed to `devices`: batch i goes to `devices[i % len(devices)]`.
 
@@ -339,6 +340,14 @@ class ParallelLoader:
         except TypeError:
             return None
 
+    def num_skipped(self) -> int:
+        """The number of rounds before the position at which the next pass begins; 0 if it is unknown."""
+        _, position = self._source.next_position()
+        sampler = getattr(self._loader, "batch_sampler", None)  # has it, if the DataLoader was made with one
+        size = getattr(self._loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        taken = position["offset"] // self._rule.shards // size if size else 0
+        return self._rule.rounds_of(position.get("batches", taken))
+
     def close(self) -> None:
         """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
 
@@ -419,6 +428,10 @@ class DeviceLoader:
     def __len__(self) -> int:
         """The number of batches of a whole epoch; TypeError if the loader has no length."""
         return len(self._never_begun)
+
+    def num_skipped(self) -> int:
+        """The number of batches before the position at which the next loop begins; 0 if it is unknown."""
+        return self._never_begun.num_skipped()
 
     def __getattr__(self, name: str) -> Any:
         """The attributes of the user's DataLoader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""

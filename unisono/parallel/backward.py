@@ -31,6 +31,7 @@ import logging
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -126,7 +127,7 @@ class Passes:
                 for known in (self._running, self._passed_by, self._open):
                     known.clear()
                 for each in self._engines:
-                    each.await_pass()
+                    each.gradients.arrivals.call_at_next(each.notice)
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             found = self._world.state.deliveries.find(values)
             if not found:
@@ -135,8 +136,9 @@ class Passes:
         steps = self.steps
         if steps.origin is None and steps.now == steps.requested:
             self._parts.clear()
-        self.origin = steps.origin = origin = steps.find(values, syncs, engine.give_optimizers)
-        origin.is_chained = True in [each.grad_fn is not None for each in tensors(values)]
+        inputs = tensors(values)
+        self.origin = steps.origin = origin = steps.find(inputs, syncs, engine.give_optimizers)
+        origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
         self._parts.add(origin.part)
         if origin.part != 1 or steps.step.every > 1 or steps.every > 1 or steps.is_sum:
             engine.scale_leaves()
@@ -236,7 +238,7 @@ class Passes:
                 "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
                 "batch and zero_grad() after each step"
             )
-        origin = self.origin if self._parts else self.steps.find(())  # without a forward pass of the model
+        origin = self.origin if self._parts else self.steps.find()  # without a forward pass of the model
         self._count_late(origin, engine)
         engine.adopt(origin.part)
 
@@ -262,7 +264,8 @@ class Passes:
     def forget(self) -> None:
         """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
         for engine in self._engines:
-            if engine.gradients.passed is not None or engine.gradients.is_own:
+            held = engine.gradients
+            if held.is_own or (held.passed is not None and held.passed[0] is self.steps.step):
                 break
         else:
             self.steps.give_up()
@@ -310,6 +313,8 @@ class Passes:
             if origin.batch is not run.counted.origin.batch or len(origin.candidates) > 1:
                 visit = self._join_origin(model, origin)
                 size = self.steps.scale(visit) / self.steps.scale(run.counted.visit)
+        elif origin is not run.origin:
+            self._check_named(model, origin)
         # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
         if part == 0:
             return torch.zeros_like(gradient)
@@ -339,6 +344,17 @@ class Passes:
                 "strategy='ddp'"
             )
         return visit
+
+    def _check_named(self, engine: Engine, origin: Origin) -> None:
+        """Check that outputs which are known to be of another batch than the user names count as that one does."""
+        named = self._given[1] if self._given is not None else None
+        if named is None or origin.is_computed or origin.batch in (None, named.batch) or origin.part == named.part:
+            return
+        raise ValueError(
+            f"backward(batch=) names one batch, and the loss has outputs of the {engine.name} for another one, of "
+            "which this rank has a different part; call it for the loss of each batch, or, if the loss is a mean over "
+            "the samples of one of them, pass their number as weight="
+        )
 
     def _check_graphs(self, engine: Engine, part: float) -> None:
         """Check that gradients which were differentiated, and which may be in this pass, have its part.
@@ -435,6 +451,8 @@ class Passes:
             self.went_past = self.went_past or not self._is_called
             is_named = self._given is not None
             weight, named = self._given or (None, None)
+            if run.origin is not None:
+                self._check_named(engine, run.origin)
             origin = named or run.origin or self._bypassing(engine)
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
                 found = dict.fromkeys([*origin.candidates, *self._world.state.deliveries.latest()])
@@ -470,7 +488,7 @@ class Passes:
             return self.steps.origin_of(
                 list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
             )
-        return self.origin if self.steps.is_recent() else self.steps.find(())
+        return self.origin if self.steps.is_recent() else self.steps.find()
 
     def _watch_end(self, task: int) -> None:
         """Have `_end` called at the end of the running backward pass, unless it ends with an error."""
@@ -495,7 +513,7 @@ class Passes:
                     self._count_late(run.origin or self.origin, engine)
                     engine.reduce()
         for engine in self._engines if self._world.comm.size > 1 else ():
-            engine.await_pass()
+            engine.gradients.arrivals.call_at_next(engine.notice)  # of a pass that no output shows
         if (ended := self._running.pop(task, None)) is None:
             return
         for each, _, reduces in ended.engines:

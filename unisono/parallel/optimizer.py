@@ -111,7 +111,7 @@ def backward(
             return
     world.timeline.loop().loss = loss.detach()  # for the heartbeat; it must not keep the graph alive
     steps = hand.steps_of(world)
-    origin = steps.find(()) if batch is None else steps.name(batch)
+    origin = steps.find() if batch is None else steps.name(batch)
     # Data of no loader cannot be distinguished, so each backward pass on it counts as a new microbatch.
     visit = steps.count(origin, weight, elsewhere=object())
     part, crossings = visit.claim.part(world.comm.size), world.state.part(Crossings)
@@ -220,7 +220,7 @@ def reduce_held(
             )
         part, factor, place = steps.fraction(), steps.factor(), steps.step.place()
     else:
-        origin = origin or steps.find(())
+        origin = origin or steps.find()
         if weight is None:
             # A sum of plain backward passes: the batches need not be of one size, but one number weighs them all.
             check_counts(origin.candidates, world, is_mean=False)

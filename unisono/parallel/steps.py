@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -24,7 +25,6 @@ from torch.optim import Optimizer
 
 from unisono.deliveries import Batch, Loop, name_batches
 from unisono.parallel.claims import Claim, check_counts, claim_of, rows_of
-from unisono.tree import tensors
 from unisono.world import World
 
 COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
@@ -41,12 +41,13 @@ class Origin:
         claim: what a pass on that batch claims.
         part: this rank's part of it.
         is_computed: whether the inputs share no memory with a batch.
+        may_lag: whether they may be computed from the batch before, which was used last.
         is_chained: whether the inputs were computed with gradients, for example by another model.
         syncs: whether the backward pass may reduce.
         optimizers: returns those of the model.
     """
 
-    __slots__ = ("batch", "candidates", "claim", "is_chained", "is_computed", "optimizers", "part", "syncs")
+    __slots__ = ("batch", "candidates", "claim", "is_chained", "is_computed", "may_lag", "optimizers", "part", "syncs")
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class Origin:
         optimizers: Callable[[], Collection[Optimizer]] = tuple,
     ) -> None:
         self.candidates, self.batch = candidates, candidates[0]
-        self.is_computed, self.syncs, self.optimizers, self.is_chained = is_computed, syncs, optimizers, False
+        self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
+        self.is_chained = self.may_lag = False
         self.claim = claim = claim_of(self.batch, None, world, is_sum)
         self.part = claim.samples * world.comm.size / claim.total if claim.total else 0.0
 
@@ -153,7 +155,7 @@ class Step:
 
     def place(self) -> str:
         """Describe where this rank is: equal on all ranks, unless they have lost step."""
-        batches = [each.batch for each in self.visits if each.batch is not None]
+        batches = list(filter(None, map(attrgetter("batch"), self.visits)))
         if not batches:
             return f"step {self.number}" + (f" ({self.count} microbatches of no loader)" if self.count > 1 else "")
         return f"step {self.number} ({name_batches(batches, self.before)})"
@@ -221,19 +223,19 @@ class Steps:
 
     def find(
         self,
-        values: Any,
+        inputs: Sequence[torch.Tensor] = (),
         syncs: bool = True,
         optimizers: Callable[[], Collection[Optimizer]] = tuple,
     ) -> Origin:
         """Where these inputs of a pass come from; note the batch as used."""
         deliveries = self.world.state.deliveries
-        batches: Sequence[Batch | None] = deliveries.find(values)
+        batches: Sequence[Batch | None] = deliveries.find_in(inputs)
         is_computed = not batches
         if is_computed:
-            inputs = tensors(values)
             batches = deliveries.computed_from(rows_of(inputs), inputs)
         found = Origin(batches, self.world, self.is_sum, is_computed, syncs, optimizers)
         if found.batch is not None:
+            found.may_lag = is_computed and found.batch.loop.lags
             deliveries.use(found.batch)
         return found
 
@@ -260,7 +262,7 @@ class Steps:
             others = origin.candidates[1:]
             is_known = not any(each is not None and each.loop.has_gap for each in others) if is_in_block else not others
         else:
-            is_known = len(origin.candidates) == 1 and not batch.loop.has_gap
+            is_known = len(origin.candidates) == 1 and not batch.loop.has_gap and not origin.may_lag
         if not is_known:
             way = "" if is_in_block else "let each one's lines run in `with accelerator.accumulate():`, or "
             raise ValueError(
@@ -361,7 +363,7 @@ class Steps:
 
     def stepped_at(self, optimizer: Optimizer) -> int:
         """When the optimizer has stepped last; 0 if it has not."""
-        return self._requests_of(optimizer).stepped_at
+        return (self._requests.get(ref(optimizer)) or self._requests_of(optimizer)).stepped_at
 
     def _ends_loop(self, batch: Batch | None) -> bool:
         if batch is None or self.every == math.inf:
@@ -370,7 +372,7 @@ class Steps:
 
     def request(self, optimizer: Optimizer) -> bool:
         """Note that a step is requested: return whether it is taken."""
-        step, requests = self.step, self._requests_of(optimizer)
+        step, requests = self.step, self._requests.get(ref(optimizer)) or self._requests_of(optimizer)
         self.origin, before = None, requests.at
         self.now += 1
         self.requested = requests.at = self.now
@@ -385,7 +387,7 @@ class Steps:
 
     def close(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        requests = self._requests_of(optimizer)
+        requests = self._requests.get(ref(optimizer)) or self._requests_of(optimizer)
         self.now += 1  # later than gradients that were assigned, which count at the step
         requests.stepped, requests.stepped_at = self.step, self.now
         self.step.state = TAKEN

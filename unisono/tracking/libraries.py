@@ -28,7 +28,7 @@ class TensorBoard:
     name = "tensorboard"
 
     def __init__(self, directory: Path, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        module = import_module("torch.utils.tensorboard")
+        module = _load("torch.utils.tensorboard", "tensorboard")
         self.tracker = module.SummaryWriter(**{"log_dir": str(directory), **options})
         if config:
             self.tracker.add_hparams(dict(flat(config)), {}, run_name=".")  # in the same directory, not a subdirectory
@@ -58,7 +58,7 @@ class WeightsAndBiases:
     def __init__(self, directory: Path, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         given = {"project": project, "config": dict(config), "dir": str(directory), **options}
-        self.tracker = import_module("wandb").init(**given)
+        self.tracker = _load("wandb").init(**given)
 
     def log(self, values: Mapping[str, Value], step: int | None) -> None:
         """Log the values."""
@@ -82,7 +82,7 @@ class MLflow:
     name = "mlflow"
 
     def __init__(self, directory: Path, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        self._mlflow = import_module("mlflow")
+        self._mlflow = _load("mlflow")
         self._client = self._mlflow.MlflowClient()
         self._mlflow.set_experiment(project)
         self.tracker = self._mlflow.start_run(**options)
@@ -115,6 +115,19 @@ Library = Callable[[Path, str, Mapping[str, Any], Mapping[str, Any]], Tracker]
 
 LIBRARIES: dict[str, Library] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 """The trackers of libraries, by the names that `log_with` accepts, which are the packages' names."""
+
+
+def _load(module: str, package: str | None = None) -> Any:
+    """Import the library; ImportError names it, whatever its import raises (protobuf's and NumPy's versions matter)."""
+    try:
+        return import_module(module)
+    except Exception as error:
+        package = package or module
+        raise ImportError(
+            f"log_with={package!r} is installed, but its import fails, {type(error).__name__}: {error}; pip install "
+            f"--upgrade {package}, or leave it out",
+            name=package,
+        ) from error
 
 
 def is_installed(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -112,3 +113,28 @@ def test_a_compiled_model_is_trained_as_it_is(mode: Mode, strategy: str) -> None
 
     plain, compiled = mode.run(body)[0]
     assert_all_are([compiled], plain)
+
+
+class Viewing(nn.Linear):
+    """Returns a view."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).view(-1)
+
+
+def test_a_view_that_a_model_returns_may_be_changed_in_place_and_nothing_warns_of_it() -> None:
+    def train(strategy: str) -> State:
+        torch.manual_seed(0)
+        network = Viewing(3, 2)
+        accelerator = Accelerator(strategy=strategy)
+        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            outputs = network(torch.ones(4, 3, device=accelerator.device))
+        outputs += 1
+        outputs.square().mean().backward()
+        optimizer.step()
+        return accelerator.state_dict(network)
+
+    sharded, whole = PROCESSES_2.run(lambda: [train(strategy) for strategy in ("fsdp", "ddp")])[0]
+    torch.testing.assert_close(sharded, whole)

@@ -94,7 +94,11 @@ class Blocks:
 
     def barrier(self, action: str) -> None:
         """Wait for all ranks."""
-        self._here.enter(action)
+        try:
+            self._here.enter(action)
+        except BaseException:
+            self._here.close(is_broken=True)
+            raise
 
     def _reduce_together(self, action: str, flat: torch.Tensor, op: str) -> None:
         """Each rank folds its part of a block into the first slot; all copy from there after they have met again."""
@@ -125,7 +129,10 @@ class Blocks:
             slots = self._slots(flat.dtype, block.shape[0])
             if is_shown:
                 slots[self.rank].copy_(block)
-            self._meet(action, is_first=not start)
+            if start:
+                self._here.meet()
+            else:
+                self._here.enter(action)
             yield block, slots
             start += capacity
 
@@ -143,15 +150,12 @@ class Blocks:
             pieces = [slot.view(self.size, width).unbind() for slot in self._slots(output.dtype, self.size * width)]
             for part, piece in zip(parts, pieces[self.rank], strict=False):
                 piece.copy_(part[start : start + width])
-            self._meet(action, is_first=not start)
+            if start:
+                self._here.meet()
+            else:
+                self._here.enter(action)
             yield block, pieces
             start += capacity
-
-    def _meet(self, action: str, is_first: bool) -> None:
-        if is_first:
-            self._here.enter(action)
-        else:
-            self._here.meet()
 
     def _slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
         """For each rank, that many elements at the beginning of its slot for the next meeting."""

@@ -20,10 +20,11 @@ import ctypes
 import os
 import time
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
-from unisono.comm.operations import CALLED, mismatch_error, name_ranks
+from unisono.comm.operations import mismatch_error, name_ranks
 from unisono.comm.shared_memory import futex
 from unisono.comm.shared_memory.mapping import Mapping
 from unisono.comm.shared_memory.notes import Notes
@@ -35,6 +36,7 @@ _OPEN, _LEFT, _BROKEN = 0, 1, 2
 _SPINS = 100
 # A process that dies wakes no sleeper, so a peer's lock and the deadline are checked after each nap.
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 0.1
+_GRACE_S = 2.0  # how long a rank that has found a difference waits for the others, to name their places
 _WORD = 2**32
 _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
 
@@ -70,15 +72,16 @@ class MeetingPoint:
         Raises:
             CollectiveMismatchError: the same, if all others wait in their next collective; on all ranks.
         """
-        self._check_open()
+        if self._is_closed:
+            self._refuse()
         if self.notes.is_full:
             self.enter("came to a full page of announcements")
         self.notes.add(action)
         difference = self.notes.find_difference()
-        if difference and not self.missing(self.turn + 1):
+        if difference and self._all_come():
             self.meet()
             self.notes.turn_page()
-            raise self._mismatch(difference[self.rank], with_place=False)
+            raise self._mismatch(difference[self.rank])
         return difference
 
     def name_next(self, action: str) -> None:
@@ -92,23 +95,34 @@ class MeetingPoint:
             CollectiveMismatchError: others do something else; on all ranks.
             DistNetworkError: as for `meet`.
         """
-        self._check_open()  # first: peers may be reading what this rank noted last
+        if self._is_closed:  # first: peers may be reading what this rank noted last
+            self._refuse()
         name, self._name = self._name, ""
         self.notes.add(name or action, is_torchs=not name)
         self.meet()
         difference = self.notes.find_difference()
         self.notes.turn_page()
         if difference:
-            raise self._mismatch(difference[self.rank], with_place=not name)
+            raise self._mismatch(difference[self.rank])
 
-    def _mismatch(self, action: str, with_place: bool) -> CollectiveMismatchError:
+    def _all_come(self) -> bool:
+        """Whether all others come to their next meeting soon, so that all raise the same error, with their places."""
+        deadline = time.monotonic() + _GRACE_S
+        while missing := self.missing(self.turn + 1):
+            if time.monotonic() > deadline or any(map(self._absence_of, missing)):
+                return False
+            time.sleep(_FIRST_NAP_S)
+        return True
+
+    def _mismatch(self, action: str) -> CollectiveMismatchError:
         """The error, with the places of calls. All ranks get here, since each has found the same difference."""
-        place = describe_call(own_frames()) if with_place and action.startswith(CALLED) else ""
-        self.notes.add(f"{action} from {place}" if place else action)
+        self.notes.add(action)
+        self.notes.add(describe_call(own_frames()))
         # All must have written their places before any rank reads them.
         self.meet()
         self.close(is_broken=True)
-        return mismatch_error({rank: self.notes.only_line(rank) for rank in range(self.size)})
+        actions, places = zip(*map(self.notes.lines, range(self.size)), strict=True)
+        return mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
     def meet(self) -> None:
         """Wait until all ranks have arrived.
@@ -116,13 +130,13 @@ class MeetingPoint:
         Raises:
             DistNetworkError: one is gone, or did not arrive in time; on this rank, and on those that wait with it.
         """
-        self._check_open()
+        if self._is_closed:
+            self._refuse()
         self.turn += 1
         self._words[self._count_at[self.rank] // 4] = self.turn % _WORD
         futex.wake(self._address + self._count_at[self.rank])
         for rank in self._others:
-            if not self._has_come(rank):
-                self._wait_for(rank)
+            self._wait_for(rank)
 
     def close(self, *, is_broken: bool = False) -> None:
         """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent."""
@@ -139,14 +153,14 @@ class MeetingPoint:
         Raises:
             DistNetworkError: it has left or ended, or this rank has.
         """
-        self._check_open()
+        if self._is_closed:
+            self._refuse()
         if reason := self._absence_of(rank):
             self.close(is_broken=True)
             raise dist.DistNetworkError(f"rank {rank} {reason}")
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
+    def _refuse(self) -> NoReturn:
+        raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
 
     def _absence_of(self, rank: int) -> str:
         """Why that rank will not arrive any more; "" if it may."""
@@ -164,15 +178,16 @@ class MeetingPoint:
         return ahead % _WORD < _WORD // 2
 
     def _wait_for(self, rank: int) -> None:
+        words, word, turn = self._words, self._count_at[rank] // 4, self.turn
         for _ in range(_SPINS):
-            if self._has_come(rank):
+            if (words[word] - turn) % _WORD < _WORD // 2:  # `_has_come`, without a hundred calls
                 return
             os.sched_yield()
-        word, address = self._count_at[rank] // 4, self._address + self._count_at[rank]
+        address = self._address + self._count_at[rank]
         deadline, nap_s = time.monotonic() + self._timeout.total_seconds(), _FIRST_NAP_S
         while True:
             # Read before the check: if the word changes after that, the futex does not sleep.
-            seen = self._words[word]
+            seen = words[word]
             if self._has_come(rank):
                 return
             self._check(deadline)

@@ -15,8 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from unisono.comm.operations import fitted
 from unisono.comm.shared_memory.mapping import Mapping
 
@@ -27,7 +25,11 @@ _WORD = 2**32
 
 
 class Notes:
-    """The notes of all ranks; this rank writes its own."""
+    """The notes of all ranks; this rank writes its own.
+
+    Attributes:
+        is_full: whether this rank's page has room for one line only, that of the collective.
+    """
 
     def __init__(self, mapping: Mapping) -> None:
         self._rank, self._size = mapping.rank, mapping.size
@@ -44,22 +46,22 @@ class Notes:
         self._number += 1
         self._starts = self._pages[self._number % 2]
         at = self._starts[self._rank] // 4
+        self._length, self.is_full = 0, False
         # The length first: under the new number, nothing of the old notes may be read.
         self._words[at + 1] = 0
         self._words[at] = self._number % _WORD
 
-    @property
-    def is_full(self) -> bool:
-        """Whether there is room for one line only, that of the collective."""
-        return self._words[self._starts[self._rank] // 4 + 1] > _PAGE - _TEXT_AT - 2 * _LINE
-
     def add(self, action: str, is_torchs: bool = False) -> None:
         """Note what this rank does next: with `is_torchs`, a collective that was called without this package."""
-        line, at = _line_of(action), self._starts[self._rank]
-        length = self._words[at // 4 + 1]
-        start = at + _TEXT_AT + length
+        line, at = action.encode(), self._starts[self._rank]
+        if len(line) >= _LINE or b"\n" in line:
+            line = fitted(action.replace("\n", " "), _LINE - 1)
+        line += b"\n"
+        start = at + _TEXT_AT + self._length
         self._memory[start : start + len(line)] = line
-        self._words[at // 4 + 1] = length + len(line)
+        self._length += len(line)
+        self._words[at // 4 + 1] = self._length
+        self.is_full = self._length > _PAGE - _TEXT_AT - 2 * _LINE
         if not is_torchs:
             last = self._headers[self._rank] + _LAST_AT
             self._memory[last + _TEXT_AT : last + _TEXT_AT + len(line)] = line
@@ -67,9 +69,14 @@ class Notes:
 
     def find_difference(self) -> dict[int, str]:
         """The first line by which the notes of ranks differ, as far as they go, by rank; empty if none does."""
-        own = self._read(self._rank)
-        for rank in range(self._size):
-            if rank != self._rank and not own.startswith(self._read(rank)[: len(own)]):
+        memory, words, starts = self._memory, self._words, self._starts
+        at = starts[self._rank] + _TEXT_AT
+        own = memory[at : at + self._length]
+        for start in starts:
+            if words[start // 4] != self._number % _WORD:  # first: it has not begun this page
+                continue
+            length = min(words[start // 4 + 1], len(own))
+            if memory[start + _TEXT_AT : start + _TEXT_AT + length] != own[:length]:
                 break
         else:
             return {}
@@ -87,9 +94,9 @@ class Notes:
         text = self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4]]
         return text.decode(errors="replace").rstrip("\n")
 
-    def only_line(self, rank: int) -> str:
-        """What that rank has noted, if it is one line."""
-        return self._read(rank).decode(errors="replace").rstrip("\n")
+    def lines(self, rank: int) -> list[str]:
+        """What that rank has noted, line by line."""
+        return self._read(rank).decode(errors="replace").split("\n")[:-1]
 
     def _read(self, rank: int) -> bytes:
         """What that rank has noted for this rank's next collective so far."""
@@ -97,8 +104,3 @@ class Notes:
         if self._words[at // 4] != self._number % _WORD:
             return b""
         return self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4 + 1]]
-
-
-@lru_cache(1024)
-def _line_of(action: str) -> bytes:
-    return fitted(action.replace("\n", " "), _LINE - 1) + b"\n"

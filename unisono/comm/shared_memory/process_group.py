@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
 _ReduceOp: Any = dist.ReduceOp.RedOpType
 
+_is_sparse = attrgetter("is_sparse")
 _HOST = torch.default_generator.device.type
 _OPS = {
     _ReduceOp.SUM: "sum",
@@ -107,24 +109,20 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = self._description = ""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        if any(tensor.is_sparse for tensor in tensors):
+        if any(map(_is_sparse, tensors)):
             return self._by_gloo(*range(self.size())).allreduce(tensors, opts)
         op = _op_of(opts, tensors)
-        actions = [_describe_call("all_reduce", tensor, op) for tensor in tensors]
-        return self._in_place(tensors, lambda number, flat: self._blocks.all_reduce(actions[number], flat, op))
+        return self._in_place("all_reduce", tensors, op, self._blocks.all_reduce, op)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         op, root = _op_of(opts, tensors), opts.rootRank
-        actions = [_describe_call("reduce", tensor, f"{op} to {root}") for tensor in tensors]
-        return self._in_place(tensors, lambda number, flat: self._blocks.reduce(actions[number], flat, op, root))
+        return self._in_place("reduce", tensors, f"{op} to {root}", self._blocks.reduce, op, root)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        root = opts.rootRank
-        actions = [_describe_call("broadcast", tensor, root) for tensor in tensors]
-        return self._in_place(tensors, lambda number, flat: self._blocks.broadcast(actions[number], flat, root))
+        return self._in_place("broadcast", tensors, opts.rootRank, self._blocks.broadcast, opts.rootRank)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         return self._gather("all_gather", outputs, inputs)
@@ -148,13 +146,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
         op = _op_of(opts, outputs)
-        actions = [_describe_call("reduce_scatter", output, op) for output in outputs]
-        parts = [[_flat(part) for part in each] for each in inputs]
+        parts = [list(map(_flat, each)) for each in inputs]
         for output, each in zip(outputs, parts, strict=True):
             self._check_parts("reduce_scatter", each, output)
-        return self._in_place(
-            outputs, lambda number, flat: self._blocks.reduce_scatter(actions[number], flat, parts[number], op)
-        )
+        return self._in_place("reduce_scatter", outputs, op, self._blocks.reduce_scatter, op, parts=parts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -162,18 +157,18 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        return self.reduce_scatter(outputs, [list(_flat(each).view(self.size(), -1)) for each in inputs], opts)
+        return self.reduce_scatter(outputs, [[*_flat(each).view(self.size(), -1).unbind()] for each in inputs], opts)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
         root = opts.rootRank
         parts = [_flat(part) for part in inputs[0]] if inputs else []
         if self.rank() == root:
             self._check_parts("scatter", parts, outputs[0])
-        action = _describe_call("scatter", outputs[0], root)
-        return self._in_place(outputs, lambda number, flat: self._blocks.scatter(action, flat, parts, root))
+        return self._in_place("scatter", outputs, root, self._blocks.scatter, root, parts=[parts] * len(outputs))
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._complete(lambda: self._blocks.barrier("called barrier()"), [])
+        self._blocks.barrier("called barrier()")
+        return Done([])
 
     # Names of these methods in torch before 2.11.
     _allgather_base = all_gather_single
@@ -231,32 +226,44 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         inputs: Sequence[torch.Tensor],
         root: int | None = None,
     ) -> Done:
-        actions = [_describe_call(name, tensor, root) for tensor in inputs]
-        flats = [_flat(tensor) for tensor in inputs]
-        wanted = [[_flat(each) for each in pieces] for pieces in outputs]
+        flats = list(map(_flat, inputs))
+        wanted = [list(map(_flat, pieces)) for pieces in outputs]
         if root is None or root == self.rank():
             for pieces, flat in zip(wanted, flats, strict=True):
                 self._check_parts(name, pieces, flat)
 
-        def gather() -> None:
-            for action, pieces, flat, tensors in zip(actions, wanted, flats, outputs, strict=True):
-                self._blocks.all_gather(action, pieces, flat)
+        try:
+            for sent, pieces, flat, tensors in zip(inputs, wanted, flats, outputs, strict=True):
+                self._blocks.all_gather(_describe_call(name, sent.shape, sent.dtype, root), pieces, flat)
                 for tensor, piece in zip(tensors, pieces, strict=True):
-                    _write_back(tensor, piece)
+                    if piece.data_ptr() != tensor.data_ptr():
+                        _write_back(tensor, piece)
+        except BaseException:  # the ranks are out of step
+            self.here.close(is_broken=True)
+            raise
+        return Done(outputs)
 
-        return self._complete(gather, outputs)
-
-    def _in_place(self, tensors: Sequence[torch.Tensor], operation: Callable[[int, torch.Tensor], None]) -> Done:
-        """Make work that changes the tensors in place, by an operation on a one-dimensional view of each."""
-
-        flats = [_flat(tensor) for tensor in tensors]
-
-        def change() -> None:
+    def _in_place(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        argument: str | int | None,
+        operation: Callable[..., None],
+        *arguments: Any,
+        parts: Sequence[Sequence[torch.Tensor]] = (),
+    ) -> Done:
+        """Change the tensors in place, by an operation on a one-dimensional view of each, with its parts."""
+        flats = list(map(_flat, tensors))  # all are checked before anything is sent
+        try:
             for number, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
-                operation(number, flat)
-                _write_back(tensor, flat)
-
-        return self._complete(change, tensors)
+                action = _describe_call(name, tensor.shape, tensor.dtype, argument)
+                operation(action, flat, *parts[number : number + 1], *arguments)
+                if flat.data_ptr() != tensor.data_ptr():
+                    _write_back(tensor, flat)
+        except BaseException:  # the ranks are out of step
+            self.here.close(is_broken=True)
+            raise
+        return Done(tensors)
 
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
         """Before anything is sent, check that there is one part per rank, each of the size that a rank sends or
@@ -266,15 +273,6 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             raise ValueError(
                 f"{name} between {self.size()} ranks needs as many parts of {whole.numel()} elements each, got {sizes}"
             )
-
-    def _complete(self, operation: Callable[[], None], result: Any) -> Done:
-        """Do the work; if it fails in the middle, the ranks are out of step, and the group is broken."""
-        try:
-            operation()
-        except BaseException:
-            self.here.close(is_broken=True)
-            raise
-        return Done(result)
 
     def _by_gloo(self, *peers: int) -> Any:
         """Return the group for everything else, once those peers have created theirs; they connect on first use."""
@@ -295,12 +293,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             self._gloo.shutdown()
 
 
-def _describe_call(name: str, tensor: torch.Tensor, argument: str | int | None) -> str:
-    return _describe_call_on(name, tensor.shape, tensor.dtype, argument)
-
-
 @lru_cache(4096)
-def _describe_call_on(name: str, shape: tuple[int, ...], dtype: torch.dtype, argument: str | int | None) -> str:
+def _describe_call(name: str, shape: tuple[int, ...], dtype: torch.dtype, argument: str | int | None) -> str:
     return action_of(Call(name, tuple(shape), dtype, argument))
 
 
@@ -341,5 +335,4 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
+    tensor.detach().copy_(flat.view(tensor.shape))

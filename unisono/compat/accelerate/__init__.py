@@ -18,8 +18,8 @@ from unisono.compat.accelerate.launchers import debug_launcher as debug_launcher
 from unisono.compat.accelerate.launchers import notebook_launcher as notebook_launcher
 from unisono.compat.accelerate.state import PartialState as PartialState
 from unisono.compat.accelerate.utils.dataclasses import *
-from unisono.compat.accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
-from unisono.compat.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
+from unisono.compat.accelerate.utils.other import find_executable_batch_size as find_executable_batch_size
+from unisono.compat.accelerate.utils.other import synchronize_rng_states as synchronize_rng_states
 from unisono.compat.left_out import left_out
 
 __getattr__ = left_out(__name__)

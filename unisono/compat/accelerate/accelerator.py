@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from unisono.accelerator import Accelerator as Native
+from unisono.arguments import explain_unknown_names
 from unisono.compat.accelerate.arguments import (
     compile_arguments,
     ddp_options,
@@ -44,8 +45,7 @@ from unisono.compat.accelerate.utils.dataclasses import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from unisono.compat.accelerate.utils.memory import release_memory
-from unisono.compat.accelerate.utils.other import extract_model_from_parallel, save
+from unisono.compat.accelerate.utils.other import extract_model_from_parallel, release_memory, save
 from unisono.parallel.collectives import all_gather_object
 from unisono.parallel.prepared.checks import AUTOCAST
 from unisono.parallel.prepared.metrics import NoSuchBatchError
@@ -62,6 +62,11 @@ def _view_of(path: str) -> Any:
     return property(attrgetter(path))
 
 
+@explain_unknown_names(
+    dict.fromkeys(
+        DataLoaderConfiguration.__dataclass_fields__, "it is one of DataLoaderConfiguration's, dataloader_config="
+    )
+)
 class Accelerator(Native):
     """Accepts Accelerate's arguments; docs/migrating_from_accelerate.md says what they mean here.
 
@@ -159,17 +164,11 @@ class Accelerator(Native):
                 made[place] = each
         return made[0] if len(made) == 1 else tuple(made)
 
-    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        return self.prepare(model)
+    def prepare_model(self, prepared: Any, device_placement: Any = None, **options: Any) -> Any:
+        """`prepare`, for one object."""
+        return self.prepare(prepared)
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> Any:
-        return self.prepare(optimizer)
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        return self.prepare(scheduler)
-
-    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, **options: Any) -> Any:
-        return self.prepare(data_loader)
+    prepare_optimizer = prepare_scheduler = prepare_data_loader = prepare_model
 
     def _is_taken(self, each: Any) -> bool:
         if isinstance(each, LRScheduler | ReduceLROnPlateau):

@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unisono.compat.left_out import left_out
 
@@ -27,7 +24,12 @@ def init_empty_weights(include_buffers: bool | None = None) -> object:
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """A block in which this thread creates modules with their parameters on that device."""
+    """A block in which this thread creates modules with their parameters on that device; with `include_buffers`, all
+    tensors."""
+    if include_buffers:
+        with torch.device(device):
+            yield
+        return
     own = threading.get_ident()
 
     def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
@@ -37,14 +39,8 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
         moved.__dict__.update(parameter.__dict__)
         return moved
 
-    def move_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> Any:
-        return buffer if buffer is None or threading.get_ident() != own else buffer.to(device)
-
-    handles = [register_module_parameter_registration_hook(move_parameter)]
-    if include_buffers:
-        handles.append(register_module_buffer_registration_hook(move_buffer))
+    handle = register_module_parameter_registration_hook(move_parameter)
     try:
         yield
     finally:
-        for each in handles:
-            each.remove()
+        handle.remove()

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from unisono.compat.accelerate.state import joined_world
-from unisono.compat.accelerate.utils.random import Seed
+from unisono.compat.accelerate.utils.other import Seed
 from unisono.compat.left_out import left_out
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader

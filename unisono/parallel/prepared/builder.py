@@ -18,7 +18,6 @@ from unisono.parallel.compilation import compile_module
 from unisono.parallel.meta_modules import fill, is_on_meta
 from unisono.parallel.prepared.metric_sync import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.nan_guard import NanGuard
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.strategy import Strategy
@@ -56,11 +55,9 @@ class Builder:
     checks_numbers: bool
     max_grad_norm: float | None
     seed: int | None
-    _guard: NanGuard | None = field(init=False)
     _is_seeded: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self._guard = NanGuard(self.world) if self.checks_numbers else None
         if self.seed is not None:
             self._seed_generators(self.seed)
 
@@ -75,11 +72,12 @@ class Builder:
         if self.is_synchronized:
             module = synchronize_batch_norm(module, self.world, self.passes.weight)
         # After the move, which may replace the parameters by others, without their hooks.
-        if self._guard is not None:
-            self._guard.watch(module)
         if self.compiles is not False:
             module = compile_module(module, self.world, **({} if self.compiles is True else self.compiles))
-        made = PreparedModel(self.strategy.wrap_model(module), self.passes, self.autocast)
+        engine = self.strategy.wrap_model(module)
+        if self.checks_numbers:
+            engine.gradients.watch_norms()
+        made = PreparedModel(engine, self.passes, self.autocast)
         # Until the first model is prepared, the ranks draw the same numbers; from here on, each draws its own.
         if self.seed is not None and not self._is_seeded and self.world.world_size > 1:
             self._seed_generators(seed_of(self.seed, "rank", self.world.rank))
@@ -93,7 +91,7 @@ class Builder:
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """Create the stepper that makes the optimizer step for all ranks."""
-        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, self._guard)
+        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, self.checks_numbers)
 
     def done_in_steps(self) -> list[str]:
         """The settings that only steps of prepared optimizers apply."""

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch.amp import GradScaler
 
-from unisono.arguments import Rule, check_by_rules
+from unisono.arguments import ArgumentRule, check_by_rules
 from unisono.backends import CPU, resolve_device
 from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.strategies.strategy import Strategy
@@ -19,8 +19,8 @@ from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_SWITCH = Rule((bool,), hint="pass True or False")
-_MICROBATCHES = Rule((int,), least=1, hint="pass an integer of at least 1")
+_SWITCH = ArgumentRule((bool,), hint="pass True or False")
+_MICROBATCHES = ArgumentRule((int,), least=1, hint="pass an integer of at least 1")
 
 
 def check_features(world: World, strategy: type[Strategy], options: Choice, precision: str, compile: Any) -> None:
@@ -81,18 +81,18 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """
     check_by_rules(
         given,
-        mixed_precision=Rule(choices=("no", *AUTOCAST)),
-        max_grad_norm=Rule((int, float, None), above=0, hint="pass a positive number, or None"),
+        mixed_precision=ArgumentRule(choices=("no", *AUTOCAST)),
+        max_grad_norm=ArgumentRule((int, float, None), above=0, hint="pass a positive number, or None"),
         gradient_accumulation_steps=_MICROBATCHES,
-        compile=Rule((bool, Mapping), hint="pass True, or torch.compile's arguments"),
-        seed=Rule((int, None), hint="pass an integer, or None"),
+        compile=ArgumentRule((bool, Mapping), hint="pass True, or torch.compile's arguments"),
+        seed=ArgumentRule((int, None), hint="pass an integer, or None"),
         cpu=_SWITCH,
         device_placement=_SWITCH,
         split_batches=_SWITCH,
         sync_batchnorm=_SWITCH,
         nan_guard=_SWITCH,
-        schedule_unit=Rule(choices=(*get_args(Unit), None)),
-        loss_reduction=Rule(choices=("mean", "sum")),
+        schedule_unit=ArgumentRule(choices=(*get_args(Unit), None)),
+        loss_reduction=ArgumentRule(choices=("mean", "sum")),
     )
     options, precision = given["scaler_options"], given["mixed_precision"]
     if given["nan_guard"] and precision == "fp16":

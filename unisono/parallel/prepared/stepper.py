@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import chain
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.parameter_names import has_gradient, trained_parameters
-from unisono.parallel.prepared.nan_guard import NanGuard
+from unisono.parallel.prepared.nan_guard import check_finite
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.steps import TAKEN
@@ -53,7 +54,7 @@ class Stepper:
         passes: records the passes through the models.
         max_grad_norm: the norm to which each step clips; None for no clipping.
         scaler: the scaler of the loss, or None.
-        guard: the NanGuard, or None.
+        checks_numbers: whether a non-finite gradient is an error.
 
     Attributes:
         num_asked: the number of calls of `step`.
@@ -70,7 +71,7 @@ class Stepper:
         passes: Passes,
         max_grad_norm: float | None = None,
         scaler: LossScaler | None = None,
-        guard: NanGuard | None = None,
+        checks_numbers: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.num_asked = 0
@@ -82,8 +83,8 @@ class Stepper:
         self._passes, self._steps = passes, passes.steps
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
-        self._guard = guard
-        self._finishes = guard is not None or max_grad_norm is not None
+        self._checks_numbers = checks_numbers
+        self._finishes = checks_numbers or max_grad_norm is not None
         self._has_warned = False
         self._num_groups = len(optimizer.param_groups)
         self.join: Callable[[Stepper], None] = lambda stepper: None
@@ -225,8 +226,6 @@ class Stepper:
         """Record that the gradients are zero."""
         # An optimizer that zeroes gradients within its own step, such as SAM, is still in that step.
         if id(self.optimizer) not in stepping:
-            if self._guard is not None:
-                self._guard.forget(trained_parameters(self.optimizer))
             for engine in self._engines:
                 engine.forget(self.optimizer)
             self._passes.forget()
@@ -312,8 +311,9 @@ class Stepper:
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
         parameters = trained_parameters(self.optimizer) if self._finishes else []
-        if self._guard is not None:
-            self._guard.check(parameters)  # before clipping, which would spread one NaN to all gradients
+        if self._checks_numbers:  # before clipping, which would spread one NaN to all gradients
+            norms = [each.gradients.norms for each in self._engines]
+            check_finite(parameters, [*chain.from_iterable(norms)] if all(norms) else (), self.world)
         if self._max_grad_norm is not None:
             clip_grad_norm(parameters, self._max_grad_norm, world=self.world)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.hooks import attach_hook, check_hook
 from unisono.parallel.strategies.strategy import Strategy
-from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import DDP
 from unisono.torch_private import (
     BUILD_PARAMETERS,
@@ -37,8 +38,6 @@ _SYNCS_NO_BUFFERS: dict[str, Any] = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")  # deprecated in newer versions of torch
     if name in inspect.signature(DistributedDataParallel).parameters
 )
-# The reduction of a backward pass: none, or it is over; DDP's, which has begun; or one after the pass.
-_NONE, _UNFINISHED, _FLAT = "none", "unfinished", "flat"
 _FORWARD_PASSES = 16  # the most that one backward pass may use, with find_unused_parameters
 
 
@@ -71,7 +70,8 @@ class DDPEngine(Engine):
         self._options = options
         self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
-        self._reduction, self._at_forward = _NONE, 0
+        self._unsent: set[int] = set()  # not empty while DDP reduces, until the last bucket is sent
+        self._is_late, self._at_forward = False, 0
         self._wrap()
 
     def _wrap(self, fills: bool = True) -> None:
@@ -96,9 +96,10 @@ class DDPEngine(Engine):
         attach_hook(
             self._replicated,
             options.comm_hook,
-            weak_method(self._steps.factor),
+            self._steps.factor,
             options.comm_options,
-            finish=weak_method(self._note_finish),
+            finish=self._unsent.clear,
+            watchers=self.gradients.watchers,
         )
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:
@@ -109,7 +110,7 @@ class DDPEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         if not torch.is_grad_enabled():
             return super().run(args, kwargs, method)
-        if self._reduction == _UNFINISHED and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
+        if self._unsent and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
         self._at_forward = self.gradients.arrivals.count()
         result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
@@ -121,32 +122,28 @@ class DDPEngine(Engine):
     def prepare(self, reduces: bool) -> None:
         # DDP waits for each gradient once. One that has arrived in this pass already, at a parameter that the outputs
         # do not depend on, would never come; and a parameter frozen since the forward pass would be given one.
-        is_frozen = False in [each.requires_grad for each in self._names]
-        if reduces and (is_frozen or self.gradients.arrivals.count() != self._at_forward):
-            self._reduction = _FLAT
-        elif reduces:
+        is_frozen = not all(map(attrgetter("requires_grad"), self._names))
+        self._is_late = reduces and (is_frozen or self.gradients.arrivals.count() != self._at_forward)
+        if reduces and not self._is_late:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self.place()}")
             # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
             # waits for all.
-            self._replicated.reducer.prepare_for_backward([each for found in self._outputs for each in found])
-            self._reduction = _UNFINISHED
+            self._replicated.reducer.prepare_for_backward(list(chain.from_iterable(self._outputs)))
+            self._unsent.add(0)
         self._outputs = []
 
     def complete(self) -> None:
-        if self._reduction == _FLAT:
+        if self._is_late:
             self.reduce_late()
             return
         # Those that were frozen with a gradient, which DDP does not know.
         if self._frozen and (held := [each for each in self._frozen if each.grad is not None]):
             self.reduce_late(held)
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
-        if self._reduction == _UNFINISHED:
+        if self._unsent:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
             raise RuntimeError(unused(type(self.module).__name__, lacking))
-
-    def _note_finish(self) -> None:
-        self._reduction = _NONE
 
 
 class _Ordered(DistributedDataParallel):

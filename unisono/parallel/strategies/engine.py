@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter, call
 from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
@@ -94,7 +95,7 @@ class Engine:
 
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of its parameters."""
-        return [each for trainer in self.trainers if (each := trainer.optimizer()) is not None]
+        return list(filter(None, map(call, map(attrgetter("optimizer"), self.trainers))))  # which are weak references
 
     def trainer(self, optimizer: Optimizer) -> Trainer:
         """The record of an optimizer; of one that has none, from now on."""
@@ -259,17 +260,14 @@ class Engine:
             check_agreement(self.trained(), self._world)
             self._is_agreed = True  # after the comparison: an error leaves it to be repeated
         reduced = self.members.with_gradients() if parameters is None else parameters
-        reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
+        watchers = self.gradients.watchers
+        reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True, watchers=watchers)
 
     def count_leaves(self) -> None:
         """Count the gradients that arrive at the leaves; again, when others train."""
         if self._world.comm.size > 1:
             self._hook(self._counted, self.gradients.arrivals.hook)
-            self.await_pass()
-
-    def await_pass(self) -> None:
-        """Notice a backward pass that reaches no output of the model when its first gradient arrives."""
-        self.gradients.arrivals.call_at_next(self.notice)
+            self.gradients.arrivals.call_at_next(self.notice)
 
     def scale_leaves(self) -> None:
         """Scale the gradients that arrive at the leaves."""
@@ -309,7 +307,7 @@ class Engine:
             return False
         held = self.gradients
         has_stepped = held.passed is not None and self._steps.stepped_at(optimizer) > held.passed[1]
-        if held.passed is not None and not has_stepped and not held.is_changed():
+        if held.passed is not None and not has_stepped and not (held.known and held.is_changed()):
             return False
         is_there = any(each.grad is not None for each in self.trained())
         # The sum of what all ranks hold already would be larger; a mean of equal ones is equal.

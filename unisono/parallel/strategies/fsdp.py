@@ -31,8 +31,15 @@ from unisono.parallel.strategies.sharded import (
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
-from unisono.torch_private import FSDP_CONTEXT, FSDP_STATE, PARAMETERS, current_graph_task_id, queue_callback
-from unisono.tree import tensors
+from unisono.torch_private import (
+    FSDP_CONTEXT,
+    FSDP_STATE,
+    PARAMETERS,
+    current_graph_task_id,
+    is_view,
+    queue_callback,
+)
+from unisono.tree import tensors, tree_map
 from unisono.world import World
 
 
@@ -122,9 +129,7 @@ class FSDPEngine(Engine):
         return result
 
     def _run_gathered(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        self._watch(self._sharded, args, result)
-        return result
+        return self._watch(self._sharded, args, method(*args, **kwargs))
 
     def _reshard(self) -> None:
         for unit in self._units:
@@ -231,10 +236,17 @@ class FSDPEngine(Engine):
         found = named_whole_parameters(self._sharded)
         return {name: each for name, each in found.items() if each.requires_grad}
 
-    def _watch(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Make the outputs announce their backward pass, before FSDP2's own hooks on them gather parameters."""
+    def _watch(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        """Make the outputs announce their backward pass, before FSDP2's own hooks on them gather parameters.
+
+        Returns:
+            The outputs, with copies of views: a view that is changed in place would lose the hooks.
+        """
+        if any(map(is_view, _with_gradients(outputs))):
+            outputs = tree_map(_without_base, outputs)
         for leaf in _with_gradients(outputs):
             leaf.register_hook(weak_method(self._announce))
+        return outputs
 
     def _announce(self, _: torch.Tensor | None = None) -> None:
         backward_pass = current_graph_task_id()
@@ -293,6 +305,10 @@ class FSDPEngine(Engine):
         self._memory.check("fsdp")
         self._gradients.check("fsdp", "grad.data")
         self._reshard()  # gathered parameters that no backward pass has released are outdated
+
+
+def _without_base(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad and is_view(leaf) else leaf
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:

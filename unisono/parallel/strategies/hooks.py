@@ -16,7 +16,7 @@ sends buckets in the order of their indices, from 0.
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ def attach_hook(
     options: Mapping[str, Any] | None = None,
     *,
     finish: Callable[[], None] | None = None,
+    watchers: Sequence[Callable[[torch.Tensor], None]] = (),
 ) -> None:
     """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, in the named format.
 
@@ -50,6 +51,7 @@ def attach_hook(
         scale: returns this rank's factor; called once in each reducing backward pass.
         options: for "powersgd" those of torch's PowerSGDState.
         finish: called when the last bucket of a backward pass is sent.
+        watchers: called with each bucket before it is sent.
 
     Raises:
         ValueError: the hook or option does not exist, or an option's value or the model is unsuitable. In a backward
@@ -77,7 +79,10 @@ def attach_hook(
                 "one, or real parameters and torch.view_as_complex in forward()"
             )
         # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
-        scale_in_place(gradients, factor)
+        if factor != 1:
+            scale_in_place(gradients, factor)
+        for watch in watchers:
+            watch(gradients)
         # Half precision and low ranks support only dense gradients; a sparse one is sent uncompressed.
         is_dense = gradients.layout is torch.strided
         sent = hook(state, bucket) if is_dense else allreduce_hook(group, bucket)

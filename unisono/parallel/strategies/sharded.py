@@ -30,7 +30,7 @@ from unisono.parallel.agreement import broadcast_together
 from unisono.parallel.meta_modules import fill
 from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
 from unisono.strategies import FSDP
-from unisono.torch_private import current_graph_task_id
+from unisono.torch_private import current_graph_task_id, tracing_context
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -174,7 +174,9 @@ class WholeParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         own: torch.Tensor | None = _GRAD.__get__(self)
-        return self.sharded.grad if own is None and current_graph_task_id() == -1 else own
+        # Dynamo looks at it for each graph, and expects a gradient of the parameter's shape.
+        is_whole_only = own is not None or current_graph_task_id() != -1 or tracing_context() is not None
+        return own if is_whole_only else self.sharded.grad
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:

@@ -169,16 +169,12 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def build(self) -> torch.profiler.profile:
-        kinds = torch.profiler.ProfilerActivity.__members__
+        kinds, options = torch.profiler.ProfilerActivity.__members__, dict(vars(self))
+        activities, schedule, _ = (options.pop(name) for name in ("activities", "schedule_option", "output_trace_dir"))
         return torch.profiler.profile(
-            activities=None if self.activities is None else [kinds[each.upper()] for each in self.activities],
-            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
+            activities=None if activities is None else [kinds[each.upper()] for each in activities],
+            schedule=None if schedule is None else torch.profiler.schedule(**schedule),
+            **options,
         )
 
 

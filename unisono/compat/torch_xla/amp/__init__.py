@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from unisono.compat.left_out import left_out
-from unisono.compat.torch_xla.core.devices import Place, here
+from unisono.compat.torch_xla.core.devices import DeviceName, here
 
 __getattr__ = left_out(__name__)
 
 
 def autocast(
-    device: Place,
+    device: DeviceName,
     enabled: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     cache_enabled: bool | None = None,

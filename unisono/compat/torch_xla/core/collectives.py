@@ -1,8 +1,8 @@
 """Collectives over all replicas or groups of them, and optimizer steps.
 
-`pin_layout`, `bucket_cap_mb`, `channel_id` and `use_global_device_ids` have no effect. Nothing here is differentiable;
-`functions.all_reduce` and `all_gather` are. Arguments that do not fit are a TypeError or a ValueError; replicas whose
-calls do not fit one another get the errors of `unisono.all_reduce`.
+`pin_layout`, and what follows it (`bucket_cap_mb`, `channel_id`, `use_global_device_ids`), has no effect. Nothing here
+is differentiable; `functions.all_reduce` and `all_gather` are. Arguments that do not fit are a TypeError or a
+ValueError; replicas whose calls do not fit one another get the errors of `unisono.all_reduce`.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def all_gather(
     groups: Groups = None,
     output: Any = None,
     pin_layout: bool = True,
-    channel_id: int | None = None,
-    use_global_device_ids: bool | None = None,
+    *ignored: Any,
+    **options: Any,
 ) -> Any:
     """Concatenate the replicas' tensors, of equal shapes, along `dim`, by ordinal; zero-dimensional tensors are
     stacked.
@@ -120,16 +120,7 @@ def all_gather(
     return _apply_to_each(gathered, value, output)
 
 
-def all_gather_bucketized(
-    input_list: Any,
-    dim: int = 0,
-    groups: Groups = None,
-    output: Any = None,
-    pin_layout: bool = False,
-    bucket_cap_mb: float = 160,
-) -> Any:
-    """`all_gather` of a list."""
-    return all_gather(input_list, dim, groups, output)
+all_gather_bucketized = all_gather
 
 
 @disable_dynamo
@@ -143,8 +134,8 @@ def reduce_scatter(
     groups: Groups = None,
     output: Any = None,
     pin_layout: bool = True,
-    channel_id: int | None = None,
-    use_global_device_ids: bool | None = None,
+    *ignored: Any,
+    **options: Any,
 ) -> Any:
     """Like `all_reduce`, but each replica gets only its own of `shard_count` equal parts along `scatter_dim`.
 
@@ -167,19 +158,7 @@ def reduce_scatter(
     return _apply_to_each(scattered, input, output)
 
 
-def reduce_scatter_bucketized(
-    reduce_type: str,
-    input_list: Any,
-    scale: float,
-    scatter_dim: int,
-    shard_count: int,
-    groups: Groups = None,
-    output: Any = None,
-    pin_layout: bool = False,
-    bucket_cap_mb: float = 160,
-) -> Any:
-    """`reduce_scatter` of a list."""
-    return reduce_scatter(reduce_type, input_list, scale, scatter_dim, shard_count, groups, output)
+reduce_scatter_bucketized = reduce_scatter
 
 
 def _apply_to_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:

@@ -23,7 +23,7 @@ from unisono.world import World, current_world, process_world
 
 D = TypeVar("D")
 
-Place = str | torch.device
+DeviceName = str | torch.device
 Kind = str | Sequence[str] | None
 """A kind of devices, "TPU", "GPU", "CUDA", "MPS", "XLA" or "CPU"; of a list, the first that has any. None is the kind
 in use: accelerators before the CPU, or what UNISONO_BACKEND says."""
@@ -80,7 +80,7 @@ def master_print(*args: Any, fd: TextIO | None = None, local: bool = True, flush
 # Its devices.
 
 
-def here(device: Place | None = None) -> tuple[Backend, torch.device]:
+def here(device: DeviceName | None = None) -> tuple[Backend, torch.device]:
     """That device and its family; None is the device that the caller works on."""
     if device is not None:
         return resolve_device(device)
@@ -150,18 +150,18 @@ def get_xla_supported_devices(devkind: Kind = None, max_devices: int | None = No
     return [str(device) for device in devices_of(devkind)][: max_devices or None]
 
 
-def xla_device_hw(device: Place) -> str:
+def xla_device_hw(device: DeviceName) -> str:
     """The hardware of a device: "CPU", "GPU", "MPS" or "TPU"."""
     return _hardware_name(here(device)[0])
 
 
-def xla_real_devices(devices: Sequence[Place] | None = None) -> list[str]:
+def xla_real_devices(devices: Sequence[DeviceName] | None = None) -> list[str]:
     """The devices by their hardware: "CPU:0" for "xla:0" on a CPU. None uses those visible to the caller."""
     resolved = [resolve_device(each) for each in (devices_of(None) if devices is None else devices)]
     return [f"{_hardware_name(backend)}:{device.index or 0}" for backend, device in resolved]
 
 
-def xla_replication_devices(local_devices: Sequence[Place]) -> list[str]:
+def xla_replication_devices(local_devices: Sequence[DeviceName]) -> list[str]:
     """Like `xla_real_devices`, for devices that are to form a replication: any set of one kind; else a RuntimeError."""
     real = xla_real_devices(local_devices)
     kinds = sorted({name.partition(":")[0] for name in real})
@@ -175,7 +175,7 @@ def _hardware_name(backend: Backend) -> str:
     return "GPU" if hardware == "CUDA" else hardware
 
 
-def wait_device_ops(devices: Sequence[Place] = ()) -> None:
+def wait_device_ops(devices: Sequence[DeviceName] = ()) -> None:
     """Block until all work submitted to the devices has finished; by default to the replica's own, or all a script
     sees."""
     for device in devices or ([here()[1]] if replication() else devices_of(None)):
@@ -183,13 +183,13 @@ def wait_device_ops(devices: Sequence[Place] = ()) -> None:
         backend.synchronize(resolved)
 
 
-def set_rng_state(seed: int, device: Place | None = None) -> None:
+def set_rng_state(seed: int, device: DeviceName | None = None) -> None:
     """Seed the random generator of a device, by default of the caller's; the seed is a non-negative integer."""
     check_integer(seed, "seed", 0)
     seed_device(*here(device), seed)
 
 
-def get_rng_state(device: Place | None = None) -> int:
+def get_rng_state(device: DeviceName | None = None) -> int:
     """A seed from which the device's random generator continues: `set_rng_state` with it repeats what comes next.
 
     If anything was drawn since the generator was seeded, it is reseeded for that, with a seed derived from its state.
@@ -197,7 +197,7 @@ def get_rng_state(device: Place | None = None) -> int:
     return seed_of_device(*here(device))
 
 
-def send_cpu_data_to_device(data: Any, device: Place) -> Any:
+def send_cpu_data_to_device(data: Any, device: DeviceName) -> Any:
     """The data with its tensors on the device, in containers of the same types; the data itself is not modified.
 
     Tensors in attributes of objects are moved, too; a `DataWrapper` names its own.

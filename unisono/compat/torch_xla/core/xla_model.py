@@ -7,9 +7,6 @@ Each name means the same in a plain script, in a thread of a `DataParallel` and 
 from __future__ import annotations
 
 import time
-from typing import Any
-
-import torch
 
 from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core.collectives import *
@@ -17,8 +14,7 @@ from unisono.compat.torch_xla.core.collectives import fetch_gradients as _fetch_
 from unisono.compat.torch_xla.core.devices import *
 from unisono.compat.torch_xla.core.meeting import *
 from unisono.compat.torch_xla.core.steps import *
-from unisono.compat.torch_xla.utils.utils import for_each_instance, getenv_as
-from unisono.torch_private import STORAGE_ADDRESS
+from unisono.compat.torch_xla.utils.utils import getenv_as
 
 __getattr__ = left_out(__name__)
 
@@ -63,18 +59,3 @@ class RateTracker:
         """The rate per second since the beginning."""
         passed = time.monotonic() - self._began
         return self._total / passed if passed > 0 else 0.0
-
-
-def check_view_sharing(obj: Any) -> None:
-    """A RuntimeError, if two different tensors of the structure share memory, which they would not on a device."""
-    owners: dict[int, torch.Tensor] = {}
-
-    def check(tensor: torch.Tensor) -> None:
-        owner = owners.setdefault(getattr(tensor.untyped_storage(), STORAGE_ADDRESS), tensor)
-        if owner is not tensor:
-            raise RuntimeError(
-                f"tensors of shape {tuple(owner.shape)} and {tuple(tensor.shape)} share memory, and would no longer "
-                "share it after a move; clone() one of them, or move the tensor that they are views of"
-            )
-
-    for_each_instance(obj, torch.is_tensor, check)

@@ -8,7 +8,6 @@ Metrics are the phases of its loops ("fetch", "compute", "reduce", "step", "move
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 from unisono.compat.left_out import left_out
 from unisono.timeline import PHASES
@@ -19,46 +18,42 @@ __getattr__ = left_out(__name__)
 _RUNTIME_NAMES = {"graphs compiled": "UncachedCompile", "graphs found compiled": "CachedCompile"}
 
 
-@dataclass
-class _Counted:
-    """What a replica has counted: counters, the total nanoseconds of each phase, and the end of the last span."""
+class _Cleared:
+    """What a replica had counted when it cleared its metrics: its counters, the nanoseconds of each phase, and the end
+    of the last span."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    totals: Counter[str] = field(default_factory=Counter)
-    stop: int = 0
-
-
-class _Cleared(_Counted):
-    """What it had counted when it cleared its metrics."""
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()
+        self.stop = 0
 
 
-def _count_all() -> _Counted:
-    world, found = current_world(), _Counted()
+def _count(before: _Cleared) -> _Cleared:
+    """What was counted since then."""
+    world, found = current_world(), _Cleared()
     for track in world.timeline.tracks():
         found.counts.update(track.counts.copy())
         found.totals.update(track.totals.copy())
         found.stop = max([found.stop, *(span.stop for span in list(track.spans.copy())[-1:])])
     for name, value in world.backend.counters().items():
         found.counts[_RUNTIME_NAMES.get(name, name)] += value
+    found.counts.subtract(before.counts)
+    found.totals.subtract(before.totals)
     return found
 
 
-def _count_since_cleared() -> tuple[_Counted, int]:
-    """What was counted since, and the end of the last span before."""
-    found, before = _count_all(), current_world().state.part(_Cleared)
-    found.counts.subtract(before.counts)
-    found.totals.subtract(before.totals)
-    return found, before.stop
+def _count_since_cleared() -> _Cleared:
+    return _count(current_world().state.part(_Cleared))
 
 
 def counter_names() -> list[str]:
     """The counters with a nonzero value."""
-    return sorted(name for name, value in _count_since_cleared()[0].counts.items() if value)
+    return sorted(name for name, value in _count_since_cleared().counts.items() if value)
 
 
 def counter_value(counter_name: str) -> int | None:
     """The value of a counter; None if it is zero."""
-    return _count_since_cleared()[0].counts[counter_name] or None
+    return _count_since_cleared().counts[counter_name] or None
 
 
 def metric_names() -> list[str]:
@@ -71,14 +66,14 @@ def metric_data(metric_name: str) -> tuple[int, float, list[tuple[float, float]]
 
     None if the phase has taken no time.
     """
-    found, cleared_at = _count_since_cleared()
+    cleared_at = current_world().state.part(_Cleared).stop
     spans = [span for track in current_world().timeline.tracks() for span in track.spans.copy()]
     samples = [
         (span.stop / 1e9, float(span.stop - span.start))
         for span in sorted(spans, key=lambda span: span.stop)
         if span.phase == metric_name and span.stop > cleared_at
     ]
-    total = found.totals[metric_name]
+    total = _count_since_cleared().totals[metric_name]
     return (len(samples), float(total), samples) if total > 0 else None
 
 
@@ -94,7 +89,7 @@ def metrics_report() -> str:
 
 def clear_all() -> None:
     """Restart counting. Reports of this framework (`unisono.gather_report`) are not affected."""
-    vars(current_world().state.part(_Cleared)).update(vars(_count_all()))
+    vars(current_world().state.part(_Cleared)).update(vars(_count(_Cleared())))
 
 
 clear_counters = clear_metrics = clear_all

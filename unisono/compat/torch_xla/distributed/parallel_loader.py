@@ -16,21 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from unisono.arguments import check_integer
+from unisono.arguments import check_integer, explain_unknown_names
 from unisono.backends import resolve_device
 from unisono.compat.left_out import left_out
-from unisono.compat.torch_xla.core.devices import send_attributes
+from unisono.compat.torch_xla.core.devices import DeviceName, send_attributes
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.loaders import parallel_loader as native
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.registry import Sources
 from unisono.loaders.sharding import Tail
 from unisono.world import current_world
-
-Place = str | torch.device
 
 PASSES = Sources()  # over each DataLoader, whichever loaders of these modules make them
 
@@ -46,7 +43,7 @@ class PerDeviceLoader:
         batches_per_execution: the number of batches per step.
     """
 
-    def __init__(self, iterator: DeviceIterator, device: Place, batches_per_execution: int = 1) -> None:
+    def __init__(self, iterator: DeviceIterator, device: DeviceName, batches_per_execution: int = 1) -> None:
         self._iterator = iterator
         self._place = resolve_device(device)
         self._per_step = batches_per_execution
@@ -86,44 +83,18 @@ class ParallelLoader:
     Args:
         loader: a DataLoader or another iterable of batches, with or without a length.
         devices: without repetition.
-        batchdim: the dimension of the samples, for `fixed_batch_size`.
-        fixed_batch_size: end before the first round with a batch of another size than the first.
-        loader_prefetch_size, device_prefetch_size: how many loaded, and moved, batches may wait per device, at least:
-            the moved ones are always half of the loaded ones. 0 for the first: nothing is read ahead.
-        batches_per_execution: the number of batches per step.
-        host_to_device_transfer_threads: has no effect: each device has its own thread.
-        input_sharding: None; as for `runtime.use_spmd`.
+        arguments, options: those of `native_options`.
 
     Raises:
         TypeError, ValueError: an argument is invalid; nothing was started.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        devices: Sequence[Place],
-        batchdim: int = 0,
-        fixed_batch_size: bool = False,
-        loader_prefetch_size: int = 8,
-        device_prefetch_size: int = 4,
-        batches_per_execution: int = 1,
-        host_to_device_transfer_threads: int = 1,
-        input_sharding: None = None,
-    ) -> None:
-        self._per_step = _checked(batches_per_execution, input_sharding)
-        self._native = native.ParallelLoader(
-            loader,
-            devices,
-            batch_dim=batchdim,
-            fixed_batch_size=fixed_batch_size,
-            prefetch=_prefetch_for(loader_prefetch_size, device_prefetch_size),
-            tail=tail_of(devices),
-            already_sharded=is_rank_of_several(),
-            sources=PASSES,
-        )
+    def __init__(self, loader: Iterable[Any], devices: Sequence[DeviceName], *arguments: Any, **options: Any) -> None:
+        self._per_step, found = native_options(*arguments, **options)
+        self._native = native.ParallelLoader(loader, devices, tail=tail_of(devices), **found)
         take_epoch(loader, self._native)
 
-    def per_device_loader(self, device: Place) -> PerDeviceLoader:
+    def per_device_loader(self, device: DeviceName) -> PerDeviceLoader:
         """The iterator of one device, which keeps this loader alive.
 
         Raises:
@@ -156,31 +127,10 @@ class MpDeviceLoader:
     Arguments as for `ParallelLoader`.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        device: Place,
-        batchdim: int = 0,
-        fixed_batch_size: bool = False,
-        loader_prefetch_size: int = 8,
-        device_prefetch_size: int = 4,
-        batches_per_execution: int = 1,
-        host_to_device_transfer_threads: int = 1,
-        input_sharding: None = None,
-    ) -> None:
-        self._per_step = _checked(batches_per_execution, input_sharding)
-        self._device = device
-        self._loader = loader
-        self._native = native.DeviceLoader(
-            loader,
-            device,
-            batch_dim=batchdim,
-            fixed_batch_size=fixed_batch_size,
-            prefetch=_prefetch_for(loader_prefetch_size, device_prefetch_size),
-            tail="split",
-            already_sharded=is_rank_of_several(),
-            sources=PASSES,
-        )
+    def __init__(self, loader: Iterable[Any], device: DeviceName, *arguments: Any, **options: Any) -> None:
+        self._loader, self._device = loader, device
+        self._per_step, found = native_options(*arguments, **options)
+        self._native = native.DeviceLoader(loader, device, tail="split", **found)
 
     def __iter__(self) -> Iterator[Any]:
         take_epoch(self._loader, self._native)
@@ -190,21 +140,42 @@ class MpDeviceLoader:
         return len(self._native)
 
 
-def _checked(batches_per_execution: int, input_sharding: Any) -> int:
+@explain_unknown_names()
+def native_options(
+    batchdim: int = 0,
+    fixed_batch_size: bool = False,
+    loader_prefetch_size: int = 8,
+    device_prefetch_size: int = 4,
+    batches_per_execution: int = 1,
+    host_to_device_transfer_threads: int = 1,
+    input_sharding: None = None,
+) -> tuple[int, dict[str, Any]]:
+    """The number of batches per step, and the native loaders' options.
+
+    Args:
+        batchdim: the dimension of the samples, for `fixed_batch_size`.
+        fixed_batch_size: end before the first round with a batch of another size than the first.
+        loader_prefetch_size, device_prefetch_size: how many loaded, and moved, batches may wait per device, at least:
+            the moved ones are always half of the loaded ones. 0 for the first: nothing is read ahead.
+        batches_per_execution: the number of batches per step.
+        host_to_device_transfer_threads: has no effect: each device has its own thread.
+        input_sharding: None; as for `runtime.use_spmd`.
+    """
     check_integer(batches_per_execution, "batches_per_execution", 1)
+    check_integer(loader_prefetch_size, "loader_prefetch_size", 0)
+    check_integer(device_prefetch_size, "device_prefetch_size", 1)
     if input_sharding is not None:
         raise ValueError(
             "input_sharding is for one program over all devices, which is unisono.Accelerator(strategy='spmd'); leave "
             "it out, and each device gets its own batches"
         )
-    return batches_per_execution
-
-
-def _prefetch_for(loaded: int, moved: int) -> int:
-    """The `prefetch` with which at least this many batches may wait; half as many may be moved as loaded."""
-    check_integer(loaded, "loader_prefetch_size", 0)
-    check_integer(moved, "device_prefetch_size", 1)
-    return max(loaded, 2 * moved) if loaded else 0
+    return batches_per_execution, {
+        "batch_dim": batchdim,
+        "fixed_batch_size": fixed_batch_size,
+        "prefetch": max(loader_prefetch_size, 2 * device_prefetch_size) if loader_prefetch_size else 0,
+        "already_sharded": current_world().world_size > 1,  # the other ranks have parts of their own
+        "sources": PASSES,
+    }
 
 
 def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.DeviceLoader) -> None:
@@ -214,11 +185,6 @@ def take_epoch(loader: Iterable[Any], reader: native.ParallelLoader | native.Dev
         reader.set_epoch(sampler.epoch)
 
 
-def tail_of(devices: Sequence[Place]) -> Tail:
+def tail_of(devices: Sequence[DeviceName]) -> Tail:
     """How the last round is handled: a single device takes what there is."""
     return "drop" if len(devices) > 1 else "split"
-
-
-def is_rank_of_several() -> bool:
-    """Whether there are other ranks, with parts of their own."""
-    return current_world().world_size > 1

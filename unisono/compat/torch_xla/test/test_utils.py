@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from unisono.compat.left_out import left_out
-from unisono.compat.torch_xla.core.devices import Place, get_ordinal
+from unisono.compat.torch_xla.core.devices import DeviceName, get_ordinal
 from unisono.compat.torch_xla.debug import metrics, metrics_compare_utils
 
 __getattr__ = left_out(__name__)
@@ -56,7 +56,7 @@ def now(format: str = "%H:%M:%S") -> str:
 
 
 def print_training_update(
-    device: Place,
+    device: DeviceName,
     step: int,
     loss: float,
     rate: float,
@@ -70,13 +70,15 @@ def print_training_update(
     write_to_summary(summary_writer, None, {"examples/sec": rate, "average_examples/sec": global_rate})
 
 
-def print_test_update(device: Place, accuracy: float | None, epoch: int | None = None, step: int | None = None) -> None:
+def print_test_update(
+    device: DeviceName, accuracy: float | None, epoch: int | None = None, step: int | None = None
+) -> None:
     """Print the progress of an evaluation."""
     shown = None if accuracy is None else f"{accuracy:.2f}"
     _print_line("Test", device, {"Step": step, "Epoch": epoch, "Accuracy": shown})
 
 
-def _print_line(what: str, device: Place, values: Mapping[str, Any]) -> None:
+def _print_line(what: str, device: DeviceName, values: Mapping[str, Any]) -> None:
     ordinal = get_ordinal(None)
     place = device if ordinal is None else f"{device}/{ordinal}"
     parts = [f"{name}={value}" for name, value in values.items() if value is not None]

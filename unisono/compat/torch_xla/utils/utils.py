@@ -16,7 +16,7 @@ import torch
 
 from unisono.compat.left_out import left_out
 from unisono.loaders import sample_generator
-from unisono.tree import leaves, tree_map
+from unisono.tree import leaves
 
 T = TypeVar("T")
 
@@ -126,21 +126,9 @@ def for_each_instance(value: Any, select_fn: Callable[[Any], bool], fn: Callable
 
     `select_fn` is called with everything that is not a container; the attributes of objects are visited, too.
     """
-    seen: dict[int, Any] = {}
-
-    def visit(node: Any) -> None:
-        for leaf in leaves(node):
-            if id(leaf) in seen:
-                continue
-            seen[id(leaf)] = leaf
-            if select_fn(leaf):
-                fn(leaf)
-            elif isinstance(leaf, DataWrapper):
-                visit(leaf.get_tensors())
-            elif _has_attributes(leaf):
-                visit(list(vars(leaf).values()))
-
-    visit(value)
+    for part in _parts_of(value, select_fn, {}):
+        if select_fn(part):
+            fn(part)
 
 
 def for_each_instance_rewrite(value: Any, select_fn: Callable[[Any], bool], fn: Callable[[Any], Any]) -> Any:
@@ -149,30 +137,36 @@ def for_each_instance_rewrite(value: Any, select_fn: Callable[[Any], bool], fn: 
     Parts are found as in `for_each_instance`. Containers keep their types, an object is replaced by a shallow copy, and
     the structure itself is not modified. A structure without such a part is returned itself.
     """
-    found: list[Any] = []
-    for_each_instance(value, select_fn, found.append)
-    if not found:
+    parts = list(_parts_of(value, select_fn, {}))
+    if not any(map(select_fn, parts)):
         return value
-    images: dict[int, tuple[Any, Any]] = {}  # holds references, so that no id is reused
+    memo: dict[int, Any] = {}
 
-    def image_of(leaf: Any) -> Any:
-        if id(leaf) in images:
-            return images[id(leaf)][1]
-        if select_fn(leaf):
-            twin = fn(leaf)
-        elif isinstance(leaf, DataWrapper):
-            twin = leaf.from_tensors(tree_map(image_of, leaf.get_tensors()))
-        elif _has_attributes(leaf):
-            twin = copy.copy(leaf)
-            images[id(leaf)] = leaf, twin
-            vars(twin).update({name: tree_map(image_of, part) for name, part in vars(leaf).items()})
-        else:
-            twin = leaf
-        images[id(leaf)] = leaf, twin
-        return twin
+    def image_of(part: Any) -> Any:
+        if id(part) in memo:
+            return memo[id(part)]
+        return fn(part) if select_fn(part) else part
 
-    return tree_map(image_of, value)
+    for part in parts:
+        if _is_whole(part) or select_fn(part):
+            memo[id(part)] = image_of(part)
+    for part in parts:
+        if isinstance(part, DataWrapper):  # whose tensors may be new ones at each call
+            memo[id(part)] = part.from_tensors([image_of(tensor) for tensor in part.get_tensors()])
+    return copy.deepcopy(value, memo)  # rebuilds what is around these
 
 
-def _has_attributes(leaf: Any) -> bool:
-    return hasattr(leaf, "__dict__") and not isinstance(leaf, _OPAQUE)
+def _parts_of(value: Any, select_fn: Callable[[Any], bool], seen: dict[int, Any]) -> Iterator[Any]:
+    """Yield the leaves, each once, and those of the attributes of leaves that are not selected."""
+    for leaf in leaves(value):
+        if id(leaf) not in seen:
+            seen[id(leaf)] = leaf
+            yield leaf
+            if isinstance(leaf, DataWrapper):
+                yield from _parts_of(leaf.get_tensors(), select_fn, seen)
+            elif not _is_whole(leaf) and not select_fn(leaf):
+                yield from _parts_of(list(vars(leaf).values()), select_fn, seen)
+
+
+def _is_whole(leaf: Any) -> bool:
+    return not hasattr(leaf, "__dict__") or isinstance(leaf, _OPAQUE)

@@ -1,27 +1,33 @@
-"""The common part of the families whose devices compute immediately, by torch's own means: cpu, cuda, mps."""
+"""What families have in common: most members, for devices that compute immediately, by torch's own means."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from unisono.backends import check_index
 from unisono.protocols import DeviceClock, Feature, Transport
 
 
-class EagerBackend(ABC):
-    """The members of a `Backend` that an eager family need not define."""
+class UsualBackend:
+    """The members of a `Backend` that a family need not define."""
 
     name: str
+    device_count: Callable[[], int]
+    moves_in_background = True
     is_lazy = False
 
-    @abstractmethod
-    def device(self, index: int) -> torch.device: ...
+    def is_available(self) -> bool:
+        return self.device_count() > 0
 
-    @abstractmethod
-    def activate(self, device: torch.device) -> None: ...
+    def device(self, index: int) -> torch.device:
+        check_index(index, self.device_count(), self.name)
+        return torch.device(self.name, index)
+
+    def activate(self, device: torch.device) -> None:
+        pass
 
     def start(self, device: torch.device) -> None:
         pass
