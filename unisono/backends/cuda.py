@@ -30,7 +30,7 @@ from unisono.backends.movement import send
 from unisono.backends.usual import UsualBackend
 from unisono.protocols import DeviceClock
 from unisono.torch_private import sparse_indices, sparse_values
-from unisono.tree import leaves, map_objects, nbytes
+from unisono.tree import map_objects, nbytes, objects
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -102,7 +102,7 @@ class CudaBackend(UsualBackend):
     def wait_ready(self, token: _Ready) -> None:
         stream = torch.cuda.current_stream(token.device)
         stream.wait_event(token.done)
-        for leaf in leaves(token.batch):
+        for leaf in objects(token.batch):
             for part in dense_parts(leaf):
                 if part.is_cuda:
                     part.record_stream(stream)
