@@ -85,8 +85,8 @@ class ParallelLoader:
         batch_dim: the sample dimension of a batch (0), along which loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
             A batch of unknown size is a ValueError.
-        prefetch: loaded batches (8) that may wait, per device, and half as many (at least one) that are moved already. A
-            loop over one device, without loader workers, reads for itself while a batch costs less than a change of
+        prefetch: loaded batches (8) that may wait, per device, and half as many (at least one) that are moved already.
+            A loop over one device, without loader workers, reads for itself while a batch costs less than a change of
             thread. 0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as from a
             bare DataLoader.
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
