@@ -69,7 +69,7 @@ def test_an_error_is_short_and_names_each_ranks_line_and_the_users_call(tmp_path
     errors = run(tmp_path / "train.py")
     place = rf'in train \("{tmp_path}/train.py", line %d\)'
     first, second = rf"gather\(\) {place % 7}", rf"wait_for_everyone\(\) {place % 8}"
-    found = re.findall(rf"rank 0 called {first}, .* while rank 1 called {second}, ", errors)
+    found = re.findall(rf"rank 0 came to gather .* by {first} while rank 1 called {second}, ", errors)
     assert len(found) == 1
     assert PACKAGE not in errors
     assert re.search(r"  \.\.\. \d+ frames of unisono\n", errors)
