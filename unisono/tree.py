@@ -96,9 +96,10 @@ def children(node: Any) -> list[Any]:
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves. Fast for the most common batches, since it runs several times a step."""
     found: list[torch.Tensor] = []
-    if _if_plain(tree) is not None:
+    is_list = type(tree) in (list, tuple)
+    if is_list and _PLAIN_TYPES.issuperset(map(type, tree)):
         return found
-    for node in tree if type(tree) in (list, tuple) else (tree,):
+    for node in tree if is_list else (tree,):
         if isinstance(node, torch.Tensor):
             found.append(node)
         elif type(node) not in _PLAIN_TYPES and (type(node) is not dict or node):
