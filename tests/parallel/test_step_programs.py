@@ -60,6 +60,17 @@ FOUND = [
         "draw a; draw a; draw a; draw a; forward fit; backward accelerator; draw a; draw a; step f; draw a; freeze 0; "
         "forward fit; backward accelerator; zero f zeros; draw a; forward square; backward accelerator; step f",
     ),
+    (
+        THREADS_3,
+        Setup(samples=3, others=5, batch=3),
+        "draw a; forward fit; draw b; forward square; backward assigned; add; backward accelerator; step f",
+    ),
+    (
+        THREADS_3,
+        Setup(samples=6, batch=3, layout="two"),
+        "draw a; forward penalty; backward accelerator; step f; forward other; backward plain; decay; forward fit; "
+        "backward plain; step f; forward other; backward plain",
+    ),
     (THREADS_2, Setup(others=4, batch=3), "draw a; forward fit; draw b; forward square; add; backward named; step f"),
 ]
 

@@ -11,7 +11,7 @@ penalty too. That needs a hook on each parameter, so they have one only while th
 - gradients were differentiated (`create_graph=True`): a second pass through them may bypass the outputs.
 
 Other passes that bypass the outputs are noticed by `Arrivals`, when their first gradient arrives, and counted then if
-their batch is even; otherwise they are refused when the optimizer steps.
+their batch is even; otherwise they are refused.
 
 If batches with different parts meet in one backward pass, the gradients that flow from the loss into the model differ,
 and they are scaled relative to the first of them.
@@ -253,12 +253,7 @@ class Passes:
             if not self.steps.is_recent():
                 self._count_late(origin, engine)
             if origin.part != 1:
-                raise ValueError(
-                    f"a backward pass has reached parameters of the {engine.name} and none of its outputs, so that it "
-                    "is not known of which batch it is, and this rank has an uneven part of the current one; call the "
-                    "model itself, or a method after model.mark_forward_method(name), or name the batch, "
-                    "accelerator.backward(loss, batch=batch)"
-                )
+                raise _bypassed(engine)
         engine.reduce()
 
     def forget(self) -> None:
@@ -389,16 +384,22 @@ class Passes:
 
     @staticmethod
     def _notice(passes: ref[Passes], engine: ref[Engine]) -> None:
-        """Handle the first gradient that arrives at the model in a pass: it is counted now, if no output has shown it.
+        """Handle the first gradient that arrives at the model in a pass: it is counted now, if no output has shown it,
+        and no leaf has a hook, which would do so.
 
-        One whose batch is uneven is left to `reduce`, which refuses it, unless the leaves have hooks, which handle it.
+        Raises:
+            ValueError: this rank has an uneven part of its batch. Now, since other ranks may reduce in this pass.
         """
         self, model = passes(), engine()
         if self is None or model is None or model.is_released or model.gathers or model.hooks:
             return
         is_seen = model.passing is not None and model.passing.task == current_graph_task_id()
-        if not is_seen and self._bypassing(model).part == 1:
+        if is_seen:
+            return
+        if self._bypassing(model).part == 1:
             self._run(model, None)
+        elif any(each.requires_grad and is_left_at(each) for each in model.leaves()):
+            raise _bypassed(model)
 
     def _run(self, engine: Engine, origin: Origin | None) -> _Run:
         """Return the current backward pass through that model; begin it when it reaches the model.
@@ -469,7 +470,8 @@ class Passes:
             self._check_graphs(engine, run.part)
         held = engine.gradients
         is_weighed = self.steps.step.every > 1 or run.part != 1 or (self.steps.is_sum and held.is_reduced)
-        if is_weighed and held.is_changed():
+        # Or the assigned ones are of another batch.
+        if held.known is not None and (is_weighed or self._parts != {1}) and held.is_changed():
             raise RuntimeError(
                 f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
                 "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "
@@ -528,6 +530,14 @@ class Passes:
             kept = [each() for each, syncs, reduces in ended.engines if reduces or not syncs]
             for engine in [each for each in self._engines if each not in kept]:
                 engine.follow()
+
+
+def _bypassed(engine: Engine) -> ValueError:
+    return ValueError(
+        f"a backward pass has reached parameters of the {engine.name} and none of its outputs, so that it is not known "
+        "of which batch it is, and this rank has an uneven part of the current one; call the model itself, or a method "
+        "after model.mark_forward_method(name), or name the batch, accelerator.backward(loss, batch=batch)"
+    )
 
 
 def _viewed(leaf: Any, hook: Callable[[torch.Tensor], Any]) -> Any:
