@@ -1,10 +1,11 @@
-"""The script that `preemptions.py` runs: it trains by `spawn`, saves, resumes, and is hit at a drawn moment by a signal.
+"""The script that `preemptions.py` runs: it trains by `spawn`, saves, resumes, and is hit by a signal at some moment.
 
 Each rank notes in a file of its own what it has trained on, and where it began, saved and stopped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from file_faults import at_each_operation
 from torch import nn
@@ -100,9 +102,12 @@ class Striker:
             return
         caller, *ranks = self.pids
         other = ranks[(self.rank + 1) % len(ranks)]
-        victims = {"self": [os.getpid()], "other": [other], "caller": [caller], "ranks": ranks, "all": self.pids}
+        victims = {"self": [os.getpid()], "other": [other], "caller": [caller], "ranks": ranks}
+        # As a scheduler does: the zygote and the loader workers, too.
+        victims["all"] = [caller, *(each.pid for each in psutil.Process(caller).children(recursive=True))]
         for pid in sorted(victims[self.life.victim], key=os.getpid().__eq__):  # itself last
-            os.kill(pid, self.signum)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, self.signum)
 
 
 def sample(index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
