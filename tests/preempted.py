@@ -20,7 +20,7 @@ import torch
 from file_faults import at_each_operation
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from unisono import Accelerator, current_world, should_stop, spawn, warm
 from unisono.checkpoint import saver
@@ -47,10 +47,11 @@ class Life(NamedTuple):
 
 class Case(NamedTuple):
     signum: int
-    is_stream: bool
+    data: str  # "map", "stream", or "cut": a stream that its loader workers cut
     accumulates: int
     is_async: bool
     every: int  # batches between saves
+    has_persistent: bool  # loader workers
     writes_shards: bool  # all ranks write, where the strategy divides
     max_restarts: int
     lives: list[Life]
@@ -67,7 +68,17 @@ def any_case(kind: str, seed: int) -> Case:
         victim = draw.choice(["self", "other", "caller", "ranks", "all"])
         way = draw.choice([2, 3]), draw.choice(["ddp", "zero1", "fsdp"]), draw.randrange(3)
         lives.append(Life(*way, place, times, draw.randrange(1, 40), hitter, victim, delay_s))
-    kinds = draw.random() < 0.4, draw.choice([1, 2]), draw.random() < 0.5, draw.randrange(1, 4), draw.random() < 0.5
+    data = draw.choice(["map", "map", "stream", "cut"])
+    if data == "cut":  # it goes on with the same numbers only
+        lives = [each._replace(ranks=lives[0].ranks, workers=lives[0].workers) for each in lives]
+    kinds = (
+        data,
+        draw.choice([1, 2]),
+        draw.random() < 0.5,
+        draw.randrange(1, 4),
+        draw.random() < 0.5,
+        draw.random() < 0.5,
+    )
     if kind == "kill":
         return Case(signal.SIGKILL, *kinds, draw.choice([0, 0, 1]), lives)
     return Case(signal.SIGTERM, *kinds, 0, lives)
@@ -130,14 +141,17 @@ class Points(Dataset):
 class Stream(IterableDataset):
     epoch = 0
 
-    def __init__(self, striker: Striker) -> None:
-        self.points = Points(striker)
+    def __init__(self, points: Points, is_cut: bool) -> None:
+        self.points, self.is_cut = points, is_cut
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Any:
-        return map(self.points.__getitem__, random.Random(self.epoch).sample(range(SAMPLES), SAMPLES))
+        indices = random.Random(self.epoch).sample(range(SAMPLES), SAMPLES)
+        if self.is_cut and (worker := get_worker_info()) is not None:
+            indices = indices[worker.id :: worker.num_workers]
+        return map(self.points.__getitem__, indices)
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -159,8 +173,14 @@ def train(index: int, root: Path, number: int, case: Case, caller: int) -> None:
     striker = Striker(life, case.signum, root / f"hit-{number}", index, pids)
     if case.writes_shards:
         saver.SMALL = -1
-    data = (Stream if case.is_stream else Points)(striker)
-    loader = DataLoader(data, GLOBAL_BATCH // life.ranks, shuffle=not case.is_stream or None, num_workers=life.workers)
+    data: Any = Points(striker) if case.data == "map" else Stream(Points(striker), case.data == "cut")
+    loader = DataLoader(
+        data,
+        GLOBAL_BATCH // life.ranks,
+        shuffle=case.data == "map" or None,
+        num_workers=life.workers,
+        persistent_workers=case.has_persistent and life.workers > 0,
+    )
     accelerator = Accelerator(
         strategy=life.strategy,
         seed=SEED,

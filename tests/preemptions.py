@@ -116,7 +116,7 @@ def check(case: Case, batches: Batches, weights: dict[str, Any]) -> None:
         times = Counter(chain(*own))
         wrong = {index: times[index] for index in range(SAMPLES) if times[index] != 1}
         assert not wrong, f"samples of epoch {epoch}, and how often each was trained on: {wrong}"
-        if not case.is_stream:
+        if case.data == "map":
             whole = order(SAMPLES, SEED, epoch)
             expected = [set(whole[first : first + GLOBAL_BATCH]) for first in range(0, SAMPLES, GLOBAL_BATCH)]
             assert list(map(set, own)) == expected, f"the batches of epoch {epoch} are {own}"
