@@ -71,17 +71,11 @@ def any_case(kind: str, seed: int) -> Case:
     data = draw.choice(["map", "map", "stream", "cut"])
     if data == "cut":  # it goes on with the same numbers only
         lives = [each._replace(ranks=lives[0].ranks, workers=lives[0].workers) for each in lives]
-    kinds = (
-        data,
-        draw.choice([1, 2]),
-        draw.random() < 0.5,
-        draw.randrange(1, 4),
-        draw.random() < 0.5,
-        draw.random() < 0.5,
-    )
-    if kind == "kill":
-        return Case(signal.SIGKILL, *kinds, draw.choice([0, 0, 1]), lives)
-    return Case(signal.SIGTERM, *kinds, 0, lives)
+    restarts = draw.choice([0, 0, 1]) if kind == "kill" else 0
+    is_async, has_persistent, writes_shards = (draw.random() < 0.5 for _ in range(3))
+    accumulates, every = draw.choice([1, 2]), draw.randrange(1, 4)
+    signum = signal.SIGKILL if kind == "kill" else signal.SIGTERM
+    return Case(signum, data, accumulates, is_async, every, has_persistent, writes_shards, restarts, lives)
 
 
 class Striker:
@@ -174,20 +168,10 @@ def train(index: int, root: Path, number: int, case: Case, caller: int) -> None:
     if case.writes_shards:
         saver.SMALL = -1
     data: Any = Points(striker) if case.data == "map" else Stream(Points(striker), case.data == "cut")
-    loader = DataLoader(
-        data,
-        GLOBAL_BATCH // life.ranks,
-        shuffle=case.data == "map" or None,
-        num_workers=life.workers,
-        persistent_workers=case.has_persistent and life.workers > 0,
-    )
-    accelerator = Accelerator(
-        strategy=life.strategy,
-        seed=SEED,
-        gradient_accumulation_steps=case.accumulates,
-        project_dir=root,
-        total_limit=2,
-    )
+    loading = {"num_workers": life.workers, "persistent_workers": case.has_persistent and life.workers > 0}
+    loader = DataLoader(data, GLOBAL_BATCH // life.ranks, shuffle=case.data == "map" or None, **loading)
+    options = {"gradient_accumulation_steps": case.accumulates, "project_dir": root, "total_limit": 2}
+    accelerator = Accelerator(strategy=life.strategy, seed=SEED, **options)
     network, *others = built()
     # The gradients of the last layer may be on their way to the other ranks, or those wait for them.
     network[1].register_full_backward_hook(lambda *_: striker.come_to("backward"))
