@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting
+from preemptions import hits_of
 from resumable import EPOCHS, SAMPLES, Anything, Ledger, Points, Run, assert_each_once, drawn_batch, leave_after
 from torch import nn
 from torch.nn import functional as F
@@ -218,6 +219,12 @@ def test_sigterm_to_a_worker_ends_all_with_one_checkpoint_from_which_they_go_on(
     assert_each_once(own, EPOCHS)
     assert own.losses == ledger.losses
     torch.testing.assert_close(resumed, weights, **EXACTLY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["preempt", "kill"])
+def test_a_run_that_is_hit_at_any_moment_trains_on_each_sample_once(kind: str) -> None:
+    assert sum(hits_of(kind, seed).total() for seed in range(3)) > 2
 
 
 @pytest.mark.parametrize("mode", fitting(SOLO, PROCESSES_2), ids=str)
