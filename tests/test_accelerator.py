@@ -24,11 +24,7 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (
-            {"mixed_precision": "fp8"},
-            ValueError,
-            "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16",
-        ),
+        ({"mixed_precision": "fp8"}, ValueError, "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16"),
         ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0 is too small; pass an integer"),
         (
             {"gradient_accumulation_steps": 2.0},

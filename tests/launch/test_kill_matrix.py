@@ -26,15 +26,7 @@ pytestmark = pytest.mark.slow
 GRACE_S = 0.3
 PATIENCE_S = 120.0  # for a hundred groups, on a slow machine
 GROWTH_BYTES = 1 << 20  # that 80 groups may add to a process: the allocator rounds
-SIGNALS = [
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGABRT,
-    signal.SIGSEGV,
-    signal.SIGKILL,
-]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL]
 BORNE = {
     ("zygote", signal.SIGINT): "a Ctrl-C is the caller's to handle",
     ("zygote", signal.SIGTERM): "who ends a service, or a job, signals all; the caller decides",

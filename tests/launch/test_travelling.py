@@ -42,10 +42,7 @@ def by_value(code):
 
 
 OBSTACLES = {
-    "a global": (
-        "def work(i):\n  return LOCK",
-        "; the function 'work' uses the global 'LOCK', a lock",
-    ),
+    "a global": ("def work(i):\n  return LOCK", "; the function 'work' uses the global 'LOCK', a lock"),
     "a global of a function that is called": (
         "def inner():\n  return LOCK\ndef work(i):\n  return inner()",
         "; the function 'inner' uses the global 'LOCK', a lock",

@@ -82,10 +82,7 @@ TWINS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[Tensors
         lambda every: [torch.stack(every).mean(0)] * len(every),
     ),
     "reduce_scatter sum": (functional.reduce_scatter, lambda every: scattered(every, 1)),
-    "reduce_scatter mean": (
-        lambda x: functional.reduce_scatter(x, "mean"),
-        lambda every: scattered(every, len(every)),
-    ),
+    "reduce_scatter mean": (lambda x: functional.reduce_scatter(x, "mean"), lambda every: scattered(every, len(every))),
     "broadcast": (functional.broadcast, lambda every: [every[0]] * len(every)),
     "broadcast of the last": (
         lambda x: functional.broadcast(x, unisono.world_size() - 1),

@@ -100,10 +100,7 @@ def one_of_many(columns: int) -> dict[str, torch.Tensor]:
 # What the last rank gathers, while the others gather tensors of the same shapes.
 MISPLACED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "another order": (lambda: one_of_many(2), lambda: dict(reversed(one_of_many(2).items()))),
-    "another name at the end of many": (
-        lambda: one_of_many(40),
-        lambda: {**one_of_many(39), "column": torch.ones(2)},
-    ),
+    "another name at the end of many": (lambda: one_of_many(40), lambda: {**one_of_many(39), "column": torch.ones(2)}),
     "a list for a tuple": (lambda: (torch.ones(2), torch.ones(2)), lambda: [torch.ones(2), torch.ones(2)]),
 }
 

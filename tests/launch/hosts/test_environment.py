@@ -14,14 +14,7 @@ import warm_scripts
 from agents import free_port
 
 from unisono.errors import NoWorldError
-from unisono.launch.hosts.environment import (
-    OUTER_DIRECTORY,
-    AgentPlace,
-    Place,
-    announced_agent,
-    announced_place,
-    take,
-)
+from unisono.launch.hosts.environment import OUTER_DIRECTORY, AgentPlace, Place, announced_agent, announced_place, take
 from unisono.world import announcement
 
 TORCHRUN = {
@@ -252,11 +245,7 @@ def test_without_a_launcher_there_is_no_agent_s_place():
 
 @pytest.mark.parametrize(
     ("environ", "words"),
-    [
-        (TORCHRUN, "WORLD_SIZE=4 is set"),
-        (SLURM, "SLURM_STEP_NUM_TASKS=5 is set"),
-        (TRAINER, "PET_NNODES=2 is set"),
-    ],
+    [(TORCHRUN, "WORLD_SIZE=4 is set"), (SLURM, "SLURM_STEP_NUM_TASKS=5 is set"), (TRAINER, "PET_NNODES=2 is set")],
 )
 def test_several_processes_with_nothing_initialised_are_an_error(monkeypatch, environ, words):
     from unisono.world import current_world
@@ -319,11 +308,7 @@ def start(script: Path, environ: dict[str, str], *launcher: str) -> warm_scripts
     if not launcher:
         return warm_scripts.run(script, environ=environ)
     return subprocess.Popen(
-        [sys.executable, *launcher, str(script)],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, *launcher, str(script)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

@@ -142,10 +142,7 @@ def test_bad_counts_are_errors_and_valid_samples_are_told():
     accelerator = Accelerator(world=solo_world())
     for batch in accelerator.prepare(numbers(5, 3)):
         for values, words in (
-            (
-                batch[:1],
-                r"values with 1 samples match no recent batches, which had \[3",
-            ),
+            (batch[:1], r"values with 1 samples match no recent batches, which had \[3"),
             ({"a": batch, "b": batch[:1]}, r"values have \[1, 3\] rows"),
         ):
             with pytest.raises(ValueError, match=words):

@@ -103,9 +103,7 @@ BUILT = {
         optimizer, partial(warmed_up, num_warmup_steps=5, num_training_steps=total)
     ),
     "sequential": lambda optimizer, total: SequentialLR(
-        optimizer,
-        [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)],
-        milestones=[4],
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)], milestones=[4]
     ),
 }
 MARKED = [name if name in ("one cycle", "warm-up") else pytest.param(name, marks=pytest.mark.slow) for name in BUILT]
@@ -182,9 +180,7 @@ def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: 
     total = total or steps
     found = mode.run(
         lambda: rates_in(
-            lambda optimizer, _: BUILT["cosine"](optimizer, total),
-            gradient_accumulation_steps=3,
-            schedule_unit=unit,
+            lambda optimizer, _: BUILT["cosine"](optimizer, total), gradient_accumulation_steps=3, schedule_unit=unit
         )
     )
     plain = plain_rates(lambda optimizer: BUILT["cosine"](optimizer, total), total)

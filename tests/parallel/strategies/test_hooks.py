@@ -71,10 +71,7 @@ def plain_gradients(dtype: torch.dtype = torch.float64) -> Gradients:
 
 
 def hooked(
-    name: str | None,
-    scale: Callable[[], float] = own_share,
-    dtype: torch.dtype = torch.float64,
-    **options: Any,
+    name: str | None, scale: Callable[[], float] = own_share, dtype: torch.dtype = torch.float64, **options: Any
 ) -> DistributedDataParallel:
     ddp = DistributedDataParallel(network(dtype), bucket_cap_mb=SEVERAL_BUCKETS)
     attach_hook(ddp, name, scale, options)
