@@ -133,11 +133,6 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_fold_whatever_the_type(r
         assert found == [(True, fold(op, ranks.size, dtype)[part]) for dtype, op in REDUCTIONS]
 
 
-def test_a_reduction_is_a_sum_unless_told_otherwise(ranks):
-    found = ranks.run(lambda comm: (comm.all_reduce(torch.ones(1)).item(), comm.barrier())[0])
-    assert found == [ranks.size] * ranks.size
-
-
 def test_all_reduce_works_in_place_and_returns_its_tensor(ranks):
     def reduce(comm):
         tensor = torch.full((3,), comm.rank + 1.0)

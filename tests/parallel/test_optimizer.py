@@ -12,7 +12,7 @@ import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
-from twin import State, data
+from twin import State, assert_same_bits, data
 from twin import model as model_in_main_memory
 
 import unisono
@@ -36,12 +36,6 @@ def pair(request: pytest.FixtureRequest) -> Mode:
 
 def model(seed: int = 0) -> nn.Module:
     return model_in_main_memory(seed).to(torch.get_default_device())
-
-
-def assert_same_bits(states: list[State]) -> None:
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        assert all(torch.equal(state[name], states[0][name]) for name in state)
 
 
 @pytest.mark.any_family
@@ -170,17 +164,6 @@ def test_a_broadcast_mends_different_models_buffers_too(pair):
     torch.testing.assert_close(
         {name[2:]: states[0][name] for name in states[0] if name.startswith("0.")}, model(1).state_dict()
     )
-
-
-def test_models_that_hold_nan_agree():
-    def body() -> bool:
-        network = model()
-        with torch.no_grad():
-            network[0].bias[0] = float("nan")
-        stepped(network, torch.ones(1, 5).double())
-        return True
-
-    assert THREADS_2.run(body) == [True, True]
 
 
 def test_a_closure_of_none_is_no_closure(pair):

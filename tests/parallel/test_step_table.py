@@ -185,6 +185,12 @@ EXACT: dict[str, Callable[[int], Program]] = {
         others=8 * ranks,
         every=2,
     ),
+    "what is left of a loop is stepped on after it": lambda ranks: program(
+        [*[f"draw a; {VISIT}"] * 2, "leave a; step f; zero f none", f"draw a; {VISIT}"], samples=8 * ranks, every=4
+    ),
+    "backward() and optimizer_step() by hand do for prepared objects": lambda ranks: program(
+        ["draw a; forward fit; backward hand; step_by_hand f; zero f none"] * 4, samples=rounds(ranks, 3)
+    ),
     "an accumulate() block goes on in another loop": lambda ranks: program(
         ["enter_block; draw a; forward fit; backward plain; step f; leave a", f"draw a; {VISIT}", f"draw a; {VISIT}"],
         samples=8 * ranks,
