@@ -55,8 +55,8 @@ def work(index):
         dist.all_reduce(torch.ones(1))
     stand_still()
 """
-"""The beginning of a script whose two workers have loader workers that wait for work, and a grandchild each in a session
-of its own; rank 0 stands inside a collective, rank 1 in Python."""
+"""The beginning of a script. Its workers have loader workers that wait for work, and a grandchild each in a session of
+its own; rank 0 stands inside a collective, rank 1 in Python."""
 NUM_PROCESSES = 2 + 2 + 4 + 2  # caller and zygote, workers, loader workers, grandchildren
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from unisono import rank, spawn, world_size
+from unisono import spawn, world_size
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, WorkerDiedError
 from unisono.world import current_world

@@ -73,11 +73,7 @@ CANNOT_TRAVEL = {
         r"cannot be rebuilt in the worker \(ValueError: invalid literal",
     ),
     "a result": (lambda index: threading.Lock(), (), "the result, a lock, cannot be sent"),
-    "a result that is an open file": (
-        lambda index: open(os.devnull),
-        (),
-        "the result, a TextIOWrapper, cannot be sent",
-    ),
+    "a result that is an open file": (lambda index: sys.stdin, (), "the result, a TextIOWrapper, cannot be sent"),
 }
 
 

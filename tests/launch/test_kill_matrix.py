@@ -68,12 +68,10 @@ def name_of(hit: tuple[signal.Signals, bool]) -> str:
 
 
 FAST = [(signal.SIGINT, True), (signal.SIGKILL, False)]
-HITS = [*FAST, *((signum, False) for signum in SIGNALS if signum != signal.SIGKILL)]
+HITS = [*FAST, *(pytest.param((signum, False), marks=SLOW) for signum in SIGNALS if signum != signal.SIGKILL)]
 
 
-@pytest.mark.parametrize(
-    "hit", [each if each in FAST else pytest.param(each, marks=SLOW) for each in HITS], ids=name_of
-)
+@pytest.mark.parametrize("hit", HITS, ids=name_of)
 def test_nothing_survives_a_caller_hit_by(hit: tuple[signal.Signals, bool], tmp_path: Path, ear: Ear) -> None:
     signum, to_group = hit
     with Script(RICH + RUN + "run()", tmp_path) as script:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from twin import model as model_in_main_memory
 import unisono
 from unisono import DeviceIterator, DeviceLoader, broadcast_parameters, optimizer_step
 from unisono.backends.cpu import CpuBackend
-from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.world import solo_world
 
 Loader = DeviceIterator | DeviceLoader
@@ -84,21 +82,6 @@ def test_batches_without_gradients_do_not_count(pair):
     assert pair.loop(body, train) == [-(3 * 0.75 + 1 * 0.25)] * 2
 
 
-def told(mode: Mode, body: Callable[[], Any]) -> list[str]:
-    """What each rank is told; every rank must raise."""
-
-    def caught() -> str:
-        try:
-            body()
-        except CollectiveMismatchError as error:
-            return str(error)
-        except BrokenWorldError as error:
-            return str(error.__cause__)
-        return "no error"
-
-    return mode.run(caught)
-
-
 def stepped(network: nn.Module, inputs: torch.Tensor) -> None:
     network(inputs).sum().backward()
     optimizer_step(torch.optim.SGD(network.parameters(), lr=0.1))
@@ -112,7 +95,7 @@ def test_ranks_with_different_numbers_of_batches_are_told(pair):
             batch = next(batches)
         stepped(model(), batch)
 
-    for message in told(pair, body):
+    for message in pair.told(body):
         assert "a step on batch 2 of its loop" in message
         assert "a step on batch 1 of its loop" in message
 
@@ -141,7 +124,7 @@ def test_ranks_with_different_models_are_told_which_parameter_differs(pair, othe
         network = model() if unisono.rank() == 0 else other()
         stepped(network, torch.ones(1, 5, dtype=next(network.parameters()).dtype))
 
-    for message in told(pair, body):
+    for message in pair.told(body):
         assert "the models of rank 0 and rank 1 differ" in message
         assert words in message
         assert "broadcast_parameters(model)" in message
