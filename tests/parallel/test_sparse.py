@@ -10,8 +10,7 @@ import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
-from twin import CLOSE, Plain, State, adam, assert_all_are, loader_of, seeded
+from twin import CLOSE, Lines, Plain, State, adam, assert_all_are, compare, loader_of, seeded
 
 from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
 from unisono.parallel.agreement import broadcast_parameters
@@ -51,9 +50,6 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.1)
 
 
-Lines = Callable[[Any, DataLoader[Any]], State]
-
-
 def trained(make: Callable[[Any], torch.optim.Optimizer], tokens: bool = False, sparse: bool = True) -> Lines:
     def lines(accelerator: Any, loader: Any) -> State:
         network = words(sparse)
@@ -82,17 +78,22 @@ def with_two_optimizers(accelerator: Any, loader: Any) -> State:
     return network.state_dict()
 
 
-LINES = [trained(sgd), trained(adagrad), trained(sgd, tokens=True), with_two_optimizers]
+LINES = {
+    "sgd": trained(sgd),
+    "adagrad": trained(adagrad),
+    "tokens": trained(sgd, tokens=True),
+    "two optimizers": with_two_optimizers,
+}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @MODES
 def test_the_weights_are_those_of_one_device_in_every_mode(mode: Mode, accumulate: int) -> None:
-    check(mode, LINES, gradient_accumulation_steps=accumulate)
+    compare(mode, LINES, gradient_accumulation_steps=accumulate)
 
 
 def test_they_are_so_where_the_optimizers_state_is_divided() -> None:
-    check(PROCESSES_2, LINES, strategy="zero1")
+    compare(PROCESSES_2, LINES, strategy="zero1")
 
 
 @pytest.mark.parametrize("hook", ["fp16", "powersgd"])
@@ -103,14 +104,6 @@ def test_rows_are_not_compressed(hook: str) -> None:
     for table in tables:
         assert torch.equal(table, tables[0])
         torch.testing.assert_close(table, expected, rtol=1e-2, atol=1e-3)
-
-
-def check(mode: Mode, lines: list[Lines], **options: Any) -> None:
-    ranks = mode.run(lambda: [each(Accelerator(**options), loader_of(23, 3)) for each in lines])
-    for place, each in enumerate(lines):
-        print(place)
-        expected = each(Plain(), loader_of(23, 3 * mode.ranks * options.get("gradient_accumulation_steps", 1)))
-        assert_all_are([states[place] for states in ranks], expected)
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, told
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from twin import State, assert_all_are, loader_of, mean_loss, model, sgd
+from twin import State, assert_all_are, loader_of, model, sgd, train, whole
 
 from unisono import Accelerator
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
 
-def told(network: nn.Module, strategy: str) -> str:
-    with pytest.raises(ValueError) as error:
-        Accelerator(strategy=strategy).prepare(sgd(network.parameters()), network)
-    return str(error.value)
-
-
 @STRATEGIES
 def test_who_reduces_already_is_refused_and_the_model_inside_is_asked_for(strategy: str) -> None:
     def body() -> list[str]:
         wrapped = DistributedDataParallel(model())
-        return [told(each, strategy) for each in (wrapped, nn.Sequential(nn.Tanh(), wrapped), nn.DataParallel(model()))]
+        accelerator = Accelerator(strategy=strategy)
+        made = wrapped, nn.Sequential(nn.Tanh(), wrapped), nn.DataParallel(model())
+        return [told(lambda m=m: accelerator.prepare(sgd(m.parameters()), m), ValueError) for m in made]
 
     for whole, part, threaded in PROCESSES_2.run(body):
         assert "it is wrapped in DistributedDataParallel, which reduces gradients by itself" in whole
@@ -46,12 +41,8 @@ def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(stra
         fully_shard(first)
         fully_shard(second[0])
         third = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
-        found = []
-        for each in (first, second, third):
-            with pytest.raises(ValueError) as error:
-                Accelerator(strategy=strategy).prepare(each)
-            found.append(str(error.value))
-        return found
+        accelerator = Accelerator(strategy=strategy)
+        return [told(lambda each=each: accelerator.prepare(each), ValueError) for each in (first, second, third)]
 
     for whole, part, older in PROCESSES_2.run(body):
         assert "was sharded by torch's fully_shard" in whole
@@ -59,16 +50,6 @@ def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(stra
         assert "was sharded by FullyShardedDataParallel" in older
         for each in (whole, part, older):
             assert "pass the model as it was before sharding, with Accelerator(strategy='fsdp')" in each
-
-
-def trained(network: Any, strategy: str) -> State:
-    accelerator = Accelerator(strategy=strategy)
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(29, 3))
-    for batch in loader:
-        accelerator.backward(mean_loss(network, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    return accelerator.state_dict(network)
 
 
 @STRATEGIES
@@ -95,7 +76,7 @@ def test_gradients_are_zeroed_between_forward_and_backward_by_whichever_line(str
             next(lines)()
             accelerator.backward(F.mse_loss(outputs, targets))
             optimizer.step()
-        return accelerator.state_dict(network), trained(model(), strategy)
+        return whole(network), train(Accelerator(strategy=strategy), loader_of(29, 3))
 
     for between, after in PROCESSES_2.run(body):
         assert_all_are([between], after)
@@ -109,7 +90,8 @@ def test_gradients_are_zeroed_between_forward_and_backward_by_whichever_line(str
 )
 def test_a_compiled_model_is_trained_as_it_is(mode: Mode, strategy: str) -> None:
     def body() -> list[State]:
-        return [trained(each, strategy) for each in (model(), torch.compile(model(), backend="eager"))]
+        made = model(), torch.compile(model(), backend="eager")
+        return [train(Accelerator(strategy=strategy), loader_of(29, 3), network=each) for each in made]
 
     plain, compiled = mode.run(body)[0]
     assert_all_are([compiled], plain)
