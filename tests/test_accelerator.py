@@ -8,7 +8,7 @@ from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, fitting
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import Case, assert_all_are, assert_same_bits, data, loader_of, model, plain_run, sgd
+from twin import Case, assert_all_are, assert_same_bits, data, loader_of, model, plain_run, sgd, train
 
 from unisono import Accelerator, DeviceLoader, current_world
 from unisono.strategies import DDP
@@ -150,14 +150,7 @@ def test_blocks_count_batches_from_elsewhere(mode):
 @pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
 def test_a_global_split_steps_on_the_loaders_own_batches(mode):
     def body():
-        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
-        loader = DeviceLoader(loader_of(23, 5), split="global")
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        for inputs, targets, _ in loader:
-            optimizer.zero_grad()
-            F.mse_loss(network(inputs), targets).backward()
-            optimizer.step()
-        return network.state_dict()
+        return train(Accelerator(gradient_accumulation_steps=2), DeviceLoader(loader_of(23, 5), split="global"))
 
     assert_all_are(mode.run(body), plain_run(Case(23, 5, 2, epochs=1), 1, sgd))
 

@@ -25,11 +25,11 @@ def test_who_reduces_already_is_refused_and_the_model_inside_is_asked_for(strate
         made = wrapped, nn.Sequential(nn.Tanh(), wrapped), nn.DataParallel(model())
         return [told(lambda m=m: accelerator.prepare(sgd(m.parameters()), m), ValueError) for m in made]
 
-    for whole, part, threaded in PROCESSES_2.run(body):
-        assert "it is wrapped in DistributedDataParallel, which reduces gradients by itself" in whole
+    for itself, part, threaded in PROCESSES_2.run(body):
+        assert "it is wrapped in DistributedDataParallel, which reduces gradients by itself" in itself
         assert "the Sequential cannot be prepared: its part '1' is wrapped in DistributedDataParallel" in part
         assert "it is wrapped in DataParallel" in threaded
-        assert all("pass the model inside it (its .module)" in each for each in (whole, part, threaded))
+        assert all("pass the model inside it (its .module)" in each for each in (itself, part, threaded))
 
 
 @STRATEGIES
@@ -44,11 +44,11 @@ def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(stra
         accelerator = Accelerator(strategy=strategy)
         return [told(lambda each=each: accelerator.prepare(each), ValueError) for each in (first, second, third)]
 
-    for whole, part, older in PROCESSES_2.run(body):
-        assert "was sharded by torch's fully_shard" in whole
+    for itself, part, older in PROCESSES_2.run(body):
+        assert "was sharded by torch's fully_shard" in itself
         assert "was sharded by torch's fully_shard" in part
         assert "was sharded by FullyShardedDataParallel" in older
-        for each in (whole, part, older):
+        for each in (itself, part, older):
             assert "pass the model as it was before sharding, with Accelerator(strategy='fsdp')" in each
 
 
