@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, fitting
@@ -129,17 +131,11 @@ def test_blocks_count_batches_from_elsewhere(mode):
         network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
         batches = [[each.to(accelerator.device) for each in batch] for batch in loader_of(24, 3)]
         for inputs, targets, _ in batches[accelerator.world.rank :: 2]:
-            if uses_blocks:
-                with accelerator.accumulate(network):
-                    step(accelerator, network, optimizer, inputs, targets)
-            else:
-                step(accelerator, network, optimizer, inputs, targets)
+            with accelerator.accumulate(network) if uses_blocks else contextlib.nullcontext():
+                optimizer.zero_grad()
+                accelerator.backward(F.mse_loss(network(inputs), targets))
+                optimizer.step()
         return network.state_dict()
-
-    def step(accelerator, network, optimizer, inputs, targets):
-        optimizer.zero_grad()
-        accelerator.backward(F.mse_loss(network(inputs), targets))
-        optimizer.step()
 
     for uses_blocks in (False, True):
         states = mode.run(lambda uses_blocks=uses_blocks: body(uses_blocks))

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -111,11 +112,8 @@ def test_two_threads_have_a_world_each():
             seen[index] = current_world()
             both.wait()
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
     assert [seen[index] is worlds[index] for index in range(2)] == [True, True]
 
 
@@ -245,17 +243,9 @@ def test_thread_worlds_know_their_places_and_meet_one_another():
     assert [world.device for world in worlds] == devices
     assert [world.timeline for world in worlds] == timelines
     assert all((world.world_size, world.local_world_size, world.comm.size) == (3, 3, 3) for world in worlds)
-    sums: dict[int, float] = {}
-
-    def meet(world: World) -> None:
-        sums[world.rank] = world.comm.all_reduce(torch.tensor(float(world.rank))).item()
-
-    threads = [threading.Thread(target=meet, args=(world,)) for world in worlds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sums == {0: 3, 1: 3, 2: 3}
+    with ThreadPoolExecutor(3) as pool:
+        sums = pool.map(lambda world: world.comm.all_reduce(torch.tensor(float(world.rank))).item(), worlds)
+        assert list(sums) == [3, 3, 3]
 
 
 def test_every_thread_world_has_a_timeline_of_its_own_unless_told_otherwise():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -149,14 +150,30 @@ def test_a_broadcast_mends_different_models_buffers_too(pair):
     )
 
 
-def test_a_closure_of_none_is_no_closure(pair):
-    def body() -> float:
-        weight = nn.Parameter(torch.zeros(1))
-        weight.grad = torch.tensor([1.0 + unisono.rank()])
-        optimizer_step(torch.optim.SGD([weight], lr=1.0), optimizer_args={"closure": None})
-        return weight.item()
+def ready(value: complex = 0.0) -> nn.Parameter:
+    """A parameter whose gradient is one more than the rank, or has that many imaginary parts."""
+    weight = nn.Parameter(torch.tensor([value]))
+    weight.grad = torch.tensor([1.0 + (1j if isinstance(value, complex) else 1) * unisono.rank()])
+    return weight
 
-    assert pair.run(body) == [-1.5, -1.5]
+
+ALONE: dict[str, tuple[Callable[[], list[nn.Parameter]], dict[str, Any], list[complex]]] = {
+    "a closure of None": (lambda: [ready()], {"optimizer_args": {"closure": None}}, [-1.5]),
+    "a frozen parameter": (lambda: [nn.Parameter(torch.ones(1), requires_grad=False), ready()], {}, [1.0, -1.5]),
+    "complex numbers": (lambda: [ready(0j)], {}, [-1 - 0.5j]),
+}
+
+
+@pytest.mark.any_family
+@pytest.mark.parametrize("what", ALONE)
+def test_gradients_that_are_there_are_stepped_on_alike_with(pair, what):
+    def body() -> list[complex]:
+        make, options, _ = ALONE[what]
+        weights = make()
+        optimizer_step(torch.optim.SGD(weights, lr=1.0), **options)
+        return [each.item() for each in weights]
+
+    assert pair.run(body) == [ALONE[what][2]] * 2
 
 
 # The rest of the call.
@@ -226,28 +243,6 @@ def test_steps_are_counted_and_timed():
 def test_what_is_no_optimizer_is_refused(optimizer):
     with pytest.raises(TypeError, match=r"pass a torch\.optim\.Optimizer"):
         optimizer_step(optimizer)
-
-
-@pytest.mark.any_family
-def test_a_frozen_parameter_is_left_alone(pair):
-    def body() -> tuple[float, float]:
-        frozen, free = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.zeros(1))
-        free.grad = torch.tensor([1.0 + unisono.rank()])
-        optimizer_step(torch.optim.SGD([frozen, free], lr=1.0))
-        return frozen.item(), free.item()
-
-    assert pair.run(body) == [(1.0, -1.5)] * 2
-
-
-@pytest.mark.any_family
-def test_complex_parameters_are_stepped_alike(pair):
-    def body() -> complex:
-        weight = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
-        weight.grad = torch.tensor([2.0 + 2j * unisono.rank()])
-        optimizer_step(torch.optim.SGD([weight], lr=1.0))
-        return weight.item()
-
-    assert pair.run(body) == [-2 - 1j] * 2
 
 
 @pytest.mark.any_family

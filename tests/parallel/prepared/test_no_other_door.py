@@ -151,7 +151,7 @@ def test_under_zero1_the_same_optimizer_is_prepared_again_and_layers_are_unfroze
             optimizer.zero_grad()
         return {name: each.clone() for name, each in network.state_dict().items()}
 
-    compare(PROCESSES_2, {"lines": lines}, strategy=ZeRO1(find_unused_parameters=True))
+    compare(PROCESSES_2, lines, strategy=ZeRO1(find_unused_parameters=True))
 
 
 @pytest.mark.parametrize("mode", [SOLO], ids=str)
