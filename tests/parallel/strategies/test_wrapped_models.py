@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from modes import PROCESSES_2, SOLO, THREADS_2, Mode, told
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from twin import State, assert_all_are, loader_of, model, sgd, train, whole
+from twin import State, assert_all_are, loader_of, model, sgd, straight, train, whole
 
 from unisono import Accelerator
 
@@ -88,10 +89,14 @@ def test_gradients_are_zeroed_between_forward_and_backward_by_whichever_line(str
     [(SOLO, "ddp"), (THREADS_2, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "zero1"), (PROCESSES_2, "fsdp")],
     ids=str,
 )
-def test_a_compiled_model_is_trained_as_it_is(mode: Mode, strategy: str) -> None:
+def test_a_compiled_model_is_trained_as_it_is_and_has_its_state(mode: Mode, strategy: str) -> None:
+    def trained(network: Any) -> State:
+        accelerator, models = Accelerator(strategy=strategy), []
+        train(accelerator, loader_of(29, 3), lambda *each: (models.append(each[1]), straight(*each)), network)
+        return accelerator.state_dict(models[0])
+
     def body() -> list[State]:
-        made = model(), torch.compile(model(), backend="eager")
-        return [train(Accelerator(strategy=strategy), loader_of(29, 3), network=each) for each in made]
+        return [trained(each) for each in (model(), torch.compile(model(), backend="eager"))]
 
     plain, compiled = mode.run(body)[0]
     assert_all_are([compiled], plain)
