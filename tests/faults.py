@@ -34,6 +34,32 @@ SOON_S = 30.0  # before the fallbacks that the tests set, which are a minute awa
 PATIENCE_S = 60.0  # for what must come: a hang, and not a slow machine, fails the test
 
 
+RICH = """
+import os, resource, signal, sys, threading, time
+from pathlib import Path
+import psutil, torch, torch.distributed as dist
+from faults import Gate, Line, grandchild, stand_still
+from unisono.launch.spawn import spawn
+from unisono.world import current_world
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+line = Line(Path("line").absolute())
+
+def work(index):
+    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    loaders = [child.pid for child in psutil.Process().children()]
+    grandchild()
+    line.say("rank", index, os.getpid(), os.getppid(), *loaders)
+    if index == 0:
+        dist.all_reduce(torch.ones(1))
+    stand_still()
+"""
+"""The beginning of a script. Its workers have loader workers that wait for work, and a grandchild each in a session of
+its own; rank 0 stands inside a collective, rank 1 in Python."""
+NUM_PROCESSES = 2 + 2 + 4 + 2  # caller and zygote, workers, loader workers, grandchildren
+
+
 def until(condition: Callable[[], object]) -> None:
     """Wait for what no one announces; the test's own time limit ends it."""
     while not condition():

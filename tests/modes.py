@@ -56,6 +56,11 @@ class Mode:
         with by_value(body):
             return spawn(lambda _: _there(body), nprocs=self.ranks, cores=1, backend=FAMILY, timeout=PATIENCE)
 
+    def told(self, body: Callable[[], Any], error: type[Exception] = Exception) -> list[str]:
+        """What each rank is told by an error of this type in `body`."""
+        with by_value(body):
+            return self.run(lambda: told(body, error))
+
     def loop(self, body: Callable[[DeviceIterator | DeviceLoader], Any], loader: Iterable[Any]) -> list[Any]:
         """`body(device_loader)` on every rank, over the loader as that mode deals it."""
         if self.name == "threads":
@@ -64,6 +69,15 @@ class Mode:
 
     def _replicas(self) -> DataParallel:
         return DataParallel(nn.Identity(), devices(self.ranks))
+
+
+def told(call: Callable[[], Any], error: type[Exception] = Exception) -> str:
+    """What it raises, with its cause; and what it returns, where it should not."""
+    try:
+        return f"returned {call()}"
+    except error as raised:
+        cause = raised.__cause__
+        return f"{type(raised).__name__}: {raised}" + (f" <- {type(cause).__name__}: {cause}" if cause else "")
 
 
 SOLO = Mode("solo", 1)

@@ -349,6 +349,8 @@ class Plain(Machine):
                 self.now.state = "taken"
                 self.now.stepped.add(name)
 
+    step_by_hand = step
+
     def zero(self, name: str, how: str) -> None:
         if name in self.optimizers:
             self.give_up({name}, self.optimizers[name].param_groups[0]["params"], how)

@@ -22,7 +22,7 @@ from modes import Mode
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, SampleGenerator, backward, current_world
+from unisono import Accelerator, SampleGenerator, backward, current_world, optimizer_step
 from unisono.errors import BrokenWorldError
 
 NOT_IN_GRAPH = "torch.autograd.grad finds no parameter in the graph of the loss"
@@ -364,6 +364,9 @@ class Ranked(Machine):
     def step(self, name: str) -> None:
         if name in self.optimizers:
             self.optimizers[name].step()
+
+    def step_by_hand(self, name: str) -> None:
+        optimizer_step(self.optimizers[name])
 
     def zero(self, name: str, how: str) -> None:
         if name in self.optimizers:

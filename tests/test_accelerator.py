@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, fitting
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import CLOSE, Case, assert_all_are, data, loader_of, model, plain_run, sgd
+from twin import Case, assert_all_are, assert_same_bits, data, loader_of, model, plain_run, sgd, train
 
-from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
-from unisono.errors import CollectiveMismatchError
+from unisono import Accelerator, DeviceLoader, current_world
 from unisono.strategies import DDP
 
 HOOKS_TAKE_COMPLEX = pytest.mark.skipif(
@@ -24,11 +25,7 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (
-            {"mixed_precision": "fp8"},
-            ValueError,
-            "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16",
-        ),
+        ({"mixed_precision": "fp8"}, ValueError, "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16"),
         ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0 is too small; pass an integer"),
         (
             {"gradient_accumulation_steps": 2.0},
@@ -126,25 +123,6 @@ def test_only_rank_zero_prints(capsys):
     assert capsys.readouterr().out == "once-only\n"
 
 
-def test_autocast_is_a_context_in_every_precision():
-    for precision, kind in (("no", torch.float32), ("bf16", torch.bfloat16)):
-        with Accelerator(mixed_precision=precision).autocast():
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is kind
-
-
-@pytest.mark.any_family
-def test_the_boundary_is_told():
-    accelerator, network = Accelerator(gradient_accumulation_steps=3), model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(10, 2))
-    told = []
-    for inputs, _, _ in loader:
-        network(inputs).sum().backward()
-        told.append(accelerator.sync_gradients)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert told == [False, False, True, False, True]
-
-
 @pytest.mark.any_family
 @BOTH
 def test_blocks_count_batches_from_elsewhere(mode):
@@ -153,65 +131,22 @@ def test_blocks_count_batches_from_elsewhere(mode):
         network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
         batches = [[each.to(accelerator.device) for each in batch] for batch in loader_of(24, 3)]
         for inputs, targets, _ in batches[accelerator.world.rank :: 2]:
-            if uses_blocks:
-                with accelerator.accumulate(network):
-                    step(accelerator, network, optimizer, inputs, targets)
-            else:
-                step(accelerator, network, optimizer, inputs, targets)
+            with accelerator.accumulate(network) if uses_blocks else contextlib.nullcontext():
+                optimizer.zero_grad()
+                accelerator.backward(F.mse_loss(network(inputs), targets))
+                optimizer.step()
         return network.state_dict()
-
-    def step(accelerator, network, optimizer, inputs, targets):
-        optimizer.zero_grad()
-        accelerator.backward(F.mse_loss(network(inputs), targets))
-        optimizer.step()
 
     for uses_blocks in (False, True):
         states = mode.run(lambda uses_blocks=uses_blocks: body(uses_blocks))
         assert_all_are(states, plain_run(Case(24, 6, 2, epochs=1), 1, sgd))
 
 
-def test_blocks_inside_the_loop_of_a_prepared_loader_count_its_batches_once():
-    accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 3))
-    for _ in range(2):
-        for inputs, targets, _ in loader:
-            optimizer.zero_grad()
-            with accelerator.accumulate(network):
-                accelerator.backward(F.mse_loss(network(inputs), targets))
-                optimizer.step()
-    assert_all_are([network.state_dict()], plain_run(Case(24, 3, 2), 1, sgd))
-
-
-@pytest.mark.any_family
-def test_what_is_left_of_a_loop_may_be_stepped_on_behind_it():
-    accelerator, network = Accelerator(gradient_accumulation_steps=4), model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 3))
-    for number, (inputs, targets, _) in enumerate(loader, 1):
-        optimizer.zero_grad()
-        accelerator.backward(F.mse_loss(network(inputs), targets))
-        optimizer.step()
-        if number == 2:
-            break
-    optimizer.step()
-    twin_network = model()
-    twin_optimizer = sgd(twin_network.parameters())
-    F.mse_loss(twin_network(data(24).tensors[0][:6]), data(24).tensors[1][:6]).backward()
-    twin_optimizer.step()
-    assert_all_are([network.state_dict()], twin_network.state_dict())
-
-
 @pytest.mark.any_family
 @pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
 def test_a_global_split_steps_on_the_loaders_own_batches(mode):
     def body():
-        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
-        loader = DeviceLoader(loader_of(23, 5), split="global")
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        for inputs, targets, _ in loader:
-            optimizer.zero_grad()
-            F.mse_loss(network(inputs), targets).backward()
-            optimizer.step()
-        return network.state_dict()
+        return train(Accelerator(gradient_accumulation_steps=2), DeviceLoader(loader_of(23, 5), split="global"))
 
     assert_all_are(mode.run(body), plain_run(Case(23, 5, 2, epochs=1), 1, sgd))
 
@@ -258,22 +193,6 @@ def test_streams_that_end_unevenly_are_weighed_by_their_samples(accumulate, way)
 
 
 @pytest.mark.any_family
-def test_bare_backward_and_the_bare_step_do_for_prepared_objects_too():
-    def body():
-        accelerator, network = Accelerator(), model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 4))
-        for _ in range(2):
-            for inputs, targets, _ in loader:
-                optimizer.zero_grad()
-                backward(F.mse_loss(network(inputs), targets))
-                optimizer_step(optimizer)
-        return network.state_dict()
-
-    for mode in fitting(THREADS_2, PROCESSES_2):
-        assert_all_are(mode.run(body), plain_run(Case(23, 4), 2, sgd))
-
-
-@pytest.mark.any_family
 def test_two_accelerators_accumulate_each_for_itself():
     def body():
         often, rarely = Accelerator(), Accelerator(gradient_accumulation_steps=2)
@@ -310,43 +229,7 @@ def test_a_step_without_gradients_is_an_error_on_all_ranks_and_the_next_one_is_r
                     optimizer.step()
         return network.state_dict()
 
-    first, second = mode.run(body)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
-@BOTH
-def test_backward_for_a_further_batch_without_a_step_adds_its_mean(mode):
-    def body():
-        accelerator, network = Accelerator(), model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(10, 3))
-        for inputs, targets, _ in loader:
-            accelerator.backward(F.mse_loss(network(inputs), targets))
-        optimizer.step()
-        return network.state_dict()
-
-    tensors, plain = data(10).tensors, model()
-    optimizer = sgd(plain.parameters())
-    for rows in (slice(0, 6), slice(6, 10)):
-        F.mse_loss(plain(tensors[0][rows]), tensors[1][rows]).backward()
-    optimizer.step()
-    for state in mode.run(body):
-        torch.testing.assert_close(state, dict(plain.state_dict()), **CLOSE)
-
-
-@pytest.mark.any_family
-def test_ranks_that_take_different_numbers_of_batches_are_found_out():
-    def body():
-        accelerator, network = Accelerator(), model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(40, 2))
-        batches = iter(loader)
-        if accelerator.world.rank:
-            next(batches)
-        network(next(batches)[0]).sum().backward()
-        optimizer.step()
-
-    for mode in fitting(THREADS_2, PROCESSES_2):
-        with pytest.raises(CollectiveMismatchError, match=r"batch 1 of its loop.* while rank 1 .*batch 2 of its loop"):
-            mode.run(body)
+    assert_same_bits(mode.run(body))
 
 
 @pytest.mark.any_family

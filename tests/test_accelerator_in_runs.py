@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, devices, fitting, in_main_memory
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, devices, fitting
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import CLOSE, data, model, sgd
+from twin import CLOSE, Case, assert_all_are, data, model, plain_run, sgd
 
 from unisono import Accelerator, DataParallel, rank, spawn, world_size
 from unisono.tree import leaves
@@ -142,19 +142,7 @@ def test_an_accelerator_in_the_context_goes_on_from_call_to_call_also_behind_a_f
         replicas(lambda *arguments: loop(*arguments, fails=True), loader)
     replicas(loop, loader)
     assert replicas.are_alike()
-    torch.testing.assert_close(in_main_memory(replicas.state_dict()), plain_run_of(samples, epochs=2), **CLOSE)
-
-
-def plain_run_of(samples: int, epochs: int) -> dict[str, torch.Tensor]:
-    network = model()
-    optimizer = sgd(network.parameters())
-    inputs, targets, _ = data(samples).tensors
-    for _ in range(epochs):
-        for start in range(0, samples, 8):
-            optimizer.zero_grad()
-            F.mse_loss(network(inputs[start : start + 8]), targets[start : start + 8]).backward()
-            optimizer.step()
-    return network.state_dict()
+    assert_all_are([replicas.state_dict()], plain_run(Case(samples, 2, 2), 2, sgd))
 
 
 PLAIN = """

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -406,32 +403,3 @@ def test_a_rule_catches_what_breaks_it_and_nothing_else(rule):
         assert RULES[rule](Module(name, ast.parse(source))), f"not caught: {source}"
     for name, source in INNOCENTS[rule]:
         assert not RULES[rule](Module(name, ast.parse(source))), f"wrongly caught: {source}"
-
-
-# The public names.
-
-
-def test_every_public_name_is_there_and_the_list_is_sorted():
-    assert list(unisono.__all__) == sorted(unisono.__all__)
-    for name in unisono.__all__:
-        assert getattr(unisono, name) is not None
-
-
-def test_type_checkers_see_the_public_names_that_run_time_sees():
-    seen = {
-        (each.name, each.target) for each in imports_of(MODULES["unisono"]) if each.name and "unisono." in each.target
-    }
-    assert seen == {(name, home) for home, names in unisono._HOMES.items() for name in names}
-    for name, home in seen:
-        assert name in _defined_in(MODULES[home]), f"{name} is not defined in {home}"
-        assert getattr(importlib.import_module(home), name) is getattr(unisono, name)
-
-
-def test_a_name_that_is_not_public_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'unisono' has no attribute 'spwan'"):
-        unisono.spwan  # noqa: B018
-
-
-def test_importing_the_package_costs_nothing():
-    code = "import sys, unisono; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, timeout=60).returncode == 0

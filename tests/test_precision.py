@@ -100,10 +100,7 @@ def test_a_tensor_of_another_type_is_refused_alone_and_stays_in_a_structure(conv
 
 @pytest.mark.parametrize("convert", [to_reduced_precision, to_full_precision, is_reduced_precision])
 def test_what_has_no_precision_is_a_type_error(convert):
-    with pytest.raises(
-        TypeError,
-        match=r"^x='text' is of type str; pass a tensor, module, optimizer, or a structure$",
-    ):
+    with pytest.raises(TypeError, match=r"^x='text' is of type str; pass a tensor, module, optimizer, or a structure$"):
         convert("text")
 
 

@@ -152,6 +152,11 @@ def bare_run(case: Case, network: nn.Module, optimizer: torch.optim.Optimizer, l
     return network.state_dict()
 
 
+def assert_same_bits(ranks: Sequence[Any]) -> None:
+    for others in ranks[1:]:
+        torch.testing.assert_close(others, ranks[0], rtol=0, atol=0)
+
+
 def assert_all_are(states: Sequence[State], expected: State) -> None:
     """All ranks have the same bits, and they are close to the twin's."""
     states, expected = in_main_memory((list(states), expected))
@@ -181,14 +186,51 @@ class Plain:
 
 
 Lines = Callable[[Any, DataLoader[Any]], State]
+Learn = Callable[[Any, Any, Any], Any]
 
 
 def loader_of(samples: int, batch: int) -> DataLoader[Any]:
     return DataLoader(data(samples), batch_size=batch)
 
 
-def compare(mode: Mode, lines: Mapping[str, Lines], samples: int = 23, batch: int = 3, **options: Any) -> None:
+def straight(accelerator: Any, network: Any, batch: Any) -> None:
+    accelerator.backward(mean_loss(network, batch))
+
+
+def train(
+    accelerator: Any,
+    loader: DataLoader[Any],
+    learn: Learn = straight,
+    network: nn.Module | None = None,
+    make_optimizer: MakeOptimizer = sgd,
+) -> State:
+    """Prepare all, and step after what `learn(accelerator, network, batch)` does with each batch."""
+    network = network or model()
+    network, optimizer, loader = accelerator.prepare(network, make_optimizer(network.parameters()), loader)
+    for batch in loader:
+        learn(accelerator, network, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(network)
+
+
+def steps(learn: Learn = straight, make: Callable[[], nn.Module] = model, make_optimizer: MakeOptimizer = sgd) -> Lines:
+    """The same as the lines of a loop."""
+    return lambda accelerator, loader: train(accelerator, loader, learn, make(), make_optimizer)
+
+
+def whole(*networks: nn.Module) -> State:
+    """Their states, of several with their places before the names; collective where they are sharded."""
+    return {
+        f"{place}/{name}" if place else name: getattr(each, "full_tensor", each.clone)()
+        for place, network in enumerate(networks)
+        for name, each in network.state_dict().items()
+    }
+
+
+def compare(mode: Mode, lines: Mapping[str, Lines] | Lines, samples: int = 23, batch: int = 3, **options: Any) -> None:
     """Run training loops, of one text, with an Accelerator on a mode's ranks and plainly on one device."""
+    lines = lines if isinstance(lines, Mapping) else {"lines": lines}
     per_rank = mode.run(
         lambda: {name: loop(Accelerator(**options), loader_of(samples, batch)) for name, loop in lines.items()}
     )

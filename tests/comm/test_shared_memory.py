@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from unisono import rank, spawn, world_size
+from unisono import spawn, world_size
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, WorkerDiedError
 from unisono.world import current_world
@@ -377,26 +376,6 @@ def test_gloo_can_be_asked_for_and_nothing_else():
     assert spawn(work, nprocs=2, process_group="gloo") == ["gloo"] * 2
     with pytest.raises(ValueError, match="process_group='mpi' does not exist; pass 'gloo', or None"):
         spawn(work, nprocs=2, process_group="mpi")
-
-
-def test_ddp_trains_as_by_gloo():
-    def work(index: int) -> list[torch.Tensor]:
-        results = []
-        for group in (None, dist.new_group(backend="gloo")):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(20, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 1))
-            ddp = nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-            for step in range(3):
-                optimizer.zero_grad()
-                ddp(drawn(100 * rank() + step, 160).view(8, 20)).square().mean().backward()
-                optimizer.step()
-            results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-        return results
-
-    (ours, by_gloo), (others, _) = spawn(work, nprocs=2)
-    assert torch.equal(ours, others)
-    torch.testing.assert_close(ours, by_gloo, rtol=1e-6, atol=1e-7)
 
 
 def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():

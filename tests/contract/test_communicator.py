@@ -133,11 +133,6 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_fold_whatever_the_type(r
         assert found == [(True, fold(op, ranks.size, dtype)[part]) for dtype, op in REDUCTIONS]
 
 
-def test_a_reduction_is_a_sum_unless_told_otherwise(ranks):
-    found = ranks.run(lambda comm: (comm.all_reduce(torch.ones(1)).item(), comm.barrier())[0])
-    assert found == [ranks.size] * ranks.size
-
-
 def test_all_reduce_works_in_place_and_returns_its_tensor(ranks):
     def reduce(comm):
         tensor = torch.full((3,), comm.rank + 1.0)
@@ -428,10 +423,7 @@ def refusals(comm: Communicator) -> dict[str, tuple[Callable[[], Any], str]]:
         "the mean of integers": (lambda: comm.all_reduce(ones.long(), "mean"), "'mean' of torch.int64 would round"),
         "their scattered mean": (lambda: comm.reduce_scatter(ones.int(), "mean"), "'mean' of torch.int32 would round"),
         "the sum of bools": (lambda: comm.all_reduce(ones.bool(), "sum"), "'min' (and) or 'max' (or), not 'sum'"),
-        "a least complex number": (
-            lambda: comm.all_reduce(ones.to(torch.complex64), "min"),
-            "or 'mean', not 'min'",
-        ),
+        "a least complex number": (lambda: comm.all_reduce(ones.to(torch.complex64), "min"), "or 'mean', not 'min'"),
         "a sum of a rare type": (lambda: comm.all_reduce(ones.to(torch.uint16)), "does not support uint16; it reduces"),
         "eight bit floats": (lambda: comm.reduce_scatter(ones.to(torch.float8_e4m3fn)), "not support float8_e4m3fn"),
         "an unknown operation": (lambda: comm.all_reduce(ones, bad), "choose one of sum, mean, min, max, product"),
@@ -439,24 +431,12 @@ def refusals(comm: Communicator) -> dict[str, tuple[Callable[[], Any], str]]:
         "a gathered list": (lambda: comm.all_gather(bad), "all_gather takes a tensor, got a list"),
         "a broadcast list": (lambda: comm.broadcast(bad), "broadcast takes a tensor, got a list"),
         "a sparse tensor": (lambda: comm.all_reduce(ones.to_sparse()), "takes a dense tensor, got layout torch.sparse"),
-        "an expanded tensor": (
-            lambda: comm.all_reduce(torch.ones(1).expand(4)),
-            "memory, so it cannot be written",
-        ),
-        "an expanded target": (
-            lambda: comm.broadcast(torch.ones(1).expand(4)),
-            "memory, so it cannot be written",
-        ),
-        "a root that is no rank": (
-            lambda: comm.broadcast(ones, size),
-            f"root={size} is not a rank in a world",
-        ),
+        "an expanded tensor": (lambda: comm.all_reduce(torch.ones(1).expand(4)), "memory, so it cannot be written"),
+        "an expanded target": (lambda: comm.broadcast(torch.ones(1).expand(4)), "memory, so it cannot be written"),
+        "a root that is no rank": (lambda: comm.broadcast(ones, size), f"root={size} is not a rank in a world"),
         "a negative root": (lambda: comm.broadcast_object(None, -1), f"root=-1 is not a rank in a world of {size}"),
         "parts of a number": (lambda: comm.reduce_scatter(torch.tensor(1.0)), f"pad dim 0 to a multiple of {size}"),
-        "unequal parts": (
-            lambda: comm.reduce_scatter(torch.ones(size + 1, 2)),
-            f"is [{size + 1}, 2]; pad dim",
-        ),
+        "unequal parts": (lambda: comm.reduce_scatter(torch.ones(size + 1, 2)), f"is [{size + 1}, 2]; pad dim"),
     }
 
 

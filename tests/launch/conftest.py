@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faults import Ear, Gate, Line
+from faults import SOON_S, Ear, Gate, Line
 
 
 @pytest.fixture
@@ -29,3 +30,11 @@ def gate(tmp_path: Path) -> Gate:
 def let_pass(gate: Gate) -> Iterator[Callable[[int], None]]:
     with gate.kept() as let_pass:
         yield let_pass
+
+
+@pytest.fixture
+def soon() -> Iterator[None]:
+    """What the test waits for reaches the caller at once."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < SOON_S

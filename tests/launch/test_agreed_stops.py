@@ -46,27 +46,32 @@ print("not reached")
 """
 
 
-def test_sigterm_to_the_caller_lets_the_ranks_save_and_ends_it_with_143(tmp_path, line, ear):
-    with Script(SCRIPT, tmp_path) as script:
-        ear.hear_all(2)
-        script.kill(signal.SIGTERM)
-        code, output, errors = script.end()
-        assert (code, output) == (143, "")
-        assert errors == "stopped early as asked; run again to resume\n"
-        assert (tmp_path / "checkpoint").exists()
-        assert script.survivors() == []
+def signal_everything(script):
+    """As SLURM does, with the step: the caller, the zygote, the workers and their loader workers."""
+    for process in script.living():
+        with contextlib.suppress(psutil.NoSuchProcess):  # the first ones may have ended it
+            process.terminate()
 
 
-def test_the_first_interrupt_asks_and_lets_the_ranks_save(tmp_path, line, ear):
+ASKED = {
+    "SIGTERM to the caller": (lambda script: script.kill(signal.SIGTERM), ""),
+    "SIGTERM to every process": (signal_everything, ""),
+    "the first Ctrl-C, to the group": (
+        lambda script: script.kill_group(signal.SIGINT),
+        "\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ASKED)
+def test_a_caller_that_is_asked_lets_the_ranks_save_and_ends_with_143(tmp_path, line, ear, way):
+    ask, said = ASKED[way]
     with Script(SCRIPT, tmp_path) as script:
         ear.hear_all(2)
-        script.kill_group(signal.SIGINT)  # as a terminal does
+        ask(script)
         code, output, errors = script.end()
         assert (code, output) == (143, "")
-        assert errors == (
-            "\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
-            "stopped early as asked; run again to resume\n"
-        )
+        assert errors == f"{said}stopped early as asked; run again to resume\n" or ask is signal_everything
         assert (tmp_path / "checkpoint").exists()
         assert script.survivors() == []
 
@@ -108,18 +113,6 @@ def test_the_second_interrupt_ends_them(tmp_path, line, ear):
         assert script.survivors() == []
 
 
-def test_sigterm_to_every_process_at_once_is_borne_too(tmp_path, line, ear):
-    """As SLURM sends it, to the step: to the caller, the zygote, the workers and their loader workers."""
-    with Script(SCRIPT, tmp_path) as script:
-        ear.hear_all(2)
-        for process in script.living():
-            with contextlib.suppress(psutil.NoSuchProcess):  # the first ones may have ended it
-                process.terminate()
-        assert script.end()[0] == 143
-        assert (tmp_path / "checkpoint").exists()
-        assert script.survivors() == []
-
-
 def train(index, line):
     should_stop()
     line.say(index, os.getpid())
@@ -127,17 +120,6 @@ def train(index, line):
     while not should_stop():
         steps += 1
     return steps
-
-
-def test_sigterm_to_one_rank_stops_all_at_the_same_step_and_their_results_are_kept(line, ear):
-    context = spawn(train, args=(line,), nprocs=3, join=False, max_restarts=2)
-    pids = {int(rank): int(pid) for rank, pid in ear.hear_all(3)}
-    os.kill(pids[1], signal.SIGTERM)
-    with pytest.raises(StoppedError) as caught:
-        context.join()
-    assert caught.value.code == 143
-    assert len(caught.value.results) == 3
-    assert len(set(caught.value.results)) == 1
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])

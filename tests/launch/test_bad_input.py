@@ -46,11 +46,7 @@ REFUSALS: list[Refusal] = [
         r"spawn\(\) has no argument 'num_threads'; pass cores=Cores\(num_threads=",
     ),
     (TypeError, lambda: spawn(work, log_dir="logs"), r"'log_dir'; pass output=Output\(log_dir="),
-    (
-        TypeError,
-        lambda: spawn(work, max_restart=2),
-        "no argument 'max_restart'; is it max_restarts",
-    ),
+    (TypeError, lambda: spawn(work, max_restart=2), "no argument 'max_restart'; is it max_restarts"),
     (TypeError, lambda: Output(logdir="logs"), r"Output\(\) has no argument 'logdir'; is it log_dir"),
     (TypeError, lambda: Cores(threads=2, x=1), r"Cores\(\) has no argument 'threads'; is it num_threads"),
     (
@@ -87,11 +83,7 @@ REFUSALS: list[Refusal] = [
         "is not a duration; pass seconds above 0, up to .*, a year",
     ),
     (TypeError, lambda: spawn(work, timeout="30"), "timeout='30' is of type str; pass seconds"),
-    (
-        ValueError,
-        lambda: spawn(work, start_method="fork"),
-        "start_method='fork' does not exist; choose 'zygote'",
-    ),
+    (ValueError, lambda: spawn(work, start_method="fork"), "start_method='fork' does not exist; choose 'zygote'"),
     (ValueError, lambda: spawn(work, max_restarts=-1), "max_restarts=-1 is too small; pass how often the group may"),
     (TypeError, lambda: spawn(work, output="logs"), r"output='logs' is of type str; pass unisono.Output\("),
     (TypeError, lambda: Output(log_dir=3), "log_dir=3 is of type int; pass the path of a directory"),

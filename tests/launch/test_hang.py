@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from faults import SOON_S, stand_still
+from faults import stand_still
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono.errors import WorkerDiedError, WorkerHungError
@@ -25,13 +25,6 @@ from unisono.stacks import main_stack
 from unisono.world import current_world
 
 spawn = partial(spawning.spawn, grace_s=60.0)  # workers that stand still in Python need none
-
-
-@pytest.fixture
-def soon():
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < SOON_S
 
 
 def compute_slowly():

@@ -10,12 +10,7 @@ from typing import Any
 
 from faults import Script
 
-from unisono.launch.imported_modules import (
-    compare_modules,
-    describe_module,
-    describe_modules,
-    is_users_file,
-)
+from unisono.launch.imported_modules import compare_modules, describe_module, describe_modules, is_users_file
 
 CONFIG = """
 RATE = 0.1

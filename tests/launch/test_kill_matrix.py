@@ -1,8 +1,5 @@
 """Every process of a run, hit by every signal: the run comes to its end, and nothing of it is left.
 
-The run that is hit is a rich one: rank 0 stands inside a collective, rank 1 in Python, both have loader workers that
-wait for work, and a grandchild in a session of its own.
-
 Where a signal does not end the run, that is said here, and why; the run then still notices the death of a worker.
 """
 
@@ -19,22 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from faults import PROMISE_S, Ear, Gate, Line, Script, survivors
+from faults import NUM_PROCESSES, PROMISE_S, RICH, Ear, Gate, Script, survivors
 
-pytestmark = pytest.mark.slow
-
+SLOW = pytest.mark.slow
 GRACE_S = 0.3
 PATIENCE_S = 120.0  # for a hundred groups, on a slow machine
 GROWTH_BYTES = 1 << 20  # that 80 groups may add to a process: the allocator rounds
-SIGNALS = [
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGABRT,
-    signal.SIGSEGV,
-    signal.SIGKILL,
-]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL]
 BORNE = {
     ("zygote", signal.SIGINT): "a Ctrl-C is the caller's to handle",
     ("zygote", signal.SIGTERM): "who ends a service, or a job, signals all; the caller decides",
@@ -44,26 +32,7 @@ BORNE = {
     ("loader worker", signal.SIGINT): "torch's loader workers leave quietly; whoever reads from them is told",
 }
 
-RICH = f"""
-import os, resource, signal, sys
-from pathlib import Path
-import psutil, torch, torch.distributed as dist
-from faults import Gate, Line, grandchild, stand_still
-from unisono.launch.spawn import spawn
-
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-line = Line(Path("line").absolute())
-
-def work(index):
-    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
-    next(iter(loader))
-    loaders = [child.pid for child in psutil.Process().children()]
-    grandchild()
-    line.say("rank", index, os.getpid(), os.getppid(), *loaders)
-    if index == 0:
-        dist.all_reduce(torch.ones(1))
-    stand_still()
-
+RUN = f"""
 def run():
     spawn(work, nprocs=2, grace_s={GRACE_S})
 """
@@ -75,13 +44,6 @@ for _ in range({len(SIGNALS)}):
     except BaseException as error:
         line.say("ended", type(error).__name__, error)
 """
-NUM_PROCESSES = 2 + 2 + 4 + 2  # caller and zygote, workers, loader workers, grandchildren
-
-
-@pytest.fixture
-def ear(tmp_path: Path) -> Iterator[Ear]:
-    with Line.at(tmp_path / "line").hearing() as ear:
-        yield ear
 
 
 @dataclass(frozen=True)
@@ -101,21 +63,33 @@ class Cast:
         os.kill(self.pids[name], signum)
 
 
-@pytest.mark.parametrize("signum", SIGNALS, ids=lambda signum: signum.name)
-def test_nothing_survives_a_caller_hit_by(signum: signal.Signals, tmp_path: Path, ear: Ear) -> None:
-    with Script(RICH + "run()", tmp_path) as script:
+def name_of(hit: tuple[signal.Signals, bool]) -> str:
+    return f"{hit[0].name}{' to the group' if hit[1] else ''}"
+
+
+FAST = [(signal.SIGINT, True), (signal.SIGKILL, False)]
+HITS = [*FAST, *(pytest.param((signum, False), marks=SLOW) for signum in SIGNALS if signum != signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("hit", HITS, ids=name_of)
+def test_nothing_survives_a_caller_hit_by(hit: tuple[signal.Signals, bool], tmp_path: Path, ear: Ear) -> None:
+    signum, to_group = hit
+    with Script(RICH + RUN + "run()", tmp_path) as script:
         Cast.heard(ear)
         assert len(script.living()) == NUM_PROCESSES
-        script.kill(signum)
+        (script.kill_group if to_group else script.kill)(signum)
         is_asked = signum in (signal.SIGINT, signal.SIGTERM)  # the workers are: rank 0 cannot answer
         assert script.survivors(PROMISE_S + GRACE_S * is_asked) == []
-        assert script.end()[0] in (-signum, 128 + signum)
+        code, _, errors = script.end()
+        assert code in (-signum, 128 + signum)
+        assert ("KeyboardInterrupt" in errors) == (signum == signal.SIGINT)
         assert script.leftovers() == []
 
 
+@SLOW
 @pytest.mark.parametrize("victim", ["zygote", "rank 0", "rank 1", "loader worker"])
 def test_a_run_ends_and_leaves_nothing_whatever_signal_hits_its(victim: str, tmp_path: Path, ear: Ear) -> None:
-    with Gate.at(tmp_path / "gate").kept() as let_pass, Script(RICH + AGAIN_AND_AGAIN, tmp_path) as script:
+    with Gate.at(tmp_path / "gate").kept() as let_pass, Script(RICH + RUN + AGAIN_AND_AGAIN, tmp_path) as script:
         for signum in SIGNALS:  # one caller after another would take its time to import torch
             let_pass(1)
             with _named(f"{victim}, {signum.name}"):
@@ -162,6 +136,7 @@ def _named(case: str) -> Iterator[None]:
         raise
 
 
+@SLOW
 def test_nothing_survives_a_terminal_that_closes(tmp_path: Path, ear: Ear) -> None:
     terminal = """
 import os, pty
@@ -174,7 +149,7 @@ if pid:
     print("the caller ended with", status)
     raise SystemExit
 """
-    with Gate.at(tmp_path / "gate").kept() as let_pass, Script(terminal + RICH + "run()", tmp_path) as script:
+    with Gate.at(tmp_path / "gate").kept() as let_pass, Script(terminal + RICH + RUN + "run()", tmp_path) as script:
         Cast.heard(ear)
         assert len(script.living()) == NUM_PROCESSES + 1
         let_pass(1)
@@ -183,6 +158,7 @@ if pid:
         assert script.leftovers() == []
 
 
+@SLOW
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_eighty_groups_leave_no_trace(tmp_path: Path, ear: Ear) -> None:
     source = """

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from faults import PROMISE_S, SOON_S, Line, Script, grandchild, stand_still, survivors
+from faults import RICH, SOON_S, Script, grandchild, stand_still, survivors
 
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import spawn
@@ -22,59 +22,14 @@ from unisono.world import current_world
 
 GRACE_S = 0.5
 
-RICH = """
-import os, signal, sys, threading, time
-from pathlib import Path
-import torch, torch.distributed as dist
-from faults import Gate, Line, grandchild, stand_still
-from unisono.launch.spawn import spawn
-from unisono.world import current_world
-
-line = Line(Path("line").absolute())
-
-def work(index):
-    '''Loader workers, an escaped grandchild, rank 0 inside the transport and rank 1 in Python.'''
-    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
-    next(iter(loader))
-    grandchild()
-    line.say("running", index)
-    if index == 0:
-        dist.all_reduce(torch.ones(1))
-    stand_still()
-"""
-
 
 @pytest.fixture
-def hear(tmp_path):
-    line = Line.at(tmp_path / "line")
-    with line.hearing() as ear:
-        yield ear.hear
+def hear(ear):
+    return ear.hear
 
 
 def run(source, directory):
     return Script(RICH + source, directory)
-
-
-@pytest.mark.parametrize(
-    ("signum", "to_group"),
-    [
-        pytest.param(signal.SIGINT, True, id="SIGINT to the group"),
-        pytest.param(signal.SIGTERM, False, id="SIGTERM", marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, True, id="SIGHUP to the group", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, False, id="SIGKILL"),
-    ],
-)
-def test_nothing_survives_a_signal_to_the_caller(tmp_path, hear, signum, to_group):
-    with run(f"spawn(work, nprocs=2, grace_s={GRACE_S})", tmp_path) as script:
-        assert [hear()[0], hear()[0]] == ["running", "running"]
-        assert len(script.living()) == 2 + 2 + 4 + 2  # caller and zygote, workers, loader workers, grandchildren
-        (script.kill_group if to_group else script.kill)(signum)
-        is_graceful = signum == signal.SIGINT  # rank 0 does not see it inside the transport
-        assert script.survivors(PROMISE_S + (GRACE_S if is_graceful else 0.0)) == []
-        code, _, errors = script.end()
-        assert code == -signum
-        assert ("KeyboardInterrupt" in errors) == is_graceful
-        assert script.leftovers() == []
 
 
 def test_no_worker_survives_when_the_caller_and_the_zygote_are_killed(tmp_path, hear):
@@ -118,7 +73,7 @@ def test_nothing_survives_an_interrupt_while_the_workers_start(tmp_path, hear):
 def test_nothing_survives_when_the_caller_of_nested_workers_is_killed(tmp_path, hear):
     source = "spawn(lambda index: spawn(work, nprocs=2) if index == 0 else stand_still(), nprocs=2)"
     with run(source, tmp_path) as script:
-        assert [hear()[0], hear()[0]] == ["running", "running"]
+        assert [hear()[0], hear()[0]] == ["rank", "rank"]
         assert len(script.living()) == 2 + 2 + 1 + 2 + 4 + 2  # with the inner zygote and the inner workers
         script.kill(signal.SIGKILL)
         assert script.survivors() == []
@@ -156,7 +111,7 @@ threading.Thread(target=tell_the_end).start()
 Gate(Path("gate").absolute()).wait()
 """
     with run(source, tmp_path) as script:
-        assert [hear()[0], hear()[0]] == ["running", "running"]
+        assert [hear()[0], hear()[0]] == ["rank", "rank"]
         let_pass(1)
         assert hear() == ["exiting"]
         while not daemon and script.process.poll() is None:

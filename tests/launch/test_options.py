@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from faults import Script
 from recorded_runs import read_run
 
 from unisono.backends.cores import fair_num_threads, usable_cores
@@ -101,33 +100,3 @@ def test_the_last_lines_on_stderr_belong_to_the_error():
         spawn(work, nprocs=2)
     [tail] = [note for note in caught.value.__notes__ if note.startswith("the last lines of rank 1 on stderr:\n")]
     assert tail.splitlines()[-2:] == ["  line 28", "  line 29"]
-
-
-SHOW = """
-import sys
-from unisono.launch.options import Output
-from unisono.launch.spawn import spawn
-def work(index):
-    print("out", index)
-    print("err", index, file=sys.stderr)
-for options in {options}:
-    spawn(work, nprocs=2, output=Output(**options))
-    print("---", flush=True)
-    print("---", file=sys.stderr)
-"""
-SHOWN = [
-    ({}, ["out 0", "out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
-    ({"prefix": True}, ["[rank 0] out 0", "[rank 1] out 1"], ["[rank 0] err 0", "[rank 1] err 1"]),
-    ({"prefix": False}, ["out 0", "out 1"], ["err 0", "err 1"]),
-    ({"ranks": [1]}, ["out 1"], ["[rank 1] err 1"]),
-]
-
-
-@pytest.mark.slow
-def test_the_output_is_shown_as_it_was_asked_for(tmp_path):
-    with Script(SHOW.format(options=[options for options, _, _ in SHOWN]), tmp_path) as script:
-        code, *found = script.end()
-    assert code == 0
-    shown = [[sorted(each.splitlines()) for each in text.split("---\n")[:-1]] for text in found]
-    for (options, output, errors), out, err in zip(SHOWN, *shown, strict=True):
-        assert (out, err) == (output, errors), options

@@ -10,7 +10,6 @@ import torch.backends.mkldnn
 from faults import Script
 from torch.backends import cudnn
 
-from unisono.errors import UnpicklableError
 from unisono.launch.spawn import spawn
 from unisono.launch.unpicklable import describe_unpicklable
 from unisono.pickling import codes_in
@@ -42,10 +41,7 @@ def by_value(code):
 
 
 OBSTACLES = {
-    "a global": (
-        "def work(i):\n  return LOCK",
-        "; the function 'work' uses the global 'LOCK', a lock",
-    ),
+    "a global": ("def work(i):\n  return LOCK", "; the function 'work' uses the global 'LOCK', a lock"),
     "a global of a function that is called": (
         "def inner():\n  return LOCK\ndef work(i):\n  return inner()",
         "; the function 'inner' uses the global 'LOCK', a lock",
@@ -79,12 +75,6 @@ OBSTACLES = {
 def test_what_cannot_travel_is_named_with_what_uses_it(name):
     code, described = OBSTACLES[name]
     assert describe_unpicklable(by_value(code)["work"]) == described
-
-
-def test_the_error_names_the_global_and_the_function():
-    said = r"fn, a function, cannot be sent to the workers \(TypeError: .*lock.*\); the function '.*<lambda>' uses"
-    with pytest.raises(UnpicklableError, match=said):
-        spawn(lambda index: LOCK, nprocs=2)
 
 
 LOOKING_UP = """

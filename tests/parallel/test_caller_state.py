@@ -63,19 +63,6 @@ def test_modes_nest():
         assert elsewhere() == seen()
 
 
-def test_context_variables_are_seen_and_changes_stay_in_the_other_thread():
-    token = variable.set("mine")
-    try:
-        state = CallerState.of_this_thread([])
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(state.run, variable.get).result() == "mine"
-            pool.submit(state.run, lambda: variable.set("theirs")).result()
-            assert pool.submit(variable.get).result() == "unset"
-        assert variable.get() == "mine"
-    finally:
-        variable.reset(token)
-
-
 def test_what_the_body_raises_passes_and_the_thread_is_left_as_it_was():
     with torch.no_grad():
         state = CallerState.of_this_thread([])

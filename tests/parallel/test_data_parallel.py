@@ -19,7 +19,6 @@ import torch
 from interrupts import interrupt_main_thread
 from modes import FAMILY, PROCESSES_2, devices
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from tracing import interrupting
 
@@ -143,23 +142,6 @@ def test_every_call_continues_the_epochs_of_its_loader():
     assert sorted(sum(one, [])) == sorted(sum(two, [])) == list(range(40))  # noqa: RUF017
 
 
-@pytest.mark.any_family
-def test_a_context_lives_across_calls_and_functions():
-    replicas = DataParallel(network(), TWO)
-
-    def count(model, loader, device, context):
-        context.calls = context.getattr_or("calls", 0) + 1
-        return context
-
-    def read(model, loader, device, context):
-        return context.calls
-
-    first = replicas(count, [])
-    assert replicas(count, []) == first
-    assert replicas(read, []) == [2, 2]
-    assert [context.device for context in first] == [*map(torch.device, TWO)]
-
-
 def test_getattr_or_keeps_what_it_makes_and_makes_none_again():
     context, made = ReplicaContext(torch.device("cpu")), []
 
@@ -186,25 +168,6 @@ def test_the_callers_number_of_threads_is_kept_and_the_replicas_share_the_cores(
         assert shares == [max(1, usable_cores() // 2)] * 2
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.any_family
-def test_a_training_over_two_calls_gives_every_replica_equal_bits():
-    replicas = DataParallel(network(), devices(3))
-    numbers = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(23, 3, generator=numbers), torch.randn(23, 2, generator=numbers))
-
-    def train(model, loader, device, context):
-        optimizer = context.getattr_or("optimizer", lambda: torch.optim.Adam(model.parameters()))
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            F.mse_loss(model(inputs), targets).backward()
-            unisono.optimizer_step(optimizer)
-
-    for _ in range(2):
-        replicas(train, DataLoader(data, batch_size=3))
-    for model in replicas.models[1:]:
-        assert torch.equal(model.weight.cpu(), replicas.models[0].weight.cpu())
 
 
 # What the replicas see of their caller.

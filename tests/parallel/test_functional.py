@@ -82,10 +82,7 @@ TWINS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[Tensors
         lambda every: [torch.stack(every).mean(0)] * len(every),
     ),
     "reduce_scatter sum": (functional.reduce_scatter, lambda every: scattered(every, 1)),
-    "reduce_scatter mean": (
-        lambda x: functional.reduce_scatter(x, "mean"),
-        lambda every: scattered(every, len(every)),
-    ),
+    "reduce_scatter mean": (lambda x: functional.reduce_scatter(x, "mean"), lambda every: scattered(every, len(every))),
     "broadcast": (functional.broadcast, lambda every: [every[0]] * len(every)),
     "broadcast of the last": (
         lambda x: functional.broadcast(x, unisono.world_size() - 1),
@@ -357,19 +354,8 @@ def test_rows_that_differ_within_a_batch_are_refused():
         functional.all_gather_samples([torch.ones(2), "name"])
 
 
-def told(call: Callable[[], Any]) -> str:
-    """What it raises, with its cause."""
-    try:
-        call()
-    except Exception as error:
-        cause = error.__cause__
-        return f"{type(error).__name__}: {error}" + (f" <- {type(cause).__name__}: {cause}" if cause else "")
-    return "nothing"
-
-
 def test_unequal_shapes_are_named_by_rank_with_the_way_out(peers):
-    found = peers.run(lambda: told(lambda: functional.all_gather(here(rows_of(0, rows=2 + (unisono.rank() == 1))))))
-    for text in found:
+    for text in peers.told(lambda: functional.all_gather(here(rows_of(0, rows=2 + (unisono.rank() == 1))))):
         assert "CollectiveMismatchError" in text
         assert "rank 1 c" in text
         assert "functional.all_gather(float64[3, 4], 0) with a gradient" in text
@@ -378,11 +364,11 @@ def test_unequal_shapes_are_named_by_rank_with_the_way_out(peers):
 
 
 def test_a_gradient_on_some_ranks_only_is_named_in_the_forward_pass(peers):
-    def gather() -> str:
+    def gather() -> None:
         x = rows_of(0).to(unisono.current_world().device)
-        return told(lambda: functional.all_gather(x.requires_grad_() if unisono.rank() == 0 else x))
+        functional.all_gather(x.requires_grad_() if unisono.rank() == 0 else x)
 
-    for text in peers.run(gather):
+    for text in peers.told(gather):
         assert "CollectiveMismatchError" in text
         assert "with a gradient" in text
         assert "without a gradient" in text
@@ -390,12 +376,11 @@ def test_a_gradient_on_some_ranks_only_is_named_in_the_forward_pass(peers):
 
 
 def test_a_backward_pass_of_some_ranks_only_is_named(peers):
-    def differentiate() -> str:
-        x = here(rows_of(0))
-        loss = functional.all_reduce(x).sum()
-        return told(loss.backward if unisono.rank() == 0 else unisono.barrier)
+    def differentiate() -> None:
+        loss = functional.all_reduce(here(rows_of(0))).sum()
+        loss.backward() if unisono.rank() == 0 else unisono.barrier()
 
-    for text in peers.run(differentiate):
+    for text in peers.told(differentiate):
         assert "CollectiveMismatchError" in text
         assert "the gradient of functional.all_reduce(float64[3, 4], 'sum')" in text
         assert "barrier()" in text

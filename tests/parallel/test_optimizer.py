@@ -12,13 +12,12 @@ import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
-from twin import State, data
+from twin import State, assert_same_bits, data
 from twin import model as model_in_main_memory
 
 import unisono
 from unisono import DeviceIterator, DeviceLoader, broadcast_parameters, optimizer_step
 from unisono.backends.cpu import CpuBackend
-from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.world import solo_world
 
 Loader = DeviceIterator | DeviceLoader
@@ -36,12 +35,6 @@ def pair(request: pytest.FixtureRequest) -> Mode:
 
 def model(seed: int = 0) -> nn.Module:
     return model_in_main_memory(seed).to(torch.get_default_device())
-
-
-def assert_same_bits(states: list[State]) -> None:
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        assert all(torch.equal(state[name], states[0][name]) for name in state)
 
 
 @pytest.mark.any_family
@@ -90,21 +83,6 @@ def test_batches_without_gradients_do_not_count(pair):
     assert pair.loop(body, train) == [-(3 * 0.75 + 1 * 0.25)] * 2
 
 
-def told(mode: Mode, body: Callable[[], Any]) -> list[str]:
-    """What each rank is told; every rank must raise."""
-
-    def caught() -> str:
-        try:
-            body()
-        except CollectiveMismatchError as error:
-            return str(error)
-        except BrokenWorldError as error:
-            return str(error.__cause__)
-        return "no error"
-
-    return mode.run(caught)
-
-
 def stepped(network: nn.Module, inputs: torch.Tensor) -> None:
     network(inputs).sum().backward()
     optimizer_step(torch.optim.SGD(network.parameters(), lr=0.1))
@@ -118,7 +96,7 @@ def test_ranks_with_different_numbers_of_batches_are_told(pair):
             batch = next(batches)
         stepped(model(), batch)
 
-    for message in told(pair, body):
+    for message in pair.told(body):
         assert "a step on batch 2 of its loop" in message
         assert "a step on batch 1 of its loop" in message
 
@@ -147,7 +125,7 @@ def test_ranks_with_different_models_are_told_which_parameter_differs(pair, othe
         network = model() if unisono.rank() == 0 else other()
         stepped(network, torch.ones(1, 5, dtype=next(network.parameters()).dtype))
 
-    for message in told(pair, body):
+    for message in pair.told(body):
         assert "the models of rank 0 and rank 1 differ" in message
         assert words in message
         assert "broadcast_parameters(model)" in message
@@ -172,25 +150,30 @@ def test_a_broadcast_mends_different_models_buffers_too(pair):
     )
 
 
-def test_models_that_hold_nan_agree():
-    def body() -> bool:
-        network = model()
-        with torch.no_grad():
-            network[0].bias[0] = float("nan")
-        stepped(network, torch.ones(1, 5).double())
-        return True
-
-    assert THREADS_2.run(body) == [True, True]
+def ready(value: complex = 0.0) -> nn.Parameter:
+    """A parameter whose gradient is one more than the rank, or has that many imaginary parts."""
+    weight = nn.Parameter(torch.tensor([value]))
+    weight.grad = torch.tensor([1.0 + (1j if isinstance(value, complex) else 1) * unisono.rank()])
+    return weight
 
 
-def test_a_closure_of_none_is_no_closure(pair):
-    def body() -> float:
-        weight = nn.Parameter(torch.zeros(1))
-        weight.grad = torch.tensor([1.0 + unisono.rank()])
-        optimizer_step(torch.optim.SGD([weight], lr=1.0), optimizer_args={"closure": None})
-        return weight.item()
+ALONE: dict[str, tuple[Callable[[], list[nn.Parameter]], dict[str, Any], list[complex]]] = {
+    "a closure of None": (lambda: [ready()], {"optimizer_args": {"closure": None}}, [-1.5]),
+    "a frozen parameter": (lambda: [nn.Parameter(torch.ones(1), requires_grad=False), ready()], {}, [1.0, -1.5]),
+    "complex numbers": (lambda: [ready(0j)], {}, [-1 - 0.5j]),
+}
 
-    assert pair.run(body) == [-1.5, -1.5]
+
+@pytest.mark.any_family
+@pytest.mark.parametrize("what", ALONE)
+def test_gradients_that_are_there_are_stepped_on_alike_with(pair, what):
+    def body() -> list[complex]:
+        make, options, _ = ALONE[what]
+        weights = make()
+        optimizer_step(torch.optim.SGD(weights, lr=1.0), **options)
+        return [each.item() for each in weights]
+
+    assert pair.run(body) == [ALONE[what][2]] * 2
 
 
 # The rest of the call.
@@ -260,28 +243,6 @@ def test_steps_are_counted_and_timed():
 def test_what_is_no_optimizer_is_refused(optimizer):
     with pytest.raises(TypeError, match=r"pass a torch\.optim\.Optimizer"):
         optimizer_step(optimizer)
-
-
-@pytest.mark.any_family
-def test_a_frozen_parameter_is_left_alone(pair):
-    def body() -> tuple[float, float]:
-        frozen, free = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.zeros(1))
-        free.grad = torch.tensor([1.0 + unisono.rank()])
-        optimizer_step(torch.optim.SGD([frozen, free], lr=1.0))
-        return frozen.item(), free.item()
-
-    assert pair.run(body) == [(1.0, -1.5)] * 2
-
-
-@pytest.mark.any_family
-def test_complex_parameters_are_stepped_alike(pair):
-    def body() -> complex:
-        weight = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
-        weight.grad = torch.tensor([2.0 + 2j * unisono.rank()])
-        optimizer_step(torch.optim.SGD([weight], lr=1.0))
-        return weight.item()
-
-    assert pair.run(body) == [-2 - 1j] * 2
 
 
 @pytest.mark.any_family

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -74,17 +73,6 @@ def test_what_a_call_worked_on_is_not_kept():
     assert gone() is None
 
 
-def test_dropping_the_owner_ends_the_threads():
-    threads = ReplicaThreads(2)
-    threads.run([lambda: None] * 2, unexpected)
-    started = replica_threads()
-    del threads
-    gc.collect()
-    for thread in started:
-        thread.join(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in started)
-
-
 def test_an_interrupt_is_passed_on_and_the_functions_are_still_waited_for():
     threads, ended, is_sized, seen = ReplicaThreads(2), [], threading.Event(), []
 
@@ -103,23 +91,6 @@ def test_an_interrupt_is_passed_on_and_the_functions_are_still_waited_for():
     assert sorted(ended) == [0, 1]
     assert seen == [KeyboardInterrupt]
     assert [outcome.unwrap() for outcome in threads.run([lambda: 1, lambda: 2], unexpected)] == [1, 2]
-
-
-def test_a_second_interrupt_waits_no_longer():
-    threads, gate, has_first = ReplicaThreads(1), threading.Event(), threading.Event()
-
-    def body() -> None:
-        interrupt_main_thread()
-        has_first.wait(PATIENCE_S)
-        interrupt_main_thread()
-        gate.wait(PATIENCE_S)
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            threads.run([body], lambda error: has_first.set())
-        assert not gate.is_set()
-    finally:
-        gate.set()
 
 
 def test_an_outcome_whose_news_an_interrupt_loses_is_there_all_the_same(monkeypatch):

@@ -72,10 +72,6 @@ def test_ranks_that_read_different_streams_are_told():
         PROCESSES_2.run(another_stream_on_each_rank)
 
 
-def test_ranks_in_the_same_rounds_are_not():
-    assert PROCESSES_2.run(lambda: steps(DeviceLoader(DataLoader(DATA, batch_size=5, shuffle=True)))) == [4, 4]
-
-
 class OwnAugmentation(OwnStream):
     def __iter__(self):
         noise = random.Random(rank())

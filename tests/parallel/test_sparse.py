@@ -10,8 +10,7 @@ import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
-from twin import CLOSE, Plain, State, adam, assert_all_are, loader_of, seeded
+from twin import CLOSE, Lines, Plain, State, adam, assert_all_are, compare, loader_of, seeded
 
 from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
 from unisono.parallel.agreement import broadcast_parameters
@@ -51,9 +50,6 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.1)
 
 
-Lines = Callable[[Any, DataLoader[Any]], State]
-
-
 def trained(make: Callable[[Any], torch.optim.Optimizer], tokens: bool = False, sparse: bool = True) -> Lines:
     def lines(accelerator: Any, loader: Any) -> State:
         network = words(sparse)
@@ -82,17 +78,22 @@ def with_two_optimizers(accelerator: Any, loader: Any) -> State:
     return network.state_dict()
 
 
-LINES = [trained(sgd), trained(adagrad), trained(sgd, tokens=True), with_two_optimizers]
+LINES = {
+    "sgd": trained(sgd),
+    "adagrad": trained(adagrad),
+    "tokens": trained(sgd, tokens=True),
+    "two optimizers": with_two_optimizers,
+}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @MODES
 def test_the_weights_are_those_of_one_device_in_every_mode(mode: Mode, accumulate: int) -> None:
-    check(mode, LINES, gradient_accumulation_steps=accumulate)
+    compare(mode, LINES, gradient_accumulation_steps=accumulate)
 
 
 def test_they_are_so_where_the_optimizers_state_is_divided() -> None:
-    check(PROCESSES_2, LINES, strategy="zero1")
+    compare(PROCESSES_2, LINES, strategy="zero1")
 
 
 @pytest.mark.parametrize("hook", ["fp16", "powersgd"])
@@ -103,14 +104,6 @@ def test_rows_are_not_compressed(hook: str) -> None:
     for table in tables:
         assert torch.equal(table, tables[0])
         torch.testing.assert_close(table, expected, rtol=1e-2, atol=1e-3)
-
-
-def check(mode: Mode, lines: list[Lines], **options: Any) -> None:
-    ranks = mode.run(lambda: [each(Accelerator(**options), loader_of(23, 3)) for each in lines])
-    for place, each in enumerate(lines):
-        print(place)
-        expected = each(Plain(), loader_of(23, 3 * mode.ranks * options.get("gradient_accumulation_steps", 1)))
-        assert_all_are([states[place] for states in ranks], expected)
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
@@ -177,24 +170,20 @@ def test_ranks_may_have_no_such_gradient_or_a_dense_one(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 def test_what_other_ranks_do_not_know_is_refused_before_anything_is_sent(mode: Mode) -> None:
-    def body() -> str:
+    def body() -> None:
         table = nn.Embedding(5, 2, sparse=True)
         table(torch.tensor([1])).sum().backward()
-        with pytest.raises(TypeError) as error:
-            reduce_gradients([table.weight], current_world(), 0.5, "a step")
-        return str(error.value)
+        reduce_gradients([table.weight], current_world(), 0.5, "a step")
 
-    for told in mode.run(body):
+    for told in mode.told(body, TypeError):
         assert "the gradient of parameter 0 of shape [5, 2] is torch.sparse_coo, and other ranks do not know" in told
         assert "call broadcast_parameters(model) or prepare() on every rank" in told
 
 
 def test_under_fsdp_they_are_refused_at_prepare() -> None:
-    def body() -> str:
-        with pytest.raises(ValueError) as error:
-            Accelerator(strategy="fsdp").prepare(words())
-        return str(error.value)
+    def body() -> None:
+        Accelerator(strategy="fsdp").prepare(words())
 
-    for told in PROCESSES_2.run(body):
+    for told in PROCESSES_2.told(body, ValueError):
         assert "the layer 'table' of the Words has sparse=True" in told
         assert "sparse=False, or use strategy='ddp' or 'zero1'" in told

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from plain_steps import judge
 from step_programs import Program, Setup, run_programs
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from twin import State, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd
+from torch.utils.data import DataLoader, IterableDataset
+from twin import State, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd, steps
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
-from unisono.strategies import DDP, FSDP
+from unisono.strategies import FSDP
 
 MODES = pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=["one rank", "two ranks", "three ranks"])
 PROCESSES = pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
@@ -184,6 +184,12 @@ EXACT: dict[str, Callable[[int], Program]] = {
         samples=8 * ranks,
         others=8 * ranks,
         every=2,
+    ),
+    "what is left of a loop is stepped on after it": lambda ranks: program(
+        [*[f"draw a; {VISIT}"] * 2, "leave a; step f; zero f none", f"draw a; {VISIT}"], samples=8 * ranks, every=4
+    ),
+    "backward() and optimizer_step() by hand do for prepared objects": lambda ranks: program(
+        ["draw a; forward fit; backward hand; step_by_hand f; zero f none"] * 4, samples=rounds(ranks, 3)
     ),
     "an accumulate() block goes on in another loop": lambda ranks: program(
         ["enter_block; draw a; forward fit; backward plain; step f; leave a", f"draw a; {VISIT}", f"draw a; {VISIT}"],
@@ -424,66 +430,38 @@ class Centre(nn.Module):
         return {"centre": self.centre}
 
 
-def train_centre(network: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Any]) -> None:
-    for _ in range(2):
-        for (inputs,) in loader:
-            (inputs - network(inputs)["centre"]).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
 def test_a_model_may_return_a_parameter(mode: Mode) -> None:
-    def body() -> State:
-        network = Centre()
-        prepared = Accelerator().prepare(network, sgd(network.parameters()), DataLoader(samples, batch_size=2))
-        train_centre(*prepared)
-        return network.state_dict()
+    def learn(accelerator: Any, network: Any, batch: Any) -> None:
+        (batch[0][:, :3] - network(batch[0])["centre"]).pow(2).mean().backward()
 
-    with HOST:
-        samples = TensorDataset(torch.arange(12.0 * mode.ranks - 3, dtype=torch.float64).reshape(-1, 3))
-    plain = Centre()
-    train_centre(plain, sgd(plain.parameters()), DataLoader(samples, batch_size=2 * mode.ranks))
-    assert_all_are(mode.run(body), plain.state_dict())
+    compare(mode, steps(learn, Centre))
 
 
 @pytest.mark.slow
 def test_an_evaluation_before_a_step_leaves_no_parameters_of_before_it() -> None:
-    def body(strategy: DDP | FSDP) -> State:
-        accelerator, network = Accelerator(strategy=strategy), model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(12, 2))
-        for batch in loader:
-            accelerator.backward(mean_loss(network, batch))
-            with torch.no_grad():
-                network(batch[0])
-            optimizer.step()
-            optimizer.zero_grad()
-        return accelerator.state_dict(network)
+    def learn(accelerator: Any, network: Any, batch: Any) -> None:
+        accelerator.backward(mean_loss(network, batch))
+        with torch.no_grad():
+            network(batch[0])
 
-    kept = PROCESSES_2.run(lambda: body(FSDP(units=(nn.Linear,), reshard_after_forward=False)))
-    assert_all_are(kept[:1], PROCESSES_2.run(lambda: body(DDP()))[0])
+    compare(PROCESSES_2, steps(learn), strategy=FSDP(units=(nn.Linear,), reshard_after_forward=False))
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_by_hand_two_steps_on_one_batch_weigh_it_once_each(mode: Mode) -> None:
-    def body() -> State:
+    def train(batches: Any, run_backward: Any, step: Any) -> State:
         network = model()
         optimizer = sgd(network.parameters())
-        for batch in DeviceLoader(loader_of(5, 4)):  # split 3 / 2
+        for batch in batches:
             for _ in range(2):
-                backward(mean_loss(network, batch))
-                optimizer_step(optimizer)
+                run_backward(mean_loss(network, batch))
+                step(optimizer)
                 optimizer.zero_grad()
         return network.state_dict()
 
-    network = model()
-    optimizer = sgd(network.parameters())
-    for batch in loader_of(5, 4 * mode.ranks):
-        for _ in range(2):
-            mean_loss(network, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_all_are(mode.run(body), network.state_dict())
+    states = mode.run(lambda: train(DeviceLoader(loader_of(5, 4)), backward, optimizer_step))  # split 3 / 2
+    assert_all_are(states, train(loader_of(5, 4 * mode.ranks), torch.Tensor.backward, torch.optim.SGD.step))
 
 
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
@@ -579,7 +557,7 @@ def test_a_thread_of_the_scripts_own_may_draw_the_batches(is_changed: bool, is_s
             optimizer.step()
         return network.state_dict()
 
-    compare(mode, {"lines": lines}, samples=24)  # even rounds: computed inputs count the same, whatever they are of
+    compare(mode, lines, samples=24)  # even rounds: computed inputs count the same, whatever they are of
 
 
 class Sam(torch.optim.Optimizer):
@@ -628,7 +606,7 @@ def test_sharpness_aware_minimisation_in_two_steps_may_have_a_scheduler(mode: Mo
             scheduler.step()
         return network.state_dict()
 
-    compare(mode, {"lines": lines}, schedule_unit="step")
+    compare(mode, lines, schedule_unit="step")
 
 
 class Normalised(nn.Module):
@@ -648,15 +626,6 @@ class Checkpointed(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = checkpoint(lambda each: torch.tanh(self.parts[1](each)), self.parts[0](inputs), use_reentrant=True)
         return self.parts[2](hidden)
-
-
-def trained_with(accelerator: Any, loader: DataLoader[Any], network: Any, learn: Callable[..., None]) -> State:
-    network, optimizer, loader = accelerator.prepare(seeded(network.double()), sgd(network.parameters()), loader)
-    for batch in loader:
-        learn(accelerator, network, batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    return network.state_dict()
 
 
 def twice_through_one_graph(accelerator: Any, network: nn.Module, batch: Any) -> None:
@@ -679,17 +648,13 @@ def a_pass_for_each_loss(accelerator: Any, network: nn.Module, batch: Any) -> No
 def test_batch_norm_that_is_not_trained_may_have_two_backward_passes_through_one_graph(
     accumulate: int, mode: Mode
 ) -> None:
-    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
-        return trained_with(accelerator, loader, Normalised(), twice_through_one_graph)
-
-    compare(mode, {"lines": lines}, gradient_accumulation_steps=accumulate)
+    lines = steps(twice_through_one_graph, lambda: seeded(Normalised().double()))
+    compare(mode, lines, gradient_accumulation_steps=accumulate)
 
 
 @PROCESSES
 @pytest.mark.every_mode
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_may_have_two_passes_through_reentrant_checkpoints(accumulate: int, mode: Mode) -> None:
-    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
-        return trained_with(accelerator, loader, Checkpointed(), a_pass_for_each_loss)
-
-    compare(mode, {"lines": lines}, gradient_accumulation_steps=accumulate)
+    lines = steps(a_pass_for_each_loss, lambda: seeded(Checkpointed().double()))
+    compare(mode, lines, gradient_accumulation_steps=accumulate)

@@ -22,15 +22,6 @@ def peers(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
 
-def told(call: Callable[[], Any]) -> str:
-    """What it raises, with its cause; and what it returns, where it should not."""
-    try:
-        return f"returned {call()}"
-    except Exception as error:
-        cause = error.__cause__
-        return f"{type(error).__name__}: {error}" + (f" <- {type(cause).__name__}: {cause}" if cause else "")
-
-
 # What the last rank gathers, while the others gather float32[2, 3]; and how it is named.
 UNEQUAL: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "more rows": (lambda: torch.ones(5, 3), "float32[5, 3]"),
@@ -50,7 +41,7 @@ def is_last() -> bool:
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_unequal_tensors_are_named_on_all_ranks(peers, name):
     make, call = UNEQUAL[name]
-    for text in peers.run(lambda: told(lambda: unisono.all_gather(make() if is_last() else torch.ones(2, 3)))):
+    for text in peers.told(lambda: unisono.all_gather(make() if is_last() else torch.ones(2, 3))):
         assert "CollectiveMismatchError" in text
         assert "called all_gather(float32[2, 3])" in text
         assert f"rank {peers.ranks - 1} called all_gather({call})" in text
@@ -65,10 +56,7 @@ def test_what_is_no_tensor_on_one_rank_is_its_error_and_the_others_learn_of_it(p
     with pytest.raises(TypeError, match=f"all_gather takes a tensor, got a {type(value).__name__}"):
         peers.run(gather)
 
-    def catch_and_leave() -> str:
-        return told(gather)
-
-    *others, last = peers.run(catch_and_leave)
+    *others, last = peers.told(gather)
     assert last.startswith("TypeError: all_gather takes a tensor")
     for rank, text in enumerate(others):
         assert text.startswith(f"BrokenWorldError: rank {rank} cannot complete all_gather(float32[2, 3]): ")
@@ -86,7 +74,7 @@ def test_a_gather_of_samples_with_other_columns_on_one_rank_is_named(peers):
     def gather() -> Any:
         return unisono.all_gather_samples(torch.ones(2, 4 if is_last() else 3), 2)
 
-    for text in peers.run(lambda: told(gather)):
+    for text in peers.told(gather):
         assert "CollectiveMismatchError" in text
         call = r"all_gather_samples\(\) in gather \(.*, which calls all_gather\(float32\[2, 4\]\)"
         assert re.search(rf"rank {peers.ranks - 1} called {call}", text)
@@ -100,10 +88,7 @@ def one_of_many(columns: int) -> dict[str, torch.Tensor]:
 # What the last rank gathers, while the others gather tensors of the same shapes.
 MISPLACED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "another order": (lambda: one_of_many(2), lambda: dict(reversed(one_of_many(2).items()))),
-    "another name at the end of many": (
-        lambda: one_of_many(40),
-        lambda: {**one_of_many(39), "column": torch.ones(2)},
-    ),
+    "another name at the end of many": (lambda: one_of_many(40), lambda: {**one_of_many(39), "column": torch.ones(2)}),
     "a list for a tuple": (lambda: (torch.ones(2), torch.ones(2)), lambda: [torch.ones(2), torch.ones(2)]),
 }
 
@@ -125,10 +110,7 @@ GATHERS: dict[str, Callable[[Any], Any]] = {
 def test_equal_tensors_in_another_structure_are_told_on_all_ranks(peers, call, name):
     make, make_other = MISPLACED[name]
 
-    def gather(call: str) -> str:
-        return told(lambda: GATHERS[call]((make_other if is_last() else make)()))
-
-    for text in peers.run(lambda: gather(call)):
+    for text in peers.told(lambda: GATHERS[call]((make_other if is_last() else make)())):
         assert "CollectiveMismatchError" in text
 
 
@@ -136,7 +118,7 @@ def test_another_dimension_of_one_rank_is_told(peers):
     def gather() -> Any:
         return unisono.all_gather_samples(torch.ones(2, 2), 2, dim=int(is_last()))
 
-    for text in peers.run(lambda: told(gather)):
+    for text in peers.told(gather):
         assert "CollectiveMismatchError" in text
         assert "along 0" in text
         assert "along 1" in text
@@ -144,5 +126,5 @@ def test_another_dimension_of_one_rank_is_told(peers):
     def pad() -> Any:
         return unisono.Accelerator().pad_across_processes(torch.ones(2, 2 + is_last()), dim=int(is_last()))
 
-    for text in peers.run(lambda: told(pad)):
+    for text in peers.told(pad):
         assert "CollectiveMismatchError" in text

@@ -34,6 +34,13 @@ def epoch(model: nn.Module, batches: Any, device: torch.device, context: Any) ->
         optimizer_step(optimizer)
 
 
+def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(model(inputs), targets))
+        optimizer.step()
+
+
 def width() -> int:
     """Another one for each test: graphs stay compiled as long as the process lives."""
     width.last += 1
@@ -69,10 +76,7 @@ def test_one_device_needs_one_graph_for_each_shape_and_one_for_the_first_step(de
     )
     before = compiled()
     for _ in range(3):
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            accelerator.backward(F.cross_entropy(model(inputs), targets))
-            optimizer.step()
+        train(accelerator, model, optimizer, batches)
     assert compiled() - before == 3
     report = gather_report(accelerator.world)
     assert report is not None
@@ -87,10 +91,7 @@ def graphs_of(make_optimizer: type[torch.optim.Optimizer], device: torch.device)
     model = nn.Linear(5, size)
     model, optimizer, batches = accelerator.prepare(model, make_optimizer(model.parameters()), loader(4 * 10, 4))
     before = compiled()
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        accelerator.backward(F.cross_entropy(model(inputs), targets % size))
-        optimizer.step()
+    train(accelerator, model, optimizer, batches)
     return compiled() - before
 
 
@@ -107,11 +108,9 @@ def test_a_schedule_and_weights_of_nought_and_one_compile_nothing_new(devices):
     model, optimizer, batches = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), 1.0, momentum=0.5), loader(4 * 6, 4)
     )
-    for number, (inputs, targets) in enumerate([*batches, *batches]):
+    for number, batch in enumerate([*batches, *batches]):
         optimizer.param_groups[0]["lr"] = (1.0, 0.5, 0.1)[number % 3]
-        optimizer.zero_grad()
-        accelerator.backward(F.cross_entropy(model(inputs), targets))
-        optimizer.step()
+        train(accelerator, model, optimizer, [batch])
         if number == 2:
             before = compiled()
     assert compiled() == before

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import DataParallel, all_reduce, barrier, broadcast, current_world, optimizer_step, rank
-from unisono.errors import BrokenWorldError, BusyError, CollectiveMismatchError
+from unisono import DataParallel, all_reduce, barrier, current_world, optimizer_step, rank
+from unisono.errors import BusyError
 
 ABORTS_S = 15  # after which the runtime ends a process in which a device waits for another
 
@@ -100,28 +100,6 @@ def test_what_only_some_ranks_do_changes_nothing(devices, beside):
     torch.testing.assert_close(weights(replicas), plain_weights(len(devices), samples), rtol=1e-5, atol=1e-6)
 
 
-def test_a_collective_may_be_read_at_once(devices):
-    def reads(*_: Any) -> tuple[float, float]:
-        own = torch.full((3,), float(rank() + 1), device=current_world().device)
-        total = all_reduce(own).sum().item()
-        return total, broadcast(torch.full((2,), float(rank()), device=own.device), root=1).sum().item()
-
-    count = len(devices)
-    told = DataParallel(network, devices)(reads, [])
-    assert told == [(3 * count * (count + 1) / 2, 2.0)] * count
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8])
-def test_types_that_the_runtime_does_not_reduce_are_reduced_all_the_same(devices, dtype):
-    def reduce(*_: Any) -> torch.Tensor:
-        return all_reduce(torch.full((4,), rank() + 1, dtype=dtype, device=current_world().device)).cpu()
-
-    count = len(devices)
-    expected = torch.full((4,), count * (count + 1) // 2, dtype=dtype)
-    for found in DataParallel(network, devices)(reduce, []):
-        assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("moment", ["before the forward pass", "before the step", "instead of a collective"])
 def test_a_replica_that_fails_is_its_own_error_and_the_process_goes_on(devices, moment):
     samples = len(devices) * 4 * 4
@@ -148,23 +126,6 @@ def test_a_replica_that_fails_is_its_own_error_and_the_process_goes_on(devices, 
     fresh = DataParallel(network, devices)
     fresh(train, loader(samples))
     torch.testing.assert_close(weights(fresh), plain_weights(len(devices), samples), rtol=1e-5, atol=1e-6)
-
-
-def test_a_replica_that_returns_early_breaks_the_world_of_those_that_wait(devices):
-    def leaves(*_: Any) -> None:
-        if rank():
-            all_reduce(torch.ones(2, device=current_world().device))
-
-    with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
-        DataParallel(network, devices)(leaves, [])
-
-
-def test_replicas_that_lose_step_are_told_both_calls(devices):
-    def differs(*_: Any) -> None:
-        all_reduce(torch.ones(2 + (rank() == 1), device=current_world().device))
-
-    with pytest.raises(CollectiveMismatchError, match=r"rank.* called all_reduce\(float32\[2\]"):
-        DataParallel(network, devices)(differs, [])
 
 
 def test_collectives_one_after_another_leave_what_they_were_given(devices):

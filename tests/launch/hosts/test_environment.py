@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,7 @@ import warm_scripts
 from agents import free_port
 
 from unisono.errors import NoWorldError
-from unisono.launch.hosts.environment import (
-    OUTER_DIRECTORY,
-    AgentPlace,
-    Place,
-    announced_agent,
-    announced_place,
-    take,
-)
+from unisono.launch.hosts.environment import OUTER_DIRECTORY, AgentPlace, Place, announced_agent, announced_place, take
 from unisono.world import announcement
 
 TORCHRUN = {
@@ -66,18 +60,24 @@ TRAINER = {
 # Places.
 
 
-def test_torchrun_is_recognised():
-    assert announced_place(TORCHRUN) == Place("torchrun", 3, 4, 1, 2, 1, "node1", 1234, 2, is_store_there=True)
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        (TORCHRUN, Place("torchrun", 3, 4, 1, 2, 1, "node1", 1234, 2, is_store_there=True)),
+        (SLURM, Place("a SLURM step", 4, 5, 0, 1, 2, "node07", 20000 + 777 + 997)),
+        (POD, Place("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)),
+        (TRAINER, Place("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)),
+    ],
+    ids=["torchrun", "SLURM", "a pod", "a pod of the Kubeflow trainer"],
+)
+def test_a_launcher_is_recognised(environ, place):
+    assert announced_place(environ) == place
 
 
 def test_a_torchrun_of_one_worker_is_a_world_all_the_same_for_it_may_grow():
     place = announced_place({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     assert place is not None
     assert place.world_size == 1
-
-
-def test_a_slurm_step_is_recognised():
-    assert announced_place(SLURM) == Place("a SLURM step", 4, 5, 0, 1, 2, "node07", 20000 + 777 + 997)
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,6 @@ def test_an_address_that_the_job_script_exports_is_taken():
     place = announced_place({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"})
     assert place is not None
     assert (place.address, place.port) == ("10.0.0.1", 5000)
-
-
-def test_a_pod_of_a_pytorch_job_is_recognised():
-    assert announced_place(POD) == Place("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)
-
-
-def test_a_pod_of_the_kubeflow_trainer_is_recognised():
-    assert announced_place(TRAINER) == Place("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)
 
 
 def test_a_pod_that_is_to_start_several_ranks_is_told_how():
@@ -252,11 +244,7 @@ def test_without_a_launcher_there_is_no_agent_s_place():
 
 @pytest.mark.parametrize(
     ("environ", "words"),
-    [
-        (TORCHRUN, "WORLD_SIZE=4 is set"),
-        (SLURM, "SLURM_STEP_NUM_TASKS=5 is set"),
-        (TRAINER, "PET_NNODES=2 is set"),
-    ],
+    [(TORCHRUN, "WORLD_SIZE=4 is set"), (SLURM, "SLURM_STEP_NUM_TASKS=5 is set"), (TRAINER, "PET_NNODES=2 is set")],
 )
 def test_several_processes_with_nothing_initialised_are_an_error(monkeypatch, environ, words):
     from unisono.world import current_world
@@ -319,12 +307,20 @@ def start(script: Path, environ: dict[str, str], *launcher: str) -> warm_scripts
     if not launcher:
         return warm_scripts.run(script, environ=environ)
     return subprocess.Popen(
-        [sys.executable, *launcher, str(script)],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, *launcher, str(script)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def run_two(script: Path, environ: Callable[[int], dict[str, str]] | None = None) -> list[tuple[int, str, str]]:
+    """As two processes that only have the variables; the exit code, the output and the errors of each."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    environ = environ or (lambda rank: {**variables, "RANK": str(rank)})
+    ended = []
+    for process in [start(script, environ(rank)) for rank in range(2)]:
+        with process:
+            output, errors = process.communicate(timeout=60)
+            ended.append((process.returncode, output, errors))
+    return ended
 
 
 @pytest.fixture
@@ -354,11 +350,8 @@ def test_processes_that_slurm_or_kubernetes_has_started_join_one_world(joining, 
         step = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)}
         return {**step, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost,elsewhere", "MASTER_PORT": port}
 
-    processes = [start(joining, environ(rank)) for rank in range(2)]
-    for rank, process in enumerate(processes):
-        with process:
-            output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
+    for rank, (code, output, errors) in enumerate(run_two(joining, environ)):
+        assert code == 0, errors
         assert output == f"{rank}: {[(0, 2.0, 0, 0), (10, 2.0, 0, 1)]}\n"
 
 
@@ -377,26 +370,10 @@ spawn(train)
 
 def test_the_reason_of_a_failure_reaches_the_peers_though_rank_zero_holds_the_store(tmp_path):
     (tmp_path / "failing.py").write_text(FAILING)
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    processes = [start(tmp_path / "failing.py", {**variables, "RANK": str(rank)}) for rank in range(2)]
-    errors = []
-    for process in processes:
-        with process:
-            errors.append(process.communicate(timeout=60)[1])
+    errors = [each for _, _, each in run_two(tmp_path / "failing.py")]
     assert "LookupError: rank zero's own" in errors[0]
     assert "rank 0 of 2, cpu:0" in errors[0]
     assert "BrokenWorldError: rank 1 cannot complete barrier(): rank 0 failed with LookupError" in errors[1]
-
-
-def run_two(script: Path) -> list[tuple[int, str, str]]:
-    """As two processes that only have the variables; the exit code, the output and the errors of each."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    ended = []
-    for process in [start(script, {**variables, "RANK": str(rank)}) for rank in range(2)]:
-        with process:
-            output, errors = process.communicate(timeout=60)
-            ended.append((process.returncode, output, errors))
-    return ended
 
 
 STEPPING = """

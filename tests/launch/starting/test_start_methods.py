@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Line, Script
+from faults import NUM_PROCESSES, RICH, Script
 
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import zygote_client
@@ -19,24 +19,12 @@ from unisono.world import current_world
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-import os, signal
-from pathlib import Path
-import torch, torch.distributed as dist
-from faults import Line, grandchild, stand_still
-from unisono.launch.spawn import spawn
-
-line = Line(Path("line").absolute())
-
-def work(index):
-    loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
-    next(iter(loader))
-    grandchild()
-    line.say("running", index)
-    dist.all_reduce(torch.ones(1)) if index == 0 else stand_still()
-
+SCRIPT = (
+    RICH
+    + """
 spawn(work, nprocs=2, start_method="spawn", grace_s=0.5)
 """
+)
 
 
 def test_a_fresh_interpreter_runs_what_the_caller_defines_and_what_starts_it_has_imported_nothing():
@@ -70,11 +58,10 @@ def test_a_death_and_an_error_are_reported_as_ever_and_the_group_is_restarted_be
     assert re.match(r"rank 1 of 2, .*restart 1", caught.value.__notes__[0])
 
 
-def test_nothing_survives_the_caller(tmp_path):
-    line = Line.at(tmp_path / "line")
-    with line.hearing() as ear, Script(SCRIPT, tmp_path) as script:
-        assert [words[0] for words in ear.hear_all(2)] == ["running", "running"]
-        assert len(script.living()) == 2 + 2 + 4 + 2  # caller and reaper, workers, loader workers, grandchildren
+def test_nothing_survives_the_caller(tmp_path, line, ear):
+    with Script(SCRIPT, tmp_path) as script:
+        ear.hear_all(2)
+        assert len(script.living()) == NUM_PROCESSES  # with a reaper in the place of the zygote
         script.kill(signal.SIGKILL)
         assert script.survivors() == []
         assert script.leftovers() == []
@@ -134,10 +121,9 @@ def test_fresh_interpreters_need_no_call_of_linux(tmp_path, bare_unix):
         assert script.leftovers() == []
 
 
-def test_a_killed_caller_takes_its_workers_along_without_them_too(tmp_path, bare_unix):
+def test_a_killed_caller_takes_its_workers_along_without_them_too(tmp_path, bare_unix, line, ear):
     source = SCRIPT.replace("    grandchild()\n", "")  # what leaves its session is out of reach there
-    line = Line.at(tmp_path / "line")
-    with line.hearing() as ear, Script(source, tmp_path, PYTHONPATH=bare_unix) as script:
+    with Script(source, tmp_path, PYTHONPATH=bare_unix) as script:
         ear.hear_all(2)
         script.kill(signal.SIGKILL)
         assert script.survivors() == []

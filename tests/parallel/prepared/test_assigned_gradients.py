@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, told
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import State, compare, loader_of, mean_loss, model, sgd
+from twin import State, compare, loader_of, mean_loss, model, sgd, steps, train, whole
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
 
@@ -26,38 +26,26 @@ def adapted(network: Any, parameters: dict[str, torch.Tensor], inputs: torch.Ten
     return {name: each - 0.1 * own for (name, each), own in zip(parameters.items(), gradients, strict=True)}
 
 
-def learned_to_learn(accelerator: Any, loader: DataLoader[Any]) -> State:
+def learned_to_learn(accelerator: Any, network: Any, batch: Any) -> None:
     """MAML, where each sample is a task."""
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for inputs, targets, _ in loader:
-        own, losses = dict(network.named_parameters()), []
-        for one, target in zip(inputs.split(1), targets.split(1), strict=True):
-            fast = adapted(network, own, one, target)
-            losses.append(F.mse_loss(functional_call(network, fast, (one,)), target))
-        accelerator.backward(sum(losses) / len(inputs))
-        optimizer.step()
-        optimizer.zero_grad()
-    return network.state_dict()
+    own, losses = dict(network.named_parameters()), []
+    for one, target in zip(batch[0].split(1), batch[1].split(1), strict=True):
+        fast = adapted(network, own, one, target)
+        losses.append(F.mse_loss(functional_call(network, fast, (one,)), target))
+    accelerator.backward(sum(losses) / len(losses))
 
 
-def with_first_order_steps(accelerator: Any, loader: DataLoader[Any]) -> State:
+def with_first_order_steps(accelerator: Any, network: Any, batch: Any) -> None:
     """As FOMAML has it: the gradients of other parameters are assigned."""
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for inputs, targets, _ in loader:
-        fast = {name: each.detach().clone().requires_grad_() for name, each in network.named_parameters()}
-        F.mse_loss(functional_call(network, fast, (inputs,)), targets).backward()
-        for name, each in network.named_parameters():
-            each.grad = fast[name].grad
-        optimizer.step()
-        optimizer.zero_grad()
-    return network.state_dict()
+    fast = {name: each.detach().clone().requires_grad_() for name, each in network.named_parameters()}
+    F.mse_loss(functional_call(network, fast, (batch[0],)), batch[1]).backward()
+    for name, each in network.named_parameters():
+        each.grad = fast[name].grad
 
 
 @MODES
 def test_models_that_run_with_other_parameters_weigh_their_own_gradients_once(mode: Mode) -> None:
-    compare(mode, {each.__name__: each for each in (learned_to_learn, with_first_order_steps)})
+    compare(mode, {each.__name__: steps(each) for each in (learned_to_learn, with_first_order_steps)})
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluating"])
@@ -65,14 +53,15 @@ def test_under_fsdp_it_is_an_error_since_torch_would_use_its_own(grad: bool) -> 
     def body() -> str:
         network: Any = Accelerator(strategy="fsdp").prepare(model())
         others = {name: 2 * each.detach() for name, each in network.named_parameters()}
-        with pytest.raises(RuntimeError) as error, torch.set_grad_enabled(grad):
-            functional_call(network, others, (torch.ones(1, 5, dtype=torch.float64),))
-        network(torch.ones(1, 5, dtype=torch.float64))  # with its own, as before
-        return str(error.value)
+        inputs = torch.ones(1, 5, dtype=torch.float64)
+        with torch.set_grad_enabled(grad):
+            said = told(lambda: functional_call(network, others, (inputs,)), RuntimeError)
+        network(inputs)  # with its own, as before
+        return said
 
-    for told in PROCESSES_2.run(body):
-        assert "is called with another 'weight' of its " in told
-        assert "use strategy='ddp'" in told
+    for said in PROCESSES_2.run(body):
+        assert "is called with another 'weight' of its " in said
+        assert "use strategy='ddp'" in said
 
 
 def assign(network: Any, batch: Any) -> None:
@@ -93,19 +82,9 @@ def added_up(accelerator: Any, loader: DataLoader[Any]) -> State:
     return network.state_dict()
 
 
-def stepped_on_each(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for batch in loader:
-        assign(network, batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    return network.state_dict()
-
-
 @MODES
 def test_gradients_of_several_batches_are_added_up_by_hand_where_the_batches_were_dealt_alike(mode: Mode) -> None:
-    compare(mode, {"added up": added_up}, samples=24)
+    compare(mode, added_up, samples=24)
 
 
 def others(network: Any, batch: Any, **options: Any) -> tuple[torch.Tensor, ...]:
@@ -161,94 +140,69 @@ def with_another_clipped(accelerator: Any, loader: DataLoader[Any]) -> State:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return first.state_dict() | {f"second.{name}": each for name, each in second.state_dict().items()}
+    return whole(first, second)
 
 
 @MODES
 def test_clipping_another_model_leaves_them_to_be_reduced(mode: Mode) -> None:
-    compare(mode, {"lines": with_another_clipped})
+    compare(mode, with_another_clipped)
 
 
 @pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"loss_reduction": "sum"}], ids=str)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_where_their_weight_is_not_known_it_is_an_error(order: str, in_place: bool, options: Any) -> None:
-    def body() -> str:
-        with pytest.raises(RuntimeError) as error:
-            added(order, in_place)(Accelerator(**options), loader_of(24, 3))
-        return str(error.value)
-
-    for told in THREADS_2.run(body):
-        assert "changed by hand" in told
+    lines = added(order, in_place)
+    for said in THREADS_2.told(lambda: lines(Accelerator(**options), loader_of(24, 3)), RuntimeError):
+        assert "changed by hand" in said
         if "gradient_accumulation_steps" in options:
-            assert "gradient_accumulation_steps=2 counts backward passes, and the gradients that the SGD finds" in told
-            assert "pass gradient_accumulation_steps=1 and step on each batch" in told
+            assert "gradient_accumulation_steps=2 counts backward passes, and the gradients that the SGD finds" in said
+            assert "pass gradient_accumulation_steps=1 and step on each batch" in said
 
 
 @pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"loss_reduction": "sum"}], ids=str)
 def test_gradients_that_were_asked_for_and_only_looked_at_change_nothing(options: Any) -> None:
     """As GradNorm does, which weighs losses by the norms of their gradients."""
 
-    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
-        network = model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        for batch in loader:
-            others(network, batch)
-            accelerator.backward(mean_loss(network, batch) * (len(batch[0]) if "loss_reduction" in options else 1))
-            others(network, batch)
-            accelerator.clip_grad_norm_(network.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        return network.state_dict()
+    def looking(accelerator: Any, network: Any, batch: Any) -> None:
+        others(network, batch)
+        accelerator.backward(mean_loss(network, batch) * (len(batch[0]) if "loss_reduction" in options else 1))
+        others(network, batch)
+        accelerator.clip_grad_norm_(network.parameters(), 0.1)
 
-    compare(THREADS_2, {"lines": lines}, **options)
+    compare(THREADS_2, steps(looking), **options)
 
 
 @SEVERAL
 def test_where_they_were_not_it_is_an_error_whose_way_out_is_one(mode: Mode) -> None:
-    def body() -> str:
-        with pytest.raises(ValueError) as error:
-            added_up(Accelerator(), loader_of(23, 3))
-        return str(error.value)
-
-    for told in mode.run(body):
-        assert "of which this rank had different parts" in told
-        assert "step on each batch and zero_grad() after each step" in told
-    compare(mode, {"stepped on each": stepped_on_each})
+    for said in mode.told(lambda: added_up(Accelerator(), loader_of(23, 3)), ValueError):
+        assert "of which this rank had different parts" in said
+        assert "step on each batch and zero_grad() after each step" in said
+    compare(mode, steps(lambda accelerator, network, batch: assign(network, batch)))
 
 
 @SEVERAL
 def test_by_hand_the_advice_is_one_too(mode: Mode) -> None:
-    def body(is_advised: bool) -> str:
+    def body(learn: Any) -> None:
         network = model()
         optimizer = sgd(network.parameters())
-        try:
-            for number, batch in enumerate(DeviceLoader(loader_of(23, 3))):
-                if is_advised:
-                    backward(mean_loss(network, batch))
-                else:
-                    assign(network, batch)
-                if number % 2:
-                    optimizer_step(optimizer)
-                    optimizer.zero_grad()
-        except ValueError as error:
-            return str(error)
-        return "nothing"
+        for number, batch in enumerate(DeviceLoader(loader_of(23, 3))):
+            learn(network, batch)
+            if number % 2:
+                optimizer_step(optimizer)
+                optimizer.zero_grad()
 
-    assert all("call unisono.backward(loss, batch=batch) instead" in told for told in mode.run(lambda: body(False)))
-    assert mode.run(lambda: body(True)) == ["nothing"] * mode.ranks
+    for said in mode.told(lambda: body(assign), ValueError):
+        assert "call unisono.backward(loss, batch=batch) instead" in said
+    mode.run(lambda: body(lambda network, batch: backward(mean_loss(network, batch))))
 
 
 def test_under_fsdp_they_are_refused() -> None:
-    def body() -> str:
-        accelerator, network = Accelerator(strategy="fsdp"), model()
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
+    def assign_ones(accelerator: Any, network: Any, batch: Any) -> None:
         for each in network.parameters():
             each.grad = torch.ones_like(each)
-        with pytest.raises(RuntimeError) as error:
-            optimizer.step()
-        return str(error.value)
 
-    for told in PROCESSES_2.run(body):
-        assert "the gradients of the Sequential were assigned by hand" in told
-        assert "let loss.backward() leave them in .grad, or use strategy='ddp'" in told
+    body = lambda: train(Accelerator(strategy="fsdp"), loader_of(23, 3), assign_ones)  # noqa: E731
+    for said in PROCESSES_2.told(body, RuntimeError):
+        assert "the gradients of the Sequential were assigned by hand" in said
+        assert "let loss.backward() leave them in .grad, or use strategy='ddp'" in said

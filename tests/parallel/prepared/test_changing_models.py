@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,19 @@ from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import Plain, State, assert_all_are, loader_of, model, seeded, sgd
+from twin import (
+    Plain,
+    State,
+    assert_all_are,
+    assert_same_bits,
+    loader_of,
+    model,
+    seeded,
+    sgd,
+    straight,
+    train,
+    whole,
+)
 
 from unisono import Accelerator
 
@@ -22,10 +35,6 @@ ALL = [
 ]
 EVERYWHERE = pytest.mark.parametrize(("mode", "strategy"), ALL, ids=[f"{mode}-{name}" for mode, name in ALL])
 pytestmark = pytest.mark.skipif(FAMILY != "cpu", reason="these are of processes whose tensors torch's groups take")
-
-
-def whole(accelerator: Any, network: nn.Module) -> State:
-    return accelerator.state_dict(network) if isinstance(accelerator, Accelerator) else network.state_dict()
 
 
 def with_another_head(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -42,79 +51,58 @@ def with_another_head(accelerator: Any, loader: DataLoader[Any]) -> State:
             accelerator.backward(F.mse_loss(network(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-    return whole(accelerator, network)
+    return whole(network)
 
 
 @pytest.mark.parametrize(("mode", "strategy"), [each for each in ALL if each[1] != "fsdp"], ids=lambda each: str(each))
 def test_a_head_that_is_put_in_has_rank_zeros_values_and_trains_as_on_one_device(mode: Mode, strategy: str) -> None:
     ranks = mode.run(lambda: with_another_head(Accelerator(strategy=strategy), loader_of(23, 3)))
-    assert_all_are([each for each in ranks if each], with_another_head(Plain(), loader_of(23, 3 * mode.ranks)))
+    assert_all_are(ranks, with_another_head(Plain(), loader_of(23, 3 * mode.ranks)))
 
 
 def test_fsdp_refuses_parameters_that_are_put_in() -> None:
-    def body() -> str:
-        with pytest.raises(
-            RuntimeError, match=r"parameters of shapes \[2, 4\], \[2\] were put into the Sequential"
-        ) as error:
-            with_another_head(Accelerator(strategy="fsdp"), loader_of(23, 3))
-        return str(error.value)
-
-    assert all("add them before" in told for told in PROCESSES_2.run(body))
+    body = lambda: with_another_head(Accelerator(strategy="fsdp"), loader_of(23, 3))  # noqa: E731
+    for told in PROCESSES_2.told(body, RuntimeError):
+        assert "parameters of shapes [2, 4], [2] were put into the Sequential" in told
+        assert "add them before" in told
 
 
 @pytest.mark.parametrize("mode", [THREADS_3, PROCESSES_2], ids=str)
 def test_a_layer_that_one_rank_alone_freezes_is_named(mode: Mode) -> None:
-    def body() -> None:
-        accelerator, network = Accelerator(), model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 2))
-        for inputs, targets, _ in loader:
-            accelerator.backward(F.mse_loss(network(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-            if accelerator.process_index == 1:
-                next(network.parameters()).requires_grad_(False)
+    def freeze(accelerator: Any, network: Any, batch: Any) -> None:
+        straight(accelerator, network, batch)
+        if accelerator.process_index == 1:
+            next(network.parameters()).requires_grad_(False)
 
     with pytest.raises(Exception, match=r"rank 1 .*new buckets for 3 trained parameters of the Sequential"):
-        mode.run(body)
+        mode.run(lambda: train(Accelerator(), loader_of(24, 2), freeze))
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
 
 
 @EVERYWHERE
 def test_running_statistics_are_rank_zeros_on_all_ranks(mode: Mode, strategy: str) -> None:
-    def body() -> dict[str, torch.Tensor]:
-        network = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-        accelerator = Accelerator(strategy=strategy)
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 2))
-        for inputs, targets, _ in loader:
-            accelerator.backward(F.mse_loss(network(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: each.clone() for name, each in network.named_buffers()}
-
-    first, *others = mode.run(body)
-    assert first["1.num_batches_tracked"] == 12 / mode.ranks
-    assert first["1.running_mean"].abs().sum() > 0
-    for each in others:
-        assert all(torch.equal(each[name], first[name]) for name in first)
+    states = mode.run(lambda: train(Accelerator(strategy=strategy), loader_of(24, 2), straight, normalised()))
+    assert states[0]["1.num_batches_tracked"] == 12 / mode.ranks
+    assert states[0]["1.running_mean"].abs().sum() > 0
+    assert_same_bits(states)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_one_rank_alone_may_evaluate_before_any_step(strategy: str) -> None:
-    def body() -> State:
-        network = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-        accelerator = Accelerator(strategy=strategy)
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 2))
-        for number, (inputs, targets, _) in enumerate(loader):
-            if accelerator.is_main_process:
-                with torch.set_grad_enabled(number % 2 == 0):
-                    network.eval()(inputs)
-                network.train()
-            accelerator.backward(F.mse_loss(network(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-        return network.state_dict()
+    numbers = itertools.count()
 
-    first, other = PROCESSES_2.run(body)
-    assert_all_are([other], first)
+    def evaluate_first(accelerator: Any, network: Any, batch: Any) -> None:
+        if accelerator.is_main_process:
+            with torch.set_grad_enabled(next(numbers) % 2 == 0):
+                network.eval()(batch[0])
+            network.train()
+        straight(accelerator, network, batch)
+
+    body = lambda: train(Accelerator(strategy=strategy), loader_of(24, 2), evaluate_first, normalised())  # noqa: E731
+    assert_same_bits(PROCESSES_2.run(body))
 
 
 def test_a_sum_has_no_weight_and_no_other_reduction_exists() -> None:
@@ -147,7 +135,7 @@ def shortened_after_each_step(accelerator: Any, loader: DataLoader[Any]) -> Stat
         with torch.no_grad():
             weight = network.table.weight
             weight.mul_((0.5 / weight.norm(2, 1, True)).clamp(max=1))
-    return whole(accelerator, network)
+    return whole(network)
 
 
 @EVERYWHERE
@@ -167,4 +155,4 @@ def test_rows_that_a_forward_pass_shortens_are_refused_on_several_ranks_and_the_
         assert ("has max_norm=0.5, so a forward pass shortens the rows" in said) == (mode.ranks > 1)
         assert ("weight.mul_((0.5 / weight.norm(2, 1, True)).clamp(max=1))" in said) == (mode.ranks > 1)
     ranks = mode.run(lambda: shortened_after_each_step(Accelerator(strategy=strategy), loader_of(23, 3)))
-    assert_all_are([each for each in ranks if each], shortened_after_each_step(Plain(), loader_of(23, 3 * mode.ranks)))
+    assert_all_are(ranks, shortened_after_each_step(Plain(), loader_of(23, 3 * mode.ranks)))

@@ -20,56 +20,46 @@ def lbfgs(network):
     return torch.optim.LBFGS(network.parameters(), lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
 
 
-def with_plain_backward(accelerator, loader):
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, lbfgs(network), loader)
-    for batch in loader:
+def closing(learn):
+    """A loop that gives a closure to each step, with these lines and the loss that they return."""
 
-        def closure(batch=batch):
-            optimizer.zero_grad()
-            loss = mean_loss(network, batch)
-            loss.backward()
-            return loss
+    def lines(accelerator, loader):
+        network = model()
+        network, optimizer, loader = accelerator.prepare(network, lbfgs(network), loader)
+        for batch in loader:
 
-        optimizer.step(closure)
-    return network.state_dict()
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                return learn(accelerator, network, batch)
 
+            optimizer.step(closure)
+        return network.state_dict()
 
-def with_our_backward_and_tokens(accelerator, loader):
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, lbfgs(network), loader)
-    for batch in loader:
-
-        def closure(batch=batch):
-            optimizer.zero_grad()
-            loss = mean_loss(network, batch, tokens=True)
-            accelerator.backward(loss, weight=batch[2].sum())
-            return loss
-
-        optimizer.step(closure)
-    return network.state_dict()
+    return lines
 
 
-def with_clipping_inside(accelerator, loader):
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, lbfgs(network), loader)
-    for batch in loader:
+def with_plain_backward(accelerator, network, batch):
+    loss = mean_loss(network, batch)
+    loss.backward()
+    return loss
 
-        def closure(batch=batch):
-            optimizer.zero_grad()
-            loss = mean_loss(network, batch)
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(network.parameters(), 0.2)
-            return loss
 
-        optimizer.step(closure)
-    return network.state_dict()
+def with_our_backward_and_tokens(accelerator, network, batch):
+    loss = mean_loss(network, batch, tokens=True)
+    accelerator.backward(loss, weight=batch[2].sum())
+    return loss
+
+
+def with_clipping_inside(accelerator, network, batch):
+    loss = mean_loss(network, batch)
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(network.parameters(), 0.2)
+    return loss
 
 
 def test_a_closure_sees_the_global_batch(mode):
-    lines = {each.__name__: each for each in (with_plain_backward, with_clipping_inside)}
-    compare(mode, lines, 23, 4)
-    compare(mode, {"tokens": with_our_backward_and_tokens}, 24, 4)
+    compare(mode, {each.__name__: closing(each) for each in (with_plain_backward, with_clipping_inside)}, 23, 4)
+    compare(mode, closing(with_our_backward_and_tokens), 24, 4)
 
 
 def test_the_whole_data_set_needs_no_loader(mode):
@@ -112,7 +102,7 @@ def test_the_bare_step_takes_a_closure(mode, is_weighted):
         return network.state_dict()
 
     lines, samples = (with_our_backward_and_tokens, 24) if is_weighted else (with_plain_backward, 23)
-    assert_all_are(mode.run(body), lines(Plain(), loader_of(samples, 4 * mode.ranks)))
+    assert_all_are(mode.run(body), closing(lines)(Plain(), loader_of(samples, 4 * mode.ranks)))
 
 
 @pytest.mark.parametrize(

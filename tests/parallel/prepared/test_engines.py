@@ -8,7 +8,7 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2
 from torch import nn
-from twin import CLOSE, model, seeded, sgd
+from twin import CLOSE, assert_same_bits, model, seeded, sgd
 
 from unisono import Accelerator
 from unisono.strategies import DDP, FSDP, ZeRO1
@@ -63,8 +63,7 @@ def test_a_layer_frozen_on_the_way_is_left_out_where_unused_ones_are_looked_for(
         assert torch.equal(before, network.get_parameter("1.weight"))
         return network.state_dict()
 
-    first, second = PROCESSES_2.run(body)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert_same_bits(PROCESSES_2.run(body))
 
 
 def test_parameters_unused_on_one_rank_are_named_and_the_others_do_not_wait_on():
@@ -102,8 +101,7 @@ def test_two_backward_passes_of_one_forward_pass_may_each_take_a_part():
         optimizer.step()
         return network.state_dict()
 
-    first, second = PROCESSES_2.run(body)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert_same_bits(PROCESSES_2.run(body))
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
@@ -122,9 +120,7 @@ def test_a_model_is_prepared_again_when_what_prepared_it_is_gone(mode):
         train(network)
         return network.state_dict()
 
-    first, *others = mode.run(body)
-    for other in others:
-        torch.testing.assert_close(first, other, rtol=0, atol=0)
+    assert_same_bits(mode.run(body))
 
 
 class Normalized(torch.optim.Optimizer):

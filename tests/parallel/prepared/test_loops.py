@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,22 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from twin import Plain, State, adam, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd
+from twin import (
+    Plain,
+    State,
+    adam,
+    assert_all_are,
+    compare,
+    data,
+    loader_of,
+    mean_loss,
+    model,
+    seeded,
+    sgd,
+    steps,
+    straight,
+    whole,
+)
 
 from unisono import Accelerator, backward
 
@@ -25,30 +40,10 @@ PAIRS = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str
 Training = tuple[Any, Any, Any]
 
 
-def prepared(accelerator: Any, loader: DataLoader[Any], network: nn.Module | None = None) -> Training:
-    network = network or model()
+def prepared(accelerator: Any, loader: DataLoader[Any]) -> Training:
+    network = model()
     made: Training = accelerator.prepare(network, sgd(network.parameters()), loader)
     return made
-
-
-def named(**networks: nn.Module) -> State:
-    return {f"{name}.{key}": value for name, each in networks.items() for key, value in each.state_dict().items()}
-
-
-def each_batch(
-    learn: Callable[[Any, Any, Any], None], make: Callable[[], nn.Module] = model
-) -> Callable[[Any, Any], State]:
-    """A loop that steps after these lines."""
-
-    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
-        network, optimizer, loader = prepared(accelerator, loader, make())
-        for batch in loader:
-            learn(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return named(network=network)
-
-    return lines
 
 
 # Every batch a microbatch, with one model.
@@ -82,10 +77,6 @@ class Tied(nn.Module):
         return outputs
 
 
-def straight(accelerator: Any, network: Any, batch: Any) -> None:
-    accelerator.backward(mean_loss(network, batch))
-
-
 # With several models or optimizers.
 
 
@@ -108,7 +99,7 @@ def a_gan_that_steps_on_both_losses(accelerator: Any, loader: DataLoader[Any]) -
         critic.requires_grad_(True)
         of_critic.step()
         of_maker.step()
-    return named(maker=maker, critic=critic)
+    return whole(maker, critic)
 
 
 def a_frozen_teacher(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -118,7 +109,7 @@ def a_frozen_teacher(accelerator: Any, loader: DataLoader[Any]) -> State:
         optimizer.zero_grad()
         accelerator.backward(F.mse_loss(network(inputs), teacher(inputs)))
         optimizer.step()
-    return named(network=network, teacher=teacher)
+    return whole(network, teacher)
 
 
 def by_an_optimizer_that_was_not_prepared(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -130,7 +121,7 @@ def by_an_optimizer_that_was_not_prepared(accelerator: Any, loader: DataLoader[A
         if getattr(accelerator, "sync_gradients", True):
             optimizer.step()
             optimizer.zero_grad()
-    return named(network=network)
+    return whole(network)
 
 
 def through_a_reader_without_gradients(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -144,7 +135,7 @@ def through_a_reader_without_gradients(accelerator: Any, loader: DataLoader[Any]
         accelerator.backward(mean_loss(network, batch))
         optimizer.step()
         optimizer.zero_grad()
-    return named(network=network)
+    return whole(network)
 
 
 def beside_a_loop_of_evaluation_that_stays_open(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -160,12 +151,12 @@ def beside_a_loop_of_evaluation_that_stays_open(accelerator: Any, loader: DataLo
         with torch.no_grad():
             network(next(evaluated)[0])
     del evaluated
-    return named(network=network)
+    return whole(network)
 
 
 LINES = {
-    twice_in_one_loss.__name__: each_batch(twice_in_one_loss),
-    "tied weights": each_batch(straight, lambda: seeded(Tied())),
+    twice_in_one_loss.__name__: steps(twice_in_one_loss),
+    "tied weights": steps(straight, lambda: seeded(Tied())),
     **{
         each.__name__: each
         for each in (
@@ -235,7 +226,7 @@ def sharpness_aware(accelerator: Any, loader: DataLoader[Any]) -> State:
             for each, step in zip(network.parameters(), climbed, strict=True):
                 each.sub_(step)
         optimizer.step()
-    return named(network=network)
+    return whole(network)
 
 
 def one_optimizer_of_two_models_of_which_one_rests(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -246,7 +237,7 @@ def one_optimizer_of_two_models_of_which_one_rests(accelerator: Any, loader: Dat
         optimizer.zero_grad()
         accelerator.backward(F.mse_loss((first if number % 2 else second)(inputs), targets))
         optimizer.step()
-    return named(first=first, second=second)
+    return whole(first, second)
 
 
 def a_group_that_is_added_and_trained(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -261,7 +252,7 @@ def a_group_that_is_added_and_trained(accelerator: Any, loader: DataLoader[Any])
         optimizer.zero_grad()
         accelerator.backward(mean_loss(network, batch))
         optimizer.step()
-    return named(network=network)
+    return whole(network)
 
 
 def a_batch_without_a_step(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -272,7 +263,7 @@ def a_batch_without_a_step(accelerator: Any, loader: DataLoader[Any]) -> State:
         accelerator.clip_grad_norm_(network.parameters(), 0.5)
         if number != 1:
             optimizer.step()
-    return named(network=network)
+    return whole(network)
 
 
 def sums_of_two_batches(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -283,12 +274,12 @@ def sums_of_two_batches(accelerator: Any, loader: DataLoader[Any]) -> State:
         if number % 2 == 0:  # the first batch alone, then two
             optimizer.step()
             optimizer.zero_grad()
-    return named(network=network)
+    return whole(network)
 
 
 STEP_BY_STEP = {
     **{
-        each.__name__: each_batch(each)
+        each.__name__: steps(each)
         for each in (
             checkpointed,
             two_losses_of_forward_passes_of_which_one_does_not_sync,
@@ -355,7 +346,7 @@ def test_the_number_of_microbatches_may_change_between_the_steps_of_two_optimize
             if isinstance(accelerator, Accelerator) and accelerator.sync_gradients:
                 accelerator.gradient_accumulation_steps = 1
             second.step()
-        return named(network=network, other=other)
+        return whole(network, other)
 
     samples = 4 * mode.ranks
     states = mode.run(lambda: train(Accelerator(gradient_accumulation_steps=2), loader_of(samples, 2)))
@@ -367,7 +358,7 @@ def test_backward_passes_that_go_past_the_prepared_model_are_weighed_and_reduced
     def past(accelerator: Any, network: Any, batch: Any) -> None:
         mean_loss(getattr(network, "module", network), batch).backward()
 
-    compare(mode, {"past": each_batch(past)}, gradient_accumulation_steps=2)
+    compare(mode, steps(past), gradient_accumulation_steps=2)
 
 
 @pytest.mark.parametrize("is_last", [False, True])

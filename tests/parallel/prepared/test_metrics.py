@@ -77,28 +77,25 @@ ORDERS = [per_step, once_after_the_loop, after_a_training_loop, inside_a_trainin
 @settings(max_examples=25)
 @given(st.integers(1, 21), st.integers(1, 4), st.sampled_from(MODES[:4]), st.sampled_from(["split", "pad"]))
 def test_every_sample_comes_once_in_every_order_of_calls(count, batch, mode, tail):
+    with use_world(solo_world()):  # in which no example before has left a loop
+        check_all_orders(mode, count, batch, tail)
+
+
+def check_all_orders(mode, count, batch, tail):
     def body():
         accelerator = Accelerator()
-        return [
-            order(accelerator, accelerator.prepare(DeviceLoader(numbers(count, batch), tail=tail))) for order in ORDERS
-        ]
+        loaders = [accelerator.prepare(DeviceLoader(numbers(count, batch), tail=tail)) for _ in ORDERS]
+        return {order.__name__: order(accelerator, loader) for order, loader in zip(ORDERS, loaders, strict=True)}
 
-    with use_world(solo_world()):  # in which no example before has left a loop
-        results = mode.run(body)
-    for gathered in results:
-        for order, found in zip(ORDERS, gathered, strict=True):
-            assert found == list(range(count)), order.__name__
+    for found in mode.run(body):
+        assert found == {order.__name__: list(range(count)) for order in ORDERS}
 
 
 @pytest.mark.any_family
 @pytest.mark.parametrize("mode", scaling(SOLO, THREADS_4, PROCESSES_2), ids=str)
 @pytest.mark.parametrize("tail", ["split", "pad"])
 def test_every_sample_comes_once_of_a_short_last_round(mode, tail):
-    def body():
-        accelerator = Accelerator()
-        return [order(accelerator, accelerator.prepare(DeviceLoader(numbers(13, 3), tail=tail))) for order in ORDERS]
-
-    assert mode.run(body) == [[list(range(13))] * len(ORDERS)] * mode.ranks
+    check_all_orders(mode, 13, 3, tail)
 
 
 @pytest.mark.any_family
@@ -142,10 +139,7 @@ def test_bad_counts_are_errors_and_valid_samples_are_told():
     accelerator = Accelerator(world=solo_world())
     for batch in accelerator.prepare(numbers(5, 3)):
         for values, words in (
-            (
-                batch[:1],
-                r"values with 1 samples match no recent batches, which had \[3",
-            ),
+            (batch[:1], r"values with 1 samples match no recent batches, which had \[3"),
             ({"a": batch, "b": batch[:1]}, r"values have \[1, 3\] rows"),
         ):
             with pytest.raises(ValueError, match=words):

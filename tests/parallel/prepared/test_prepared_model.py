@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from twin import Plain, State, assert_all_are, compare, loader_of, mean_loss, model, seeded, sgd
+from twin import Plain, State, assert_all_are, compare, loader_of, mean_loss, model, seeded, sgd, whole
 
 from unisono import Accelerator
 
@@ -115,9 +115,9 @@ def test_an_average_that_is_prepared_beside_the_model_is_that_of_one_device(stra
             average.update_parameters(network)
             with torch.no_grad():
                 average(batch[0])
-        return {name: getattr(each, "full_tensor", each.clone)() for name, each in average.state_dict().items()}
+        return whole(average)
 
-    compare(PROCESSES_2, {"lines": lines}, strategy=strategy)
+    compare(PROCESSES_2, lines, strategy=strategy)
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
@@ -134,7 +134,7 @@ def test_an_average_of_a_prepared_model_is_plain_and_that_of_one_device(mode):
         assert type(average.module) is nn.Sequential
         return average.state_dict()
 
-    compare(mode, {"lines": lines})
+    compare(mode, lines)
 
 
 def test_a_prepared_model_that_is_pickled_says_how_to_save_it():
@@ -165,13 +165,11 @@ def test_under_fsdp_a_plain_state_and_parts_taken_outside_say_what_to_do():
 
 
 def test_a_sharded_model_says_how_to_have_a_copy():
-    def body():
+    def body() -> None:
         network = Accelerator(strategy="fsdp").prepare(model())
-        with pytest.raises(TypeError) as error:
-            copy.deepcopy(network)
-        return str(error.value)
+        copy.deepcopy(network)
 
-    for told in PROCESSES_2.run(body):
+    for told in PROCESSES_2.told(body, TypeError):
         assert "a copy of the prepared Sequential was asked for" in told
         assert "model, average = accelerator.prepare(model, average)" in told
 
@@ -209,7 +207,7 @@ def by_halves(accelerator: Any, loader: DataLoader[Any]) -> State:
     with torch.no_grad():
         codes = coder.encode(torch.ones(1, 5, dtype=torch.float64))
         assert torch.equal(coder.decode(codes), coder(torch.ones(1, 5, dtype=torch.float64)))
-    return accelerator.state_dict(coder) if isinstance(accelerator, Accelerator) else coder.state_dict()
+    return whole(coder)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -223,21 +221,17 @@ def test_methods_that_are_marked_train_as_calls_of_the_model_do(mode, strategy, 
         return by_halves(Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate), loader_of(23, 3))
 
     expected = by_halves(Plain(), loader_of(23, 3 * accumulate * mode.ranks))
-    assert_all_are([each for each in mode.run(body) if each], expected)
+    assert_all_are(mode.run(body), expected)
 
 
 def test_under_fsdp_a_method_that_is_not_marked_says_how_to_mark_it():
-    def body() -> str:
+    def body() -> None:
         coder = Accelerator(strategy="fsdp").prepare(Coder())
-        with pytest.raises(RuntimeError) as error:
-            coder.encode(torch.ones(1, 5, dtype=torch.float64))
-        return str(error.value)
+        coder.encode(torch.ones(1, 5, dtype=torch.float64))
 
-    for told in PROCESSES_2.run(body):
-        assert told.startswith(
-            "encode() was called on the Coder by itself, and strategy='fsdp' gathers parameters only "
-        )
-        assert told.partition("\n")[0].endswith("say model.mark_forward_method('encode')")
+    for told in PROCESSES_2.told(body, RuntimeError):
+        assert "encode() was called on the Coder by itself, and strategy='fsdp' gathers parameters only " in told
+        assert "say model.mark_forward_method('encode')" in told
 
 
 def test_a_method_that_is_marked_runs_with_autocast_and_keeps_its_name():

@@ -13,7 +13,7 @@ from modes import PROCESSES_2, SOLO, THREADS_2, in_main_memory
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader
-from twin import CLOSE, adam, data, loader_of, model, sgd
+from twin import CLOSE, adam, assert_same_bits, data, loader_of, model, sgd
 
 from unisono import Accelerator, DeviceLoader, barrier, current_world, optimizer_step, world_size
 from unisono.parallel.prepared.model import PreparedModel
@@ -82,8 +82,7 @@ def test_an_optimizer_may_come_later_than_its_model_and_then_steps_for_it():
         optimizer.step()
         return network.state_dict()
 
-    first, second = PROCESSES_2.run(body)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert_same_bits(PROCESSES_2.run(body))
 
 
 @pytest.mark.any_family
@@ -237,9 +236,7 @@ def test_what_was_freed_steps_by_itself_and_can_be_prepared_anew(mode):
             assert plain[0].weight.grad is None
         return plain.state_dict()
 
-    first, *others = mode.run(body)
-    for each in others:
-        torch.testing.assert_close(each, first, rtol=0, atol=0)
+    assert_same_bits(mode.run(body))
 
 
 @pytest.mark.any_family

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from twin import adam, compare, data, loader_of, model, sgd
+from twin import adam, assert_same_bits, compare, data, loader_of, mean_loss, model, sgd, steps, straight, train
 
 from unisono import Accelerator
 from unisono.errors import NonFiniteGradientError
@@ -38,42 +38,29 @@ def clipped_by_hand(accelerator, loader):
     return {**network.state_dict(), "norms": torch.stack(norms)}
 
 
-def clipped_part_by_part(accelerator, loader):
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    first, last = (list(network.get_submodule(name).parameters()) for name in "02")
-    for inputs, targets, _ in loader:
-        optimizer.zero_grad()
-        F.mse_loss(network(inputs), targets).backward()
-        accelerator.clip_grad_norm_(first, 0.1)
-        accelerator.clip_grad_norm_(last, 0.05)
-        optimizer.step()
-    return network.state_dict()
+def clipped_part_by_part(accelerator, network, batch):
+    mean_loss(network, batch).backward()
+    for name, most in (("0", 0.1), ("2", 0.05)):
+        accelerator.clip_grad_norm_(list(network.get_submodule(name).parameters()), most)
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.any_family), 2])
 def test_the_norm_is_that_of_the_global_batch(mode, accumulate):
-    lines = {each.__name__: each for each in (clipped_by_hand, clipped_part_by_part)}
+    lines = {"by hand": clipped_by_hand, "part by part": steps(clipped_part_by_part)}
     compare(mode, lines, 23, 3, gradient_accumulation_steps=accumulate)
 
 
 def test_max_grad_norm_is_clipping_by_hand(mode):
-    def body():
-        states = []
-        for options in ({"max_grad_norm": 0.1}, {}):
-            accelerator, network = Accelerator(**options), model()
-            network, optimizer, loader = accelerator.prepare(network, adam(network.parameters()), loader_of(23, 3))
-            for inputs, targets, _ in loader:
-                optimizer.zero_grad()
-                accelerator.backward(F.mse_loss(network(inputs), targets))
-                if not options:
-                    accelerator.clip_grad_norm_(network, 0.1)
-                optimizer.step()
-            states.append(network.state_dict())
-        return states
+    def clipped(accelerator, network, batch):
+        straight(accelerator, network, batch)
+        accelerator.clip_grad_norm_(network, 0.1)
 
-    for first, second in mode.run(body):
-        torch.testing.assert_close(first, second, rtol=0, atol=0)
+    def body():
+        by_option = train(Accelerator(max_grad_norm=0.1), loader_of(23, 3), make_optimizer=adam)
+        return by_option, train(Accelerator(), loader_of(23, 3), clipped, make_optimizer=adam)
+
+    for pair in mode.run(body):
+        assert_same_bits(pair)
 
 
 @pytest.mark.parametrize("pair", [THREADS_2, PROCESSES_2], ids=str)
@@ -200,12 +187,9 @@ def test_the_guard_names_parameter_and_rank_on_all_ranks_and_training_goes_on(mo
         return told, network.state_dict()
 
     results = mode.run(body)
-    for told, state in results:
-        assert len(told) == 1
-        assert told[0].startswith(
-            f"the gradient of '0.weight' is not finite on rank {mode.ranks - 1}; no step was taken"
-        )
-        torch.testing.assert_close(state, results[0][1], rtol=0, atol=0)
+    assert_same_bits([state for _, state in results])
+    for (told,), state in results:
+        assert told.startswith(f"the gradient of '0.weight' is not finite on rank {mode.ranks - 1}; no step was taken")
         assert all(each.isfinite().all() for each in state.values())
 
 
@@ -219,16 +203,13 @@ def test_the_guard_sees_an_overflow_of_the_sum():
 
 
 def test_under_fsdp_the_guard_names_the_parameter_and_claims_nothing_of_single_ranks():
-    def body():
-        accelerator, network = Accelerator(strategy="fsdp", nan_guard=True), model()
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        scale = torch.nan if accelerator.world.rank else 1.0
-        accelerator.backward((network(torch.ones(1, 5).double()) * scale).sum())
-        with pytest.raises(NonFiniteGradientError) as error:
-            optimizer.step()
-        return str(error.value)
+    def scaled(accelerator, network, batch):
+        accelerator.backward((network(batch[0]) * (torch.nan if accelerator.process_index else 1.0)).sum())
 
-    for told in PROCESSES_2.run(body):
+    def body():
+        train(Accelerator(strategy="fsdp", nan_guard=True), loader_of(6, 3), scaled)
+
+    for told in PROCESSES_2.told(body, NonFiniteGradientError):
         assert "the gradient of '2.bias' is not finite in the sum over the ranks; no step was taken" in told
 
 
@@ -288,25 +269,12 @@ class _Leaving(nn.Sequential):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_parameter_that_autograd_has_no_gradient_for_stays_as_it_was(mode, accumulate):
-    def train(accelerator, loader, run_backward):
-        network = _Leaving()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        for inputs, targets, _ in loader:
-            optimizer.zero_grad()
-            run_backward(accelerator, F.mse_loss(network(inputs), targets))
-            optimizer.step()
-        return network.state_dict()
+    def plainly(accelerator, network, batch):
+        mean_loss(network, batch).backward()
 
-    def plainly(accelerator, loader):
-        return train(accelerator, loader, lambda _, loss: loss.backward())
-
-    def weighted(accelerator, loader):
-        return train(accelerator, loader, lambda accelerator, loss: accelerator.backward(loss))
-
-    lines = {"plainly": plainly, "weighted": weighted}
-    compare(
-        mode, lines, gradient_accumulation_steps=accumulate, nan_guard=True, strategy=DDP(find_unused_parameters=True)
-    )
+    lines = {each.__name__: steps(each, _Leaving) for each in (plainly, straight)}
+    options = {"nan_guard": True, "strategy": DDP(find_unused_parameters=True)}
+    compare(mode, lines, gradient_accumulation_steps=accumulate, **options)
 
 
 def test_an_overflow_is_told_of_with_the_scale_that_follows(caplog):

@@ -103,9 +103,7 @@ BUILT = {
         optimizer, partial(warmed_up, num_warmup_steps=5, num_training_steps=total)
     ),
     "sequential": lambda optimizer, total: SequentialLR(
-        optimizer,
-        [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)],
-        milestones=[4],
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, total - 4)], milestones=[4]
     ),
 }
 MARKED = [name if name in ("one cycle", "warm-up") else pytest.param(name, marks=pytest.mark.slow) for name in BUILT]
@@ -152,27 +150,20 @@ def ends_of_steps(ranks, accumulate=1):
     return [epoch * BATCHES + end for epoch in range(EPOCHS) for end in ends]
 
 
+@pytest.mark.parametrize("unit", ["batch", "step"])
 @pytest.mark.parametrize("name", MARKED)
 @MODES
-def test_a_schedule_built_from_the_plain_length_has_one_devices_rates(mode: Mode, name: str) -> None:
-    found = mode.run(
-        lambda: rates_in(lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader)), schedule_unit="batch")
-    )
-    plain = plain_rates(lambda optimizer: BUILT[name](optimizer, EPOCHS * BATCHES), EPOCHS * BATCHES)
-    assert found == [pytest.approx([plain[end] for end in ends_of_steps(mode.ranks)], abs=1e-12)] * mode.ranks
+def test_a_schedule_built_from_the_plain_or_the_prepared_length_has_one_devices_rates(
+    mode: Mode, name: str, unit: str
+) -> None:
+    def make(optimizer, loader):
+        return BUILT[name](optimizer, EPOCHS * len(loader))
 
-
-@pytest.mark.parametrize("name", MARKED)
-@MODES
-def test_a_schedule_built_from_the_prepared_length_ends_with_the_loop(mode: Mode, name: str) -> None:
-    found = mode.run(
-        lambda: rates_in(
-            lambda optimizer, loader: BUILT[name](optimizer, EPOCHS * len(loader)), "later", schedule_unit="step"
-        )
-    )
-    steps = EPOCHS * -(-BATCHES // mode.ranks)
+    found = mode.run(lambda: rates_in(make, "together" if unit == "batch" else "later", schedule_unit=unit))
+    steps = EPOCHS * (BATCHES if unit == "batch" else -(-BATCHES // mode.ranks))
     plain = plain_rates(lambda optimizer: BUILT[name](optimizer, steps), steps)
-    assert found == [pytest.approx(plain[1:], abs=1e-12)] * mode.ranks
+    expected = [plain[end] for end in ends_of_steps(mode.ranks)] if unit == "batch" else plain[1:]
+    assert found == [pytest.approx(expected, abs=1e-12)] * mode.ranks
 
 
 @pytest.mark.parametrize(("unit", "total"), [("batch", 48), ("device_step", 18), ("step", None)])
@@ -182,9 +173,7 @@ def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: 
     total = total or steps
     found = mode.run(
         lambda: rates_in(
-            lambda optimizer, _: BUILT["cosine"](optimizer, total),
-            gradient_accumulation_steps=3,
-            schedule_unit=unit,
+            lambda optimizer, _: BUILT["cosine"](optimizer, total), gradient_accumulation_steps=3, schedule_unit=unit
         )
     )
     plain = plain_rates(lambda optimizer: BUILT["cosine"](optimizer, total), total)

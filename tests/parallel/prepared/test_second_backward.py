@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2
+from modes import PROCESSES_2, told
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from twin import Plain, State, assert_all_are, loader_of, mean_loss, seeded, sgd
+from twin import (
+    Learn,
+    Lines,
+    Plain,
+    State,
+    assert_all_are,
+    loader_of,
+    mean_loss,
+    seeded,
+    sgd,
+    steps,
+    straight,
+    train,
+    whole,
+)
 
 from unisono import Accelerator, backward
 from unisono.parallel.strategies import sharded
@@ -32,6 +47,10 @@ class Units(nn.Module):
         return 2 * self.parts[2](torch.tanh(self.parts[1](self.hidden)))
 
 
+def units(kind: type[Units] = Units) -> Any:
+    return seeded(kind().double())
+
+
 def in_workers(body: Callable[[], Any]) -> list[Any]:
     """By rank, where every element of a list is a unit."""
 
@@ -42,13 +61,16 @@ def in_workers(body: Callable[[], Any]) -> list[Any]:
     return PROCESSES_2.run(in_units)
 
 
-Training = tuple[Any, Any, Any]
+def check(lines: Lines, strategy: str, accumulate: int = 1) -> None:
+    options: Any = {"strategy": strategy, "gradient_accumulation_steps": accumulate}
+    ranks = in_workers(lambda: lines(Accelerator(**options), loader_of(23, 3)))
+    assert_all_are(ranks, lines(Plain(), loader_of(23, 6 * accumulate)))
 
 
-def prepared(accelerator: Any, loader: DataLoader[Any]) -> Training:
-    network = seeded(Units().double())
-    objects: Training = accelerator.prepare(network, sgd(network.parameters()), loader)
-    return objects
+def refusals(strategy: str, learn: Learn, **options: Any) -> list[str]:
+    """What the lines are told, by rank."""
+    make = partial(Accelerator, strategy=strategy, **options)
+    return in_workers(lambda: told(lambda: train(make(), loader_of(23, 3), learn, units())))
 
 
 def slope(network: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,28 +78,6 @@ def slope(network: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, torch
     varied = inputs.clone().requires_grad_()
     outputs = network(varied)
     return torch.autograd.grad(outputs.pow(2).sum(), varied, create_graph=True)[0], outputs
-
-
-def steps(lines: Callable[[Any, Any, list[torch.Tensor]], None]) -> Callable[[Any, DataLoader[Any]], State]:
-    """A loop of these lines."""
-
-    def loop(accelerator: Any, loader: DataLoader[Any]) -> State:
-        network, optimizer, loader = prepared(accelerator, loader)
-        for batch in loader:
-            lines(accelerator, network, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(network)
-
-    return loop
-
-
-def whole(network: nn.Module) -> State:
-    return {name: getattr(each, "full_tensor", each.clone)() for name, each in network.state_dict().items()}
-
-
-def straight(accelerator: Any, network: nn.Module, batch: list[torch.Tensor]) -> None:
-    accelerator.backward(mean_loss(network, batch))
 
 
 def with_a_penalty(accelerator: Any, network: nn.Module, batch: list[torch.Tensor]) -> None:
@@ -139,18 +139,6 @@ class AllCheckpointed(Units):
         return hidden
 
 
-def checkpointed(
-    accelerator: Any, loader: DataLoader[Any], kind: type[Units] = Checkpointed, loss: Callable[..., Any] = mean_loss
-) -> State:
-    network: Any = seeded(kind().double())
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for batch in loader:
-        accelerator.backward(loss(network, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(network)
-
-
 def in_halves(network: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     """The whole model is checkpointed, once for each half of the batch."""
     halves = [checkpoint(network, each, use_reentrant=True) for each in batch[0].requires_grad_().tensor_split(2)]
@@ -170,11 +158,10 @@ CHECKPOINTED = pytest.mark.parametrize(
 def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(
     strategy: str, accumulate: int, kind: type[Units], loss: Callable[..., Any]
 ) -> None:
-    def body() -> State:
-        accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate)
-        return checkpointed(accelerator, loader_of(23, 3), kind, loss)
+    def learn(accelerator: Any, network: Any, batch: Any) -> None:
+        accelerator.backward(loss(network, batch))
 
-    assert_all_are(in_workers(body), checkpointed(Plain(), loader_of(23, 6 * accumulate), kind, loss))
+    check(steps(learn, lambda: units(kind)), strategy, accumulate)
 
 
 def test_batches_that_meet_before_a_checkpoint_reaches_parameters_are_refused() -> None:
@@ -185,14 +172,12 @@ def test_batches_that_meet_before_a_checkpoint_reaches_parameters_are_refused() 
 
     def body() -> str:
         accelerator = Accelerator()
-        network: Any = seeded(Bypassed().double())
+        network = units(Bypassed)
         network, _, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
         *_, first, second = loader  # the last one is uneven
         loss = mean_loss(network, first)
         network.eval()
-        with pytest.raises(RuntimeError) as error:
-            accelerator.backward(loss + mean_loss(network, second))
-        return str(error.value)
+        return told(lambda: accelerator.backward(loss + mean_loss(network, second)), RuntimeError)
 
     for each in in_workers(body):
         assert "outputs of the Bypassed from several batches met in one backward pass" in each
@@ -201,30 +186,25 @@ def test_batches_that_meet_before_a_checkpoint_reaches_parameters_are_refused() 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_a_backward_pass_that_failed_is_none_that_the_next_one_is_a_part_of(strategy: str) -> None:
-    def body() -> State:
-        network, optimizer, loader = prepared(accelerator := Accelerator(strategy=strategy), loader_of(23, 3))
-        for batch in loader:
-            outputs = network(batch[0])
-            failing = outputs.register_hook(fail)
-            loss = F.mse_loss(outputs, batch[1])
-            with pytest.raises(ValueError, match="once"):
-                accelerator.backward(loss, retain_graph=True)
-            failing.remove()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(network)
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("once")
 
-    assert_all_are(in_workers(body), steps(straight)(Plain(), loader_of(23, 6)))
+    def after_a_failure(accelerator: Any, network: Any, batch: Any) -> None:
+        outputs = network(batch[0])
+        failing = outputs.register_hook(fail)
+        loss = F.mse_loss(outputs, batch[1])
+        with pytest.raises(ValueError, match="once"):
+            accelerator.backward(loss, retain_graph=True)
+        failing.remove()
+        accelerator.backward(loss)
 
-
-def fail(_: torch.Tensor) -> None:
-    raise ValueError("once")
+    ranks = in_workers(lambda: train(Accelerator(strategy=strategy), loader_of(23, 3), after_a_failure, units()))
+    assert_all_are(ranks, train(Plain(), loader_of(23, 6), straight, units()))
 
 
 def upstream(accelerator: Any, loader: DataLoader[Any]) -> State:
     """The gradient is taken where one model ends and the other one begins."""
-    first, second = seeded(nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double(), 1), seeded(Units().double())
+    first, second = seeded(nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double(), 1), units()
     optimizer = sgd([*first.parameters(), *second.parameters()])
     first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, loader)
     for inputs, targets, _ in loader:
@@ -234,12 +214,12 @@ def upstream(accelerator: Any, loader: DataLoader[Any]) -> State:
         (found,) = torch.autograd.grad(outputs.pow(2).sum(), middle, create_graph=True)
         accelerator.backward(F.mse_loss(outputs, targets) + found.pow(2).mean())
         optimizer.step()
-    return {**whole(first), **{f"second.{name}": each for name, each in whole(second).items()}}
+    return whole(first, second)
 
 
 @STRATEGIES
 def test_penalties_on_gradients_are_those_of_the_whole_batch_under_every_strategy(strategy: str) -> None:
-    loops = [*map(steps, LINES), upstream]
+    loops = [*(steps(each, units) for each in LINES), upstream]
     ranks = in_workers(lambda: [loop(Accelerator(strategy=strategy), loader_of(23, 3)) for loop in loops])
     for place, loop in enumerate(loops):
         print(place)
@@ -247,47 +227,30 @@ def test_penalties_on_gradients_are_those_of_the_whole_batch_under_every_strateg
 
 
 def test_a_penalty_is_accumulated_under_fsdp_as_losses_are() -> None:
-    loop = steps(with_a_penalty)
-    ranks = in_workers(lambda: loop(Accelerator(strategy="fsdp", gradient_accumulation_steps=2), loader_of(23, 3)))
-    assert_all_are(ranks, loop(Plain(), loader_of(23, 12)))
+    check(steps(with_a_penalty, units), "fsdp", 2)
 
 
 def test_a_backward_by_hand_finds_a_sharded_model() -> None:
-    loop = steps(lambda _, network, batch: backward(mean_loss(network, batch)))
-    ranks = in_workers(lambda: loop(Accelerator(strategy="fsdp"), loader_of(23, 3)))
-    assert_all_are(ranks, steps(straight)(Plain(), loader_of(23, 6)))
+    def by_hand(accelerator: Any, network: Any, batch: Any) -> None:
+        backward(mean_loss(network, batch))
 
-
-def told(strategy: str, lines: Callable[[Any, Any, list[torch.Tensor]], None], **options: Any) -> list[str]:
-    """What the lines are told, by rank."""
-
-    def body() -> str:
-        try:
-            steps(lines)(Accelerator(strategy=strategy, **options), loader_of(23, 3))
-        except (RuntimeError, TypeError) as error:
-            return str(error)
-        return "nothing"
-
-    return in_workers(body)
+    ranks = in_workers(lambda: train(Accelerator(strategy="fsdp"), loader_of(23, 3), by_hand, units()))
+    assert_all_are(ranks, train(Plain(), loader_of(23, 6), straight, units()))
 
 
 @STRATEGIES
 def test_gradients_with_a_graph_that_ranks_would_have_to_share_are_refused(strategy: str) -> None:
-    for each in told(strategy, lambda _, network, batch: mean_loss(network, batch).backward(create_graph=True)):
+    for each in refusals(strategy, lambda _, network, batch: mean_loss(network, batch).backward(create_graph=True)):
         assert "backward(create_graph=True) through the Units" in each
         assert "torch.autograd.grad(..., create_graph=True), and call backward()" in each
 
 
 def test_gradients_of_parameters_elsewhere_are_refused_under_fsdp() -> None:
-    def body() -> str:
-        network: Any = seeded(nn.Sequential(nn.Linear(5, 2)).double())
-        network, _ = Accelerator(strategy="fsdp").prepare(network, sgd(network.parameters()))
-        with pytest.raises(RuntimeError) as error:
-            loss = network(torch.ones(1, 5, dtype=torch.float64)).sum()
-            torch.autograd.grad(loss, list(network.parameters()))
-        return str(error.value)
+    def body() -> None:
+        network = Accelerator(strategy="fsdp").prepare(nn.Sequential(nn.Linear(5, 2)))
+        torch.autograd.grad(network(torch.ones(1, 5)).sum(), list(network.parameters()))
 
-    for each in PROCESSES_2.run(body):
+    for each in PROCESSES_2.told(body, RuntimeError):
         assert "gradients of the Sequential were requested by torch.autograd.grad(loss, parameters)" in each
         assert "let loss.backward() leave them in .grad, or use strategy='ddp'" in each
 
@@ -298,7 +261,7 @@ def test_a_graph_that_begins_inside_of_a_sharded_model_is_refused() -> None:
         (found,) = torch.autograd.grad(outputs.sum(), network.hidden, create_graph=True)
         accelerator.backward(outputs.mean() + found.pow(2).mean())
 
-    for each in told("fsdp", lines):
+    for each in refusals("fsdp", lines):
         assert "through the Units, none of whose inputs requires a gradient" in each
         assert "with respect to an input of the model" in each
 
@@ -307,34 +270,24 @@ def test_a_penalty_on_parts_of_parameters_is_refused_where_it_would_count_wrongl
     def in_the_loss(accelerator: Any, network: Any, batch: list[torch.Tensor]) -> None:
         accelerator.backward(mean_loss(network, batch) + sum(each.pow(2).sum() for each in network.parameters()))
 
-    assert all("the loss is a DTensor" in each for each in told("fsdp", in_the_loss))
+    assert all("the loss is a DTensor" in each for each in refusals("fsdp", in_the_loss))
     assert all(
         "in each of the gradient_accumulation_steps=2 microbatches" in each
-        for each in told("fsdp", with_a_penalty_on_parameters, gradient_accumulation_steps=2)
+        for each in refusals("fsdp", with_a_penalty_on_parameters, gradient_accumulation_steps=2)
     )
 
 
 def test_a_loss_past_all_outputs_is_refused_under_fsdp_and_the_way_out_is_one() -> None:
-    def loop(accelerator: Any, loader: DataLoader[Any], weight: float | None) -> State:
-        network: Any = seeded(nn.Linear(5, 2).double())
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-        for inputs, *_ in loader:
-            found, outputs = slope_of_sum(network, inputs)
-            accelerator.backward(found.pow(2).mean() + (0 if weight is None else weight * outputs.sum()))
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(network)
+    def loop(names_outputs: bool) -> Lines:
+        def learn(accelerator: Any, network: nn.Module, batch: list[torch.Tensor]) -> None:
+            varied = batch[0].clone().requires_grad_()
+            outputs = network(varied)
+            (found,) = torch.autograd.grad(outputs.sum(), varied, create_graph=True)
+            accelerator.backward(found.pow(2).mean() + (0 * outputs.sum() if names_outputs else 0))
 
-    def slope_of_sum(network: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        varied = inputs.clone().requires_grad_()
-        outputs = network(varied)
-        return torch.autograd.grad(outputs.sum(), varied, create_graph=True)[0], outputs
+        return steps(learn, lambda: seeded(nn.Linear(5, 2).double()))
 
-    def body() -> tuple[str, State]:
-        with pytest.raises(RuntimeError) as error:
-            loop(Accelerator(strategy="fsdp"), loader_of(23, 3), None)
-        return str(error.value), loop(Accelerator(strategy="fsdp"), loader_of(23, 3), 0)
-
-    ranks = in_workers(body)
-    assert all("on none of its outputs" in each and "add 0 * outputs.sum()" in each for each, _ in ranks)
-    assert_all_are([state for _, state in ranks], loop(Plain(), loader_of(23, 6), 0))
+    for each in in_workers(lambda: told(lambda: loop(False)(Accelerator(strategy="fsdp"), loader_of(23, 3)))):
+        assert "on none of its outputs" in each
+        assert "add 0 * outputs.sum()" in each
+    check(loop(True), "fsdp")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from twin import State, compare, data, loader_of, mean_loss, model, sgd
+from twin import Lines, State, compare, data, loader_of, mean_loss, model, sgd, steps, train, whole
 
 from unisono import Accelerator
 
@@ -57,16 +57,15 @@ HIDDEN: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def hidden(loss: Callable[..., torch.Tensor]) -> Any:
+def hidden(loss: Callable[..., torch.Tensor]) -> Lines:
     def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
         raw = Hiding()
-        network, optimizer, loader = accelerator.prepare(raw, sgd(raw.parameters()), loader)
-        for inputs, targets, _ in loader:
-            accelerator.backward(loss(network, raw, inputs, targets))
+
+        def learn(accelerator: Any, network: Any, batch: Any) -> None:
+            accelerator.backward(loss(network, raw, *batch[:2]))
             nn.utils.clip_grad_norm_(network.parameters(), 0.2)
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name.removeprefix("module."): each for name, each in network.state_dict().items()}
+
+        return train(accelerator, loader, learn, raw)
 
     return lines
 
@@ -82,61 +81,68 @@ def two_loops(accelerator: Any, samples: int) -> Iterator[Any]:
     yield from zip(accelerator.prepare(first), accelerator.prepare(second), strict=True)
 
 
-def refusal_in(mode: Mode, loss: Callable[[Any, Any, Any, Any], torch.Tensor], error: type[Exception]) -> list[str]:
-    """Of a step on the losses of two batches that count differently; the model has not changed."""
+class Row(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(2, 2)).double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.network(inputs)  # type: ignore[no-any-return]
+
+
+Losses = Callable[[Any, Any, Any, Any], tuple[torch.Tensor, Any]]
+
+
+def refusal_in(mode: Mode, make: Callable[[], nn.Module], losses: Losses) -> str:
+    """Of a step on the losses of two batches that count differently, with the name of a batch, on any rank; the models
+    have not changed where it comes."""
 
     def body() -> str:
-        accelerator, one, other = Accelerator(), Hiding(), model(1)
+        accelerator, one, other = Accelerator(), make(), Row()
         one, other, optimizer = accelerator.prepare(one, other, sgd([*one.parameters(), *other.parameters()]))
         for first, second in two_loops(accelerator, UNEVEN):
             before = [each.detach().clone() for each in (*one.parameters(), *other.parameters())]
             try:
-                accelerator.backward(loss(one, other, first, second))
+                loss, name = losses(one, other, first, second)
+                accelerator.backward(loss, batch=name)
                 optimizer.step()
-            except error as caught:
+            except ValueError as caught:
                 now = [*one.parameters(), *other.parameters()]
                 assert all(torch.equal(each, was) for each, was in zip(now, before, strict=True))
                 return str(caught)
             optimizer.zero_grad()
         return "nothing"
 
-    return mode.run(body)
+    return "\n".join(mode.run(body))
 
 
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Losses, str]] = {
+    "a pass that may be of an unseen batch too": (
+        Hiding,
+        lambda one, other, first, second: (one.loss(*first[:2]) + one.loss(*second[:2]), None),
+        "name the batch",
+    ),
+    "models in a row": (
+        model,
+        lambda one, other, first, second: (
+            F.mse_loss(other(one(first[0])), first[1]) + other(one(second[0])).pow(2).mean(),
+            None,
+        ),
+        "would be weighed a second time; call accelerator.backward(loss) for the loss of each batch",
+    ),
+    "a name that fits two batches": (
+        model,
+        lambda one, other, first, second: (mean_loss(one, first) + mean_loss(one, second), (first, second)),
+        "name the batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
 @SEVERAL
-def test_a_pass_that_may_be_of_an_unseen_batch_too_is_refused_where_it_counts_otherwise(mode: Mode) -> None:
-    for told in refusal_in(
-        mode, lambda one, other, first, second: one.loss(*first[:2]) + one.loss(*second[:2]), ValueError
-    ):
-        assert "name the batch" in told
-
-
-@SEVERAL
-def test_models_in_a_row_on_batches_that_count_differently_need_a_pass_each(mode: Mode) -> None:
-    class Row(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = nn.Sequential(nn.Linear(2, 2)).double()
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return self.network(inputs)  # type: ignore[no-any-return]
-
-    def body() -> str:
-        accelerator, first, second = Accelerator(), model(), Row()
-        first, second, optimizer = accelerator.prepare(first, second, sgd([*first.parameters(), *second.parameters()]))
-        for (inputs, targets, _), (others, _, _) in two_loops(accelerator, UNEVEN):
-            try:
-                accelerator.backward(F.mse_loss(second(first(inputs)), targets) + second(first(others)).pow(2).mean())
-            except ValueError as error:
-                return str(error)
-            optimizer.step()
-            optimizer.zero_grad()
-        return "nothing"
-
-    assert any(
-        "would be weighed a second time; call accelerator.backward(loss) for the loss of each batch" in told
-        for told in mode.run(body)
-    )
+def test_losses_of_batches_that_count_differently_are_refused_in(mode: Mode, what: str) -> None:
+    make, losses, words = REFUSED[what]
+    assert words in refusal_in(mode, make, losses)
 
 
 def with_new_group(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -149,12 +155,12 @@ def with_new_group(accelerator: Any, loader: DataLoader[Any]) -> State:
         optimizer.step()
         optimizer.zero_grad()
         second.zero_grad()
-    return first.state_dict() | {f"second.{name}": each for name, each in second.state_dict().items()}
+    return whole(first, second)
 
 
 @MODES
 def test_an_optimizer_may_be_given_the_parameters_of_another_prepared_model(mode: Mode) -> None:
-    compare(mode, {"lines": with_new_group}, samples=EVEN)
+    compare(mode, with_new_group, samples=EVEN)
 
 
 def test_two_prepared_models_that_share_what_they_train_are_refused() -> None:
@@ -182,12 +188,12 @@ def recomputed(accelerator: Any, loader: DataLoader[Any]) -> State:
         accelerator.backward(inner + second(last[0]).pow(2).mean())
         optimizer.step()
         optimizer.zero_grad()
-    return first.state_dict() | {f"second.{name}": each for name, each in second.state_dict().items()}
+    return whole(first, second)
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
 def test_a_model_in_a_reentrant_checkpoint_keeps_its_own_batch_beside_that_of_another(mode: Mode) -> None:
-    compare(mode, {"lines": recomputed}, samples=UNEVEN)
+    compare(mode, recomputed, samples=UNEVEN)
 
 
 def by_formula(accelerator: Any, loader: DataLoader[Any]) -> State:
@@ -204,21 +210,13 @@ def by_formula(accelerator: Any, loader: DataLoader[Any]) -> State:
     return network.state_dict()
 
 
-def by_function(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network = model()
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for inputs, targets, _ in loader:
-        own = {name: each.detach() for name, each in network.named_parameters()}
-        found = torch.func.grad(
-            lambda own, inputs=inputs, targets=targets: F.mse_loss(
-                torch.func.functional_call(network, own, (inputs,)), targets
-            )
-        )(own)
-        optimizer.zero_grad()
-        for name, each in network.named_parameters():
-            each.grad = found[name]
-        optimizer.step()
-    return network.state_dict()
+def by_function(accelerator: Any, network: Any, batch: Any) -> None:
+    def loss(own: Any) -> torch.Tensor:
+        return F.mse_loss(torch.func.functional_call(network, own, (batch[0],)), batch[1])
+
+    found = torch.func.grad(loss)({name: each.detach() for name, each in network.named_parameters()})
+    for name, each in network.named_parameters():
+        each.grad = found[name]
 
 
 @MODES
@@ -226,12 +224,12 @@ def by_function(accelerator: Any, loader: DataLoader[Any]) -> State:
 def test_gradients_by_a_formula_or_by_torch_func_are_reduced_with_the_weights_of_their_batch(
     samples: int, mode: Mode
 ) -> None:
-    compare(mode, {"formula": by_formula, "function": by_function}, samples=samples)
+    compare(mode, {"formula": by_formula, "function": steps(by_function)}, samples=samples)
 
 
 @SEVERAL
 def test_a_closure_with_batches_that_count_differently_is_refused(mode: Mode) -> None:
-    def body() -> str:
+    def body() -> None:
         accelerator, network = Accelerator(), model()
         network, optimizer, loader = accelerator.prepare(
             network, torch.optim.LBFGS(network.parameters()), loader_of(UNEVEN, 3)
@@ -239,37 +237,15 @@ def test_a_closure_with_batches_that_count_differently_is_refused(mode: Mode) ->
         batches = list(loader)
 
         def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            total = torch.zeros((), dtype=torch.float64)
-            for batch in batches:
-                loss = mean_loss(network, batch)
-                accelerator.backward(loss)
-                total = total + loss.detach()
-            return total
+            losses = [mean_loss(network, batch) for batch in batches]
+            for each in losses:
+                accelerator.backward(each)
+            return sum(losses)  # type: ignore[return-value]
 
-        with pytest.raises(ValueError) as error:
-            optimizer.step(closure)
-        return str(error.value)
+        optimizer.step(closure)
 
-    for told in mode.run(body):
-        assert "compute the loss of one batch in a closure" in told
-
-
-@SEVERAL
-def test_a_name_that_fits_two_batches_which_count_differently_is_refused(mode: Mode) -> None:
-    def body() -> str:
-        accelerator, network = Accelerator(), model()
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        for first, second in two_loops(accelerator, UNEVEN):
-            try:
-                accelerator.backward(mean_loss(network, first) + mean_loss(network, second), batch=(first, second))
-            except ValueError as error:
-                return str(error)
-            optimizer.step()
-            optimizer.zero_grad()
-        return "nothing"
-
-    assert any("name the batch" in told for told in mode.run(body))
+    for said in mode.told(body, ValueError):
+        assert "compute the loss of one batch in a closure" in said
 
 
 def test_inputs_that_another_open_loop_may_have_given_are_refused_where_its_batch_counts_otherwise() -> None:

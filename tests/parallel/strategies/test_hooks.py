@@ -11,6 +11,7 @@ from modes import PROCESSES_2, Mode
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from twin import assert_same_bits
 
 from unisono.parallel.strategies.hooks import attach_hook
 from unisono.world import current_world
@@ -71,19 +72,11 @@ def plain_gradients(dtype: torch.dtype = torch.float64) -> Gradients:
 
 
 def hooked(
-    name: str | None,
-    scale: Callable[[], float] = own_share,
-    dtype: torch.dtype = torch.float64,
-    **options: Any,
+    name: str | None, scale: Callable[[], float] = own_share, dtype: torch.dtype = torch.float64, **options: Any
 ) -> DistributedDataParallel:
     ddp = DistributedDataParallel(network(dtype), bucket_cap_mb=SEVERAL_BUCKETS)
     attach_hook(ddp, name, scale, options)
     return ddp
-
-
-def assert_same_bits(ranks: list[Any]) -> None:
-    for others in ranks[1:]:
-        torch.testing.assert_close(others, ranks[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,11 +17,7 @@ from unisono.strategies import DDP, FSDP, Choice, ZeRO1
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
-REFUSED = {
-    "ddp": set(),
-    "zero1": {"LBFGS"},
-    "fsdp": {"Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam"},
-}
+REFUSED = {"ddp": set(), "zero1": {"LBFGS"}, "fsdp": {"Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam"}}
 SPARSE_OR_OVER_ALL = {"SparseAdam", "LBFGS"}  # test_sparse.py trains by the one, test_closures.py by the other
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from twin import assert_same_bits
 
 from unisono.parallel.strategies.sharded import (
     SMALLEST_UNIT,
@@ -125,11 +126,6 @@ def train(model: nn.Module, part: Callable[[], tuple[torch.Tensor, torch.Tensor]
         clip(model.parameters(), 0.5)
         optimizer.step()
     return parameters_of(model)
-
-
-def assert_same_bits(ranks: Sequence[Any]) -> None:
-    for others in ranks[1:]:
-        torch.testing.assert_close(others, ranks[0], rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 from modes import PROCESSES_2, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
-from twin import Plain, State, assert_all_are, loader_of, seeded, sgd
+from twin import State, assert_all_are, compare, loader_of, seeded, sgd, steps
 
 from unisono import Accelerator, strategies
 from unisono.parallel.strategies.sharded import mesh_in, shard
@@ -26,16 +26,6 @@ from unisono.world import World, solo_world
 
 def wide() -> nn.Module:
     return nn.Sequential(*(seeded(nn.Linear(5, 5).double(), number) for number in range(4)), nn.Linear(5, 2).double())
-
-
-def trained(accelerator: Any, loader: Any) -> State:
-    network = seeded(wide())
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for inputs, targets, _ in loader:
-        accelerator.backward(F.mse_loss(network(inputs), targets.to(inputs.dtype)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return accelerator.state_dict(network) if isinstance(accelerator, Accelerator) else network.state_dict()
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
@@ -61,8 +51,11 @@ def test_a_name_stands_for_the_defaults(name: str) -> None:
     ids=str,
 )
 def test_what_changes_the_way_only_changes_no_weight(chosen: Any) -> None:
-    ranks = PROCESSES_2.run(lambda: trained(Accelerator(strategy=chosen), loader_of(23, 3)))
-    assert_all_are([each for each in ranks if each], trained(Plain(), loader_of(23, 6)))
+    def learn(accelerator: Any, network: Any, batch: Any) -> None:
+        outputs = network(batch[0])
+        accelerator.backward(F.mse_loss(outputs, batch[1].to(outputs.dtype)))
+
+    compare(PROCESSES_2, steps(learn, lambda: seeded(wide())), strategy=chosen)
 
 
 @pytest.mark.parametrize(("size_mb", "count"), [(25, 1), (1e-4, 5)])  # a layer has 240 bytes, the last one 96

@@ -7,34 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, told
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from twin import State, assert_all_are, loader_of, mean_loss, model, sgd
+from twin import State, assert_all_are, loader_of, model, sgd, straight, train, whole
 
 from unisono import Accelerator
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
 
-def told(network: nn.Module, strategy: str) -> str:
-    with pytest.raises(ValueError) as error:
-        Accelerator(strategy=strategy).prepare(sgd(network.parameters()), network)
-    return str(error.value)
-
-
 @STRATEGIES
 def test_who_reduces_already_is_refused_and_the_model_inside_is_asked_for(strategy: str) -> None:
     def body() -> list[str]:
         wrapped = DistributedDataParallel(model())
-        return [told(each, strategy) for each in (wrapped, nn.Sequential(nn.Tanh(), wrapped), nn.DataParallel(model()))]
+        accelerator = Accelerator(strategy=strategy)
+        made = wrapped, nn.Sequential(nn.Tanh(), wrapped), nn.DataParallel(model())
+        return [told(lambda m=m: accelerator.prepare(sgd(m.parameters()), m), ValueError) for m in made]
 
-    for whole, part, threaded in PROCESSES_2.run(body):
-        assert "it is wrapped in DistributedDataParallel, which reduces gradients by itself" in whole
+    for itself, part, threaded in PROCESSES_2.run(body):
+        assert "it is wrapped in DistributedDataParallel, which reduces gradients by itself" in itself
         assert "the Sequential cannot be prepared: its part '1' is wrapped in DistributedDataParallel" in part
         assert "it is wrapped in DataParallel" in threaded
-        assert all("pass the model inside it (its .module)" in each for each in (whole, part, threaded))
+        assert all("pass the model inside it (its .module)" in each for each in (itself, part, threaded))
 
 
 @STRATEGIES
@@ -46,29 +42,15 @@ def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(stra
         fully_shard(first)
         fully_shard(second[0])
         third = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
-        found = []
-        for each in (first, second, third):
-            with pytest.raises(ValueError) as error:
-                Accelerator(strategy=strategy).prepare(each)
-            found.append(str(error.value))
-        return found
+        accelerator = Accelerator(strategy=strategy)
+        return [told(lambda each=each: accelerator.prepare(each), ValueError) for each in (first, second, third)]
 
-    for whole, part, older in PROCESSES_2.run(body):
-        assert "was sharded by torch's fully_shard" in whole
+    for itself, part, older in PROCESSES_2.run(body):
+        assert "was sharded by torch's fully_shard" in itself
         assert "was sharded by torch's fully_shard" in part
         assert "was sharded by FullyShardedDataParallel" in older
-        for each in (whole, part, older):
+        for each in (itself, part, older):
             assert "pass the model as it was before sharding, with Accelerator(strategy='fsdp')" in each
-
-
-def trained(network: Any, strategy: str) -> State:
-    accelerator = Accelerator(strategy=strategy)
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(29, 3))
-    for batch in loader:
-        accelerator.backward(mean_loss(network, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    return accelerator.state_dict(network)
 
 
 @STRATEGIES
@@ -95,7 +77,7 @@ def test_gradients_are_zeroed_between_forward_and_backward_by_whichever_line(str
             next(lines)()
             accelerator.backward(F.mse_loss(outputs, targets))
             optimizer.step()
-        return accelerator.state_dict(network), trained(model(), strategy)
+        return whole(network), train(Accelerator(strategy=strategy), loader_of(29, 3))
 
     between, after = PROCESSES_2.run(body)[0]
     assert_all_are([between], after)
@@ -107,9 +89,14 @@ def test_gradients_are_zeroed_between_forward_and_backward_by_whichever_line(str
     [(SOLO, "ddp"), (THREADS_2, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "zero1"), (PROCESSES_2, "fsdp")],
     ids=str,
 )
-def test_a_compiled_model_is_trained_as_it_is(mode: Mode, strategy: str) -> None:
+def test_a_compiled_model_is_trained_as_it_is_and_has_its_state(mode: Mode, strategy: str) -> None:
+    def trained(network: Any) -> State:
+        accelerator, models = Accelerator(strategy=strategy), []
+        train(accelerator, loader_of(29, 3), lambda *each: (models.append(each[1]), straight(*each)), network)
+        return accelerator.state_dict(models[0])
+
     def body() -> list[State]:
-        return [trained(each, strategy) for each in (model(), torch.compile(model(), backend="eager"))]
+        return [trained(each) for each in (model(), torch.compile(model(), backend="eager"))]
 
     plain, compiled = mode.run(body)[0]
     assert_all_are([compiled], plain)

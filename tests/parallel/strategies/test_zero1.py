@@ -109,10 +109,7 @@ def test_what_cannot_be_divided_is_refused_before_its_model_is_prepared() -> Non
         network, accelerator = model(), Accelerator(strategy="zero1")
         two_types = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
         found = []
-        for module, optimizer in (
-            (network, Jointly(network)),
-            (two_types, sgd(two_types.parameters())),
-        ):
+        for module, optimizer in ((network, Jointly(network)), (two_types, sgd(two_types.parameters()))):
             with pytest.raises((TypeError, ValueError)) as error:
                 accelerator.prepare(module, optimizer)
             found.append(f"{type(error.value).__name__}: {error.value}")
