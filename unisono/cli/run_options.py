@@ -110,12 +110,6 @@ def _add_failing(add: Callable[..., None]) -> None:
 def _add_output(add: Callable[..., None]) -> None:
     add("--log-dir", metavar="DIR", help="also keep each worker's output there")
     add("--log-ranks", type=_parse_ranks, metavar="R,..", help="show the output of these ranks only")
-    add(
-        "--log-format",
-        choices=["text", "json"],
-        default="text",
-        help="json: each line as an object with time, rank, stream and text",
-    )
     add("--no-prefix", action="store_true", help="do not begin each line with its [rank 0]")
 
 

@@ -30,7 +30,6 @@ class Output:
     Attributes:
         log_dir: the parent of this run's log directory: each rank's stdout and stderr, events, the monitor's samples.
         ranks: show the output of these ranks only; the log files contain every rank's.
-        format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
 
     Raises:
@@ -39,7 +38,6 @@ class Output:
 
     log_dir: str | os.PathLike[str] | None = None
     ranks: Collection[int] | None = None
-    format: Literal["text", "json"] = "text"
     prefix: bool | None = None
 
     def __post_init__(self) -> None:
@@ -50,8 +48,6 @@ class Output:
             raise TypeError(f"ranks={self.ranks!r} is of type {type(self.ranks).__name__}; pass ranks, as in [0]")
         for rank in self.ranks or ():
             check_integer(rank, "a rank of ranks", 0, "pass ranks, as in [0]")
-        if self.format not in ("text", "json"):
-            raise ValueError(f"format={self.format!r} does not exist; choose 'text' or 'json'")
         check_type(self.prefix, "prefix", "pass True, False or None", bool, NoneType)
 
 

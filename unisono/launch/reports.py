@@ -46,16 +46,12 @@ class Pulse:
         doing: the collective that the rank is in, in words; empty outside one.
         device_bytes: memory in use on the rank's device, unless that is main memory.
         step: the number of steps its optimizers have taken.
-        samples_per_s: the rate at which its loops have consumed samples since the previous pulse.
-        loss: the loss of the latest `backward(loss)`.
     """
 
     progress: int
     doing: str = ""
     device_bytes: int | None = None
     step: int = 0
-    samples_per_s: float = 0.0
-    loss: float | None = None
 
 
 @dataclass(frozen=True)

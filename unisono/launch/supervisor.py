@@ -32,7 +32,7 @@ from unisono.launch.job import Job
 from unisono.launch.rendezvous import Rendezvous, rendezvous
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.watching.monitor import Monitor
-from unisono.launch.watching.output import Output, OutputOptions
+from unisono.launch.watching.output import Output
 from unisono.launch.watching.run_directory import RunDirectory
 from unisono.outcome import Outcome
 from unisono.stacks import frames_of
@@ -231,9 +231,7 @@ class Supervisor:
             job = replace(job, restart_count=restart_count)
         # Each attempt has its own; its samples are appended to those of the earlier ones.
         monitor = Monitor(samples)
-        wanted = self._options.output
-        ranks = None if wanted.ranks is None else tuple(sorted(set(wanted.ranks)))
-        output = Output(OutputOptions(wanted.prefix, ranks, wanted.format == "json"), self._run)
+        output = Output(self._options.output, self._run)
         watch = HangWatch(self._options.hang_timeout_s, self._options.timeout_s, self._others is None)
         with contextlib.closing(monitor), contextlib.closing(output):
             self._group = Group(job, place, watch, output, monitor, self._note_start, self._others)

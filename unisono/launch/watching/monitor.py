@@ -51,7 +51,7 @@ class Sample:
         rss: bytes of memory; memory shared by several of the processes is counted for each.
         device_bytes: memory on the worker's device, if the worker has reported it.
         pid: the worker's process id.
-        step, samples_per_s, loss: from the worker's latest pulse.
+        step: from the worker's latest pulse.
     """
 
     rank: int
@@ -61,8 +61,6 @@ class Sample:
     device_bytes: int | None = None
     pid: int = 0
     step: int = 0
-    samples_per_s: float = 0.0
-    loss: float | None = None
 
     def to_line(self) -> str:
         """As a line of the file."""
@@ -204,8 +202,6 @@ def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
         device_bytes=watched.pulse.device_bytes,
         pid=tree[0].pid,
         step=watched.pulse.step,
-        samples_per_s=watched.pulse.samples_per_s,
-        loss=watched.pulse.loss,
     )
 
 

@@ -31,11 +31,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from unisono.launch.watching.json_lines import describe_line
+from unisono.launch import options
 from unisono.launch.watching.lines import LineMixer, LineSplitter
 from unisono.launch.watching.run_directory import RunDirectory, Stream
 
@@ -46,21 +45,6 @@ _TAIL = 16384  # the number of bytes of each stderr to remember
 _HOLD_S = 0.2
 _POLL_MS = 100  # between two looks at the deadline, while nobody reads
 _DRAIN_S = 1.0  # for what the pipes still hold, after it
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """What is shown of the workers' streams.
-
-    Attributes:
-        prefix: put "[rank 1] " at the start of each line; None does so on stderr only.
-        log_ranks: show only these ranks; None shows all. Files contain every rank's output.
-        is_json: show each line as a JSON object (`json_lines.py`), which needs no prefix.
-    """
-
-    prefix: bool | None = None
-    log_ranks: tuple[int, ...] | None = None
-    is_json: bool = False
 
 
 class _CallersStream:
@@ -107,7 +91,6 @@ class _Source:
     prefix: bytes
     shown_on: _CallersStream | None  # None: not shown
     path: Path | None  # the file that it is saved to
-    describe: Callable[[bytes], bytes] | None = None  # formats a line for display; None shows it unchanged
     log: int = -1  # that file's descriptor
     tail: bytes = b""
     release_at: float | None = None  # when to show what is held
@@ -118,8 +101,7 @@ class _Source:
         self._write(pieces)
         if pieces:
             self.release_at = None
-        # With `describe`, a fragment would become an object of its own.
-        if self.splitter.held and self.release_at is None and self.describe is None:
+        if self.splitter.held and self.release_at is None:
             self.release_at = time.monotonic() + _HOLD_S
 
     def release(self) -> None:
@@ -131,8 +113,7 @@ class _Source:
     def _write(self, pieces: list[bytes]) -> None:
         if self.shown_on is not None:
             self.shown_on.is_marked |= bool(self.prefix)
-            texts = pieces if self.describe is None else map(self.describe, pieces)
-            self.shown_on.write(b"".join(self.shown_on.mixer.add(self, self.prefix, text) for text in texts))
+            self.shown_on.write(b"".join(self.shown_on.mixer.add(self, self.prefix, each) for each in pieces))
 
     def close_log(self) -> None:
         if self.log >= 0:
@@ -144,15 +125,15 @@ class Output:
     """The streams of one group of workers, from `open` for each of them to `close`.
 
     Args:
-        options: what is shown.
+        wanted: what is shown.
         run: saves the streams to its files; None saves nothing.
         stdout, stderr: the caller's own descriptors.
     """
 
     def __init__(
-        self, options: OutputOptions, run: RunDirectory | None = None, stdout: int = 1, stderr: int = 2
+        self, wanted: options.Output, run: RunDirectory | None = None, stdout: int = 1, stderr: int = 2
     ) -> None:
-        self._options = options
+        self._wanted = wanted
         self._run = run
         self._stdout = stdout
         self._callers = {
@@ -170,8 +151,7 @@ class Output:
     def open(self, rank: int) -> tuple[int, int]:
         """Return the descriptors for a worker's stdout and stderr; they remain ours, see `handed_over`."""
         self._write_ends[rank] = []
-        options = self._options
-        is_captured = options.prefix is True or options.is_json or self._run is not None or not self._is_shown(rank)
+        is_captured = self._wanted.prefix is True or self._run is not None or not self._is_shown(rank)
         stdout = self._capture(rank, "stdout") if is_captured else self._stdout
         return stdout, self._capture(rank, "stderr")
 
@@ -204,18 +184,17 @@ class Output:
             self._thread.join(timeout_s + 2 * _DRAIN_S)
 
     def _is_shown(self, rank: int) -> bool:
-        return self._options.log_ranks is None or rank in self._options.log_ranks
+        return self._wanted.ranks is None or rank in self._wanted.ranks
 
     def _capture(self, rank: int, name: Stream) -> int:
-        is_marked = name == "stderr" if self._options.prefix is None else self._options.prefix
+        is_marked = name == "stderr" if self._wanted.prefix is None else self._wanted.prefix
         reading, writing = os.pipe()
         self._write_ends[rank].append(writing)
         source = _Source(
             fd=reading,
-            prefix=f"[rank {rank}] ".encode() if is_marked and not self._options.is_json else b"",
+            prefix=f"[rank {rank}] ".encode() if is_marked else b"",
             shown_on=self._callers[name] if self._is_shown(rank) else None,
             path=None if self._run is None else self._run.log(rank, name),
-            describe=partial(describe_line, rank, name) if self._options.is_json else None,
         )
         if name == "stderr":
             self._of_stderr[rank] = source
