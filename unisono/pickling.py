@@ -13,9 +13,6 @@ their code.
 An object without a name in `__main__`, such as a lambda or a class defined in a function, is always sent by value; a
 module always by name.
 
-The contents of tensors and arrays need not be copied into the pickle: `dumps_apart` returns them as separate buffers,
-to be written directly from memory, and `loads_apart` uses the buffers that they were read into.
-
 Tensors of accelerators arrive in main memory: their device may not exist in the other process, or belong to another
 rank, and accessing it would start a runtime and allocate memory on that device.
 """
@@ -30,14 +27,13 @@ import os
 import pickle
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 
-_LARGE = 1 << 16  # bytes: a smaller buffer is copied faster than sent separately
 _LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # names in code that may find a global the code does not name
 
 
@@ -54,27 +50,6 @@ def dumps(value: Any) -> bytes:
     with io.BytesIO() as file:
         _ByName(file).dump(value)
         return file.getvalue()
-
-
-def dumps_apart(value: Any) -> tuple[bytes, list[memoryview]]:
-    """As `dumps`, with large buffers returned separately: the memory itself, not to be changed until it is sent."""
-    buffers: list[memoryview] = []
-
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        """Whether the buffer goes into the pickle."""
-        raw = buffer.raw()
-        if raw.nbytes >= _LARGE:
-            buffers.append(raw)
-        return raw.nbytes < _LARGE
-
-    with io.BytesIO() as file:
-        _ByName(file, buffer_callback=keep).dump(value)
-        return file.getvalue(), buffers
-
-
-def loads_apart(data: bytes, buffers: Sequence[Any] = ()) -> Any:
-    """Rebuild the value given to `dumps_apart`; its tensors and arrays use the memory of the buffers."""
-    return pickle.loads(data, buffers=buffers)
 
 
 def block_of(storage: Any) -> Any:

@@ -35,7 +35,7 @@ from unisono.launch.hang import HangWatch
 from unisono.launch.job import Job
 from unisono.launch.messages import say_if_watched, say_once
 from unisono.launch.rendezvous import Rendezvous
-from unisono.launch.reports import Kind, Message, Pulse
+from unisono.launch.reports import Kind, Pulse
 from unisono.launch.resource_limits import describe_mapped_memory
 from unisono.launch.stack_collection import StackCollection
 from unisono.launch.starting import wire
@@ -219,16 +219,15 @@ class Group:
         with contextlib.suppress(BlockingIOError):
             while worker.pipe >= 0:
                 is_open = worker.inbox.read(worker.pipe)
-                for message in worker.inbox.take():
-                    self._handle_message(worker, message)
+                for kind, data in worker.inbox.take():
+                    self._handle_message(worker, kind, data)
                 # The outcome is the last message. A child of the worker may still hold the write end.
                 if not is_open or worker.outcome is not None:
                     self._close_pipe(worker)
 
-    def _handle_message(self, worker: Worker, message: Message) -> None:
-        kind = message.kind
+    def _handle_message(self, worker: Worker, kind: Kind, data: bytes) -> None:
         if kind is Kind.PULSE:
-            pulse: Pulse = pickle.loads(message.data)
+            pulse: Pulse = pickle.loads(data)
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
             self._standstill.report_progress()
             self._monitor.tell_pulse(worker.rank, pulse)
@@ -240,11 +239,11 @@ class Group:
         elif kind is Kind.BEGUN:
             worker.has_begun = True
         elif kind is Kind.NOTE:
-            say_once(message.data.decode())
+            say_once(data.decode())
         elif kind is Kind.STOPPED:
-            worker.stopped_after = int(message.data)
+            worker.stopped_after = int(data)
         else:
-            worker.outcome = Outcome.from_bytes(message.data, message.buffers)
+            worker.outcome = Outcome.from_bytes(data)
             is_failure = worker.outcome.error is not None
             # A rank that has returned makes no more progress, and is no hang.
             self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)

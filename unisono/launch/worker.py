@@ -106,7 +106,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
             stream.flush()
     if preemption.is_agreed() and world is not None:
         reporter.send(Kind.STOPPED, str(count_of(world, "steps")).encode())
-    reporter.send(Kind.OUTCOME, *replace(outcome, where=where, is_secondary=is_secondary).to_buffers())
+    reporter.send(Kind.OUTCOME, replace(outcome, where=where, is_secondary=is_secondary).to_bytes())
     # The default action works inside native code, where a handler in Python would not run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills this process if its transport waits for a peer, so that neither is held up
