@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from unisono.comm.processes import ProcessCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
@@ -34,135 +35,84 @@ from unisono.torch_private import default_store
 _WATCH_S = 0.25  # between two checks of the watch
 _SHORTEST_S, _LONGEST_S = 0.002, 0.1  # between two checks of a rank that is back: the first and the longest interval
 
+_FIRST, _ALL, _TROUBLE = "first", "all", "trouble"
+
 _num_calls = 0  # calls of `spawn` in this process; the count is the same on every rank
-
-
-class JointReturn:
-    """One call of `fn` by all ranks.
-
-    Args:
-        comm: the rank's own communicator.
-        store: the store of the default process group.
-        number: the number of the call.
-        timeout: how long a rank that is back waits for the others; a last resort.
-    """
-
-    def __init__(
-        self, comm: ProcessCommunicator, store: dist.distributed_c10d.Store, number: int, timeout: timedelta
-    ) -> None:
-        self.comm = comm
-        self._store = store
-        self._timeout = timeout
-        self._first, self._count, self._all, self._trouble = (
-            f"unisono/spawn/{number}/{name}" for name in ("first", "count", "all", "trouble")
-        )
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """During the block, report it if this rank waits for one that is back."""
-        is_over = threading.Event()
-        thread = threading.Thread(target=_watch, args=(self, is_over), name="unisono-returns", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
-
-    def wait_all(self) -> None:
-        """Wait, in a rank that is back, for all others.
-
-        Raises:
-            CollectiveMismatchError: a rank waits for another one that is back, or returned after other collectives.
-            BrokenWorldError: a rank has failed, or did not return in time.
-        """
-        own = self.comm.num_calls
-        # Atomic: the first rank back writes, and each later one reads that rank's entry.
-        rank, entered = _parse_return(self._store.compare_set(self._first, "", f"{self.comm.rank} {own}"))
-        if entered != own:
-            self.tell(
-                CollectiveMismatchError(
-                    f"rank {self.comm.rank} has returned from fn after {own} collectives, rank {rank} after {entered}; "
-                    "every rank must call the same collectives"
-                )
-            )
-        if self._store.add(self._count, 1) == self.comm.size:
-            self._store.set(self._all, "1")
-        self._wait_told()
-        if self._store.check([self._trouble]):
-            self._raise_trouble()
-
-    def first_back(self) -> tuple[int, int] | None:
-        """The rank that was back first, and how many collectives it had entered; None if none is back."""
-        return _parse_return(self._store.get(self._first)) if self._store.check([self._first]) else None
-
-    def tell_waiting(self, first: int) -> None:
-        """Report that this rank is in a collective that the first rank to return will never enter."""
-        current = self.comm.current
-        where = f"waits in {current}" if current else "has entered a further collective"
-        self.tell(
-            CollectiveMismatchError(
-                f"rank {first} has returned from fn, but rank {self.comm.rank} {where}, which needs every rank"
-            )
-        )
-
-    def tell(self, error: BaseException) -> None:
-        """Report trouble to the others; trouble reported earlier is not replaced."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone with its host
-            # annotated as str, but accepts bytes
-            data: Any = Outcome.failure(error, f"rank {self.comm.rank}").to_bytes()
-            self._store.compare_set(self._trouble, "", data)
-
-    def _wait_told(self) -> None:
-        """Wait until all are back, or a rank has reported trouble."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        pause = _SHORTEST_S
-        while not self._store.check([self._all]) and not self._store.check([self._trouble]):
-            if time.monotonic() > deadline:
-                raise BrokenWorldError(
-                    f"rank {self.comm.rank} has returned from fn, and after {self._timeout} some peers have not, nor "
-                    "reported why; one is gone or stuck, or needs longer: spawn(..., timeout=...)"
-                )
-            time.sleep(pause)  # not Store.wait, which cannot be interrupted and prints warnings on a timeout
-            pause = min(pause * 1.5, _LONGEST_S)
-
-    def _raise_trouble(self) -> None:
-        trouble = Outcome.from_bytes(self._store.get(self._trouble))
-        error = trouble.error
-        if isinstance(error, CollectiveMismatchError):
-            raise CollectiveMismatchError(str(error))
-        what = f"{trouble.where} failed with {type(error).__name__}: {error}"
-        raise BrokenWorldError(f"rank {self.comm.rank} has returned from fn, but {what}") from error
 
 
 @contextlib.contextmanager
 def return_together(comm: ProcessCommunicator, timeout: timedelta) -> Iterator[None]:
     """Run `fn` in the block; afterwards every rank has reached the block's end, or the world is about to break.
 
+    Args:
+        timeout: how long a rank that is back waits for the others; a last resort.
+
     Raises:
         BrokenWorldError, CollectiveMismatchError: not every rank has returned, or not after the same collectives.
     """
     global _num_calls
     _num_calls += 1
-    returning = JointReturn(comm, default_store(), _num_calls, timeout)
+    store = dist.PrefixStore(f"unisono/spawn/{_num_calls}", default_store())  # type: ignore[attr-defined]
+    is_over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(comm, store, is_over), name="unisono-returns", daemon=True)
+    watch.start()
     try:
-        with returning.watched():
+        try:
             yield
-        returning.wait_all()
+        finally:
+            is_over.set()
+            watch.join()
+        _wait_all(comm, store, timeout)
     except BaseException as error:
-        returning.tell(error)
+        _report(comm, store, error)
         raise
 
 
-def _watch(returning: JointReturn, is_over: threading.Event) -> None:
-    """Body of the watch's thread."""
-    first: tuple[int, int] | None = None
+def _wait_all(comm: ProcessCommunicator, store: Store, timeout: timedelta) -> None:
+    """Wait, in a rank that is back, for all others, or for trouble."""
+    own = comm.num_calls
+    # Atomic: the first rank back writes, and each later one reads that rank's entry.
+    rank, entered = _parse_return(store.compare_set(_FIRST, "", f"{comm.rank} {own}"))
+    if entered != own:
+        raise CollectiveMismatchError(
+            f"rank {comm.rank} has returned from fn after {own} collectives, rank {rank} after {entered}; every rank "
+            "must call the same collectives"
+        )
+    if store.add("count", 1) == comm.size:
+        store.set(_ALL, "1")
+    deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_S
+    while not store.check([_ALL]) and not store.check([_TROUBLE]):
+        if time.monotonic() > deadline:
+            raise BrokenWorldError(
+                f"rank {comm.rank} has returned from fn, and after {timeout} some peers have not, nor reported why; "
+                "one is gone or stuck, or needs longer: spawn(..., timeout=...)"
+            )
+        time.sleep(pause)  # not Store.wait, which cannot be interrupted and prints warnings on a timeout
+        pause = min(pause * 1.5, _LONGEST_S)
+    if store.check([_TROUBLE]):
+        trouble = Outcome.from_bytes(store.get(_TROUBLE))
+        if isinstance(trouble.error, CollectiveMismatchError):
+            raise CollectiveMismatchError(str(trouble.error))
+        what = f"{trouble.where} failed with {type(trouble.error).__name__}: {trouble.error}"
+        raise BrokenWorldError(f"rank {comm.rank} has returned from fn, but {what}") from trouble.error
+
+
+def _watch(comm: ProcessCommunicator, store: Store, is_over: threading.Event) -> None:
+    """Body of the watch's thread: report it if this rank is in a collective that a rank which is back never enters."""
     with contextlib.suppress(RuntimeError):  # the store may be gone with its host; then no rank is left to read it
         while not is_over.wait(_WATCH_S):
-            first = first or returning.first_back()
-            if first is not None and returning.comm.num_calls > first[1]:
-                returning.tell_waiting(first[0])
+            if store.check([_FIRST]) and comm.num_calls > (first := _parse_return(store.get(_FIRST)))[1]:
+                where = f"waits in {comm.current}" if comm.current else "has entered a further collective"
+                text = f"rank {first[0]} has returned from fn, but rank {comm.rank} {where}, which needs every rank"
+                _report(comm, store, CollectiveMismatchError(text))
                 return
+
+
+def _report(comm: ProcessCommunicator, store: Store, error: BaseException) -> None:
+    """Report trouble to the others; trouble reported earlier is not replaced."""
+    with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+        data: Any = Outcome.failure(error, f"rank {comm.rank}").to_bytes()  # annotated as str, but accepts bytes
+        store.compare_set(_TROUBLE, "", data)
 
 
 def _parse_return(first: bytes) -> tuple[int, int]:
