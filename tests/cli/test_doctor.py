@@ -169,8 +169,6 @@ def test_no_worker_is_started_where_a_launcher_has_started_this_process(monkeypa
         ("OMP_NUM_THREADS", "2", "note"),
         ("GLOO_SOCKET_IFNAME", "lo", "note"),
         ("GLOO_SOCKET_IFNAME", "no-such-if", "warning"),
-        ("OMP_PROC_BIND", "true", "warning"),
-        ("WORLD_SIZE", "4", "warning"),
     ],
 )
 def test_variables_that_harm_a_run_are_told_from_those_that_only_change_it(monkeypatch, variable, value, state):

@@ -90,7 +90,7 @@ def test_only_what_is_known_to_be_deserted_is_removed(tmp_path, monkeypatch):
     (tmp_path / "unisono-1-nobody-says-so").mkdir()
     (tmp_path / "unisono-mine").mkdir()
     (deserted := tmp_path / "unisono-1-deserted").mkdir()
-    (deserted / "owner").touch()
+    (deserted / "job").touch()
     (tmp_path / "unisono-1-link").symlink_to(tmp_path / "unisono-mine")
     with rendezvous() as place:
         sweep(tmp_path)

@@ -19,7 +19,6 @@ import pickle
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +32,7 @@ from unisono.launch.ending import Ending
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import HangWatch
 from unisono.launch.job import Job
-from unisono.launch.messages import say_if_watched, say_once
+from unisono.launch.messages import say_once
 from unisono.launch.rendezvous import Rendezvous
 from unisono.launch.reports import Kind, Pulse
 from unisono.launch.resource_limits import describe_mapped_memory
@@ -51,7 +50,6 @@ from unisono.outcome import Outcome, first_cause, this_process
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 
-SLOW_S = 2.0  # seconds that workers may take to start before a message says what they are doing
 _END_S = 30.0  # seconds that the workers have, after the last outcome, for their exit handlers
 _SETTLE_S = 3.0  # seconds that a report of a broken world waits for the report of the rank that broke it
 _LONG_S = 3600.0  # the longest single wait: selectors accept at most a few weeks
@@ -92,7 +90,6 @@ class Group:
         self._zygote: socket.socket | None = None
         self._ending = Ending(job.options.grace_s)
         self._is_stop_wanted = False  # the caller has asked for an early end
-        self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
         ask = partial(self._signal_workers, TELL_STACKS, to_sessions=False)
         self._standstill = StackCollection(hang_watch, job.ranks, place.directory, ask, others)
 
@@ -182,35 +179,14 @@ class Group:
         now = time.monotonic()
         if self._ending.due is not None and now >= self._ending.due:
             self._send_next_signal()
-        if self._slow_at is not None and now >= self._slow_at:
-            self._slow_at = None
-            self._say_who_is_slow()
         if (hung_at := self._hung_at()) is not None and now >= hung_at:
             hung = self._standstill.examine(now, self._running_workers())
             if hung is not None:
                 self.give_up(Outcome(error=hung))
 
     def _time_left(self) -> float | None:
-        if self._slow_at is not None and self._have_begun():
-            self._slow_at = None
-        deadlines = [each for each in (self._ending.due, self._hung_at(), self._slow_at) if each is not None]
+        deadlines = [each for each in (self._ending.due, self._hung_at()) if each is not None]
         return max(0.0, min(*deadlines, _LONG_S + time.monotonic()) - time.monotonic()) if deadlines else None
-
-    def _have_begun(self) -> bool:
-        return len(self.workers) == self._job.nprocs and all(each.has_begun or each.has_ended for each in self.workers)
-
-    def _say_who_is_slow(self) -> None:
-        late = [worker for worker in self.workers if not (worker.has_begun or worker.has_ended)]
-        if late and not self._ending.is_under_way:
-            joining = sum(worker.pid is not None for worker in late)
-            reason = (
-                "they are joining their peers and importing the modules of fn" if joining else "torch is being imported"
-            )
-            text = f"{len(late)} of {self._job.nprocs} workers have not begun after {SLOW_S:.3g} s: {reason}"
-            # `unisono run` and a notebook begin with that by themselves.
-            if not joining and {"ipykernel", "unisono.cli.main"}.isdisjoint(sys.modules):
-                text += "; unisono.warm() at the top of a script does that meanwhile"
-            say_if_watched(text)
 
     def _hung_at(self) -> float | None:
         return None if self._ending.is_under_way else self._standstill.due()
@@ -236,8 +212,6 @@ class Group:
             # The request came before this worker could be asked: SIGTERM would have ended it.
             if self._is_stop_wanted:
                 self._signal_workers(signal.SIGTERM, [worker], to_sessions=False)
-        elif kind is Kind.BEGUN:
-            worker.has_begun = True
         elif kind is Kind.NOTE:
             say_once(data.decode())
         elif kind is Kind.STOPPED:

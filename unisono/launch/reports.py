@@ -28,7 +28,6 @@ class Kind(IntEnum):
     HANDLES_STOP = 2  # SIGTERM is a request to this worker, which acts on it at its next step: see `should_stop`
     STOPPED = 3  # all ranks have agreed to stop, after so many steps; the outcome is that of an early end
     OUTCOME = 4  # an `Outcome` as bytes
-    BEGUN = 6  # fn is about to be called
     NOTE = 5  # text for the user, the same from each rank, shown only once
 
 

@@ -281,13 +281,7 @@ def _supervise(supervisor: Supervisor) -> None:
     supervisor._has_ended.set()
 
 
-def tell_restart(
-    verdict: Outcome[list[Any]],
-    restart_count: int,
-    max_restarts: int,
-    run: RunDirectory | None,
-    level: int = logging.WARNING,
-) -> None:
+def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int, run: RunDirectory | None) -> None:
     """Report in one line that a group has failed, and where, and that another one is started."""
     error = verdict.error
     assert error is not None
@@ -296,6 +290,6 @@ def tell_restart(
     place = next((f", in {frame}" for frame in reversed(frames) if frame.is_users), "")
     where = f" ({verdict.where})" if verdict.where else ""
     text = str(error).partition("\n")[0]
-    logger.log(level, "restart %d of %d%s %s%s%s", restart_count, max_restarts, kind, text, place, where)
+    logger.warning("restart %d of %d%s %s%s%s", restart_count, max_restarts, kind, text, place, where)
     if run is not None:
         run.event("restarted", restart_count=restart_count, where=verdict.where)

@@ -162,8 +162,6 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
     # Once per machine is enough: its ranks import the same files.
     if world.local_rank == 0:
         compare_modules(pickle.loads(job.caller.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
-    # Sent after the imports, whose duration the supervisor reports as a slow start.
-    reporter.send(Kind.BEGUN)
     return preemption.call(loaded.fn, world.rank, *loaded.args)
 
 
