@@ -93,7 +93,7 @@ def _run_on_machines(
     max_restarts = _max_restarts(parsed, machines, place)
     given = _options_of(parsed, max_restarts, parsed.grace or 25.0, not parsed.no_prefix)
     args = target, variables_of_run(machines.run_id, max_restarts)
-    run_agent(make_job(run_worker_target, args, count, family, Options(checked=parsed.checked, **given)), machines)
+    run_agent(make_job(run_worker_target, args, count, family, Options(**given)), machines)
 
 
 def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, has_prefix: bool) -> SpawnOptions:

@@ -98,7 +98,6 @@ def _add_collectives(add: Callable[..., None]) -> None:
     add("--timeout", type=_parse_seconds, default=1800.0, metavar="S", help="their time limit (%(default)s)")
     text = "gloo: let ranks on the CPU reduce over the network, and not in memory that they share"
     add("--process-group", metavar="G", help=text)
-    add("--checked", action="store_true", help="with several machines: compare each one before it runs")
 
 
 def _add_failing(add: Callable[..., None]) -> None:

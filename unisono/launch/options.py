@@ -111,11 +111,10 @@ class SpawnOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """How a group is started, watched and ended: the arguments of `spawn`, and two more.
+    """How a group is started, watched and ended: the arguments of `spawn`, and one more.
 
     Attributes:
         daemon: end the workers when the calling process exits.
-        checked: compare collectives before they run also where ranks share no memory.
 
     Raises:
         TypeError, ValueError: an option is invalid.
@@ -131,7 +130,6 @@ class Options:
     output: Output = Output()
     process_group: Literal["gloo"] | None = None
     daemon: bool = False
-    checked: bool = False
 
     def __post_init__(self) -> None:
         if self.start_method not in ("zygote", "spawn", None):

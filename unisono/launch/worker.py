@@ -240,7 +240,7 @@ def _join_world(job: Job, place: Place) -> World:
     torch.set_num_threads(job.num_threads)
     options = job.options
     timeout = timedelta(seconds=options.timeout_s)
-    world = join(place, get_backend(job.backend), timeout, options.checked, options.process_group)
+    world = join(place, get_backend(job.backend), timeout, options.process_group)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for child processes; this process has already read them
         os.environ.setdefault(name, str(job.num_threads))
     return world
