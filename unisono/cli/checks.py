@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import socket
 import statistics
@@ -19,7 +18,7 @@ from unisono.backends import NAMES, get_backend
 from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
-from unisono.launch.hosts.addresses import interface_of, is_loopback
+from unisono.launch.hosts.addresses import interface_of, is_loopback, unknown_interfaces
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import memory_limit
@@ -39,7 +38,6 @@ _LONGEST_SOCKET_PATH = 107
 _CONNECT_S = 3.0
 _SLOW_LOOKUP_S = 1.0
 _LARGE_BYTES = 64 << 20
-_PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_", "CUDA_")
 
 
 def check_devices() -> Iterator[Finding]:
@@ -136,14 +134,8 @@ def check_environment() -> Iterator[Finding]:
         yield Finding("launcher", "note", found, "if these variables are left over, unset them")
     else:
         yield Finding("launcher", "ok", "none: a plain process, whose spawn starts the workers")
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = [each.strip() for each in os.environ.get(name, "").lstrip("^=").split(",") if each.strip()]
-        if wanted and not any(here.startswith(each) for each in wanted for here in psutil.net_if_addrs()):
-            text = f"{name}={os.environ[name]} names no network interface of this machine, so workers cannot meet"
-            yield Finding("environment", "warning", text, "name an existing one, or unset it")
-    if passed := sorted(name for name in os.environ if name.startswith(_PASSED_ON)):
-        text = " ".join(f"{name}={os.environ[name]}" for name in passed)
-        yield Finding("environment", "note", f"{text}: every worker gets this")
+    for text in unknown_interfaces():
+        yield Finding("environment", "warning", f"{text}, so workers cannot meet", "name an existing one, or unset it")
 
 
 def describe_launcher() -> str:

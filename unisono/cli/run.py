@@ -1,4 +1,4 @@
-"""`unisono run`: a script, a module or a function as one worker per device, here or on several machines.
+"""`unisono run`: a script or a module as one worker per device, here or on several machines.
 
 On one machine it is `spawn` with the script as its function. On several, each has torch's agent
 (`launch/hosts/agent.py`) and its part of the same workers; what the machines need to know about one another comes from

@@ -14,7 +14,6 @@ examples:
   unisono run train.py --epochs 3                    one worker per device of this machine
   unisono run -n 4 --backend cpu train.py            four workers on the CPU
   unisono run -n 2 -m package.training --epochs 3    a module, as `python -m` runs it
-  unisono run -n 2 package.training:main             main(rank) in two workers
   unisono run -n 2 --max-restarts 3 --log-dir logs train.py
 
 on two machines, the same on each (node1 is one of them); with 1:2 one may come later, or be lost:
@@ -36,7 +35,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
         help="run a script as one worker per device, on one machine or several",
-        description="Run a script, a module or a function as one worker per device. Options precede it; what follows "
+        description="Run a script or a module as one worker per device. Options precede it; what follows "
         "it is passed on to it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,9 +47,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     _add_failing(partial(_add_option, parser.add_argument_group("failing and restarting")))
     _add_output(partial(_add_option, parser.add_argument_group("output")))
     _add_machines(partial(_add_option, parser.add_argument_group("more than one machine")))
-    parser.add_argument(
-        "target", help="script.py; with -m a module; or package.module:function, which is called with the rank"
-    )
+    parser.add_argument("target", help="script.py; with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script", metavar="...")
     return parser
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import socket
 import threading
 import traceback
@@ -155,12 +154,6 @@ class Supervisor:
     def give_up(self, reason: BaseException) -> None:
         """End the workers for an external reason, which counts as a failure of theirs."""
         self._queue_request(lambda group: group.give_up(Outcome(error=reason)))
-
-    def note_end(self, reason: str) -> None:
-        """Record in the run's directory that this process, and with it its workers, is about to be ended."""
-        if self._run is not None:
-            code = 128 + signal.Signals[reason]
-            self._run.finish("stopped", exit_code=code, error=f"the calling process was ended by {reason}")
 
     def _catch_up(self) -> None:
         """Wait until the thread has read what the workers have sent so far: it reads their pipes before requests."""

@@ -29,7 +29,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -43,17 +42,14 @@ logger = logging.getLogger(__name__)
 _CHUNK = 65536  # bytes per read
 _TAIL = 16384  # the number of bytes of each stderr to remember
 _HOLD_S = 0.2
-_POLL_MS = 100  # between two looks at the deadline, while nobody reads
-_DRAIN_S = 1.0  # for what the pipes still hold, after it
+_END_S = 1.0  # to pass on what has been read
 
 
 class _CallersStream:
     """One of the caller's own streams, by a descriptor of ours, since the caller may close its own."""
 
-    def __init__(self, descriptor: int, end_at: Callable[[], float | None]) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.mixer = LineMixer()
-        self._end_at = end_at
-        self.is_given_up = False  # nobody has read it up to the end
         self.is_marked = False  # whether lines have got prefixes
         try:
             self.fd = os.dup(descriptor)
@@ -61,19 +57,12 @@ class _CallersStream:
             self.fd = os.open(os.devnull, os.O_WRONLY)
 
     def write(self, data: bytes) -> None:
-        """Write everything, or nothing more once the stream is broken, or nobody has read it up to the end."""
-        poll = select.poll()
-        if self.fd >= 0:
-            poll.register(self.fd, select.POLLOUT)
-        while data and self.fd >= 0 and not self.is_given_up:
-            if not poll.poll(_POLL_MS):
-                end_at = self._end_at()
-                self.is_given_up = end_at is not None and time.monotonic() >= end_at
-                continue
+        """Write everything, or nothing more once the stream is broken. Waits for who reads it."""
+        while data and self.fd >= 0:
             try:
-                data = data[os.write(self.fd, data[: select.PIPE_BUF]) :]  # so many do not block
+                data = data[os.write(self.fd, data) :]
             except BlockingIOError:  # another holder of the stream has made it non-blocking
-                pass
+                select.select([], [self.fd], [])
             except OSError:
                 self.close()
 
@@ -137,8 +126,8 @@ class Output:
         self._run = run
         self._stdout = stdout
         self._callers = {
-            "stdout": _CallersStream(stdout, lambda: self._deadline),
-            "stderr": _CallersStream(stderr, lambda: self._deadline),
+            "stdout": _CallersStream(stdout),
+            "stderr": _CallersStream(stderr),
         }
         self._write_ends: dict[int, list[int]] = {}
         self._of_stderr: dict[int, _Source] = {}
@@ -181,7 +170,7 @@ class Output:
         if self._deadline is None:
             self._deadline = time.monotonic() + timeout_s
             self._wake()
-            self._thread.join(timeout_s + 2 * _DRAIN_S)
+            self._thread.join(timeout_s + _END_S)  # a stopped terminal may hold it for good
 
     def _is_shown(self, rank: int) -> bool:
         return self._wanted.ranks is None or rank in self._wanted.ranks
@@ -230,9 +219,7 @@ class Output:
         if self._deadline is None:
             return False
         is_done = len(selector.get_map()) == 1 and self._news.empty()  # what is left is what wakes this thread
-        # The files get what is left, also where nobody reads the caller's streams.
-        more_s = _DRAIN_S if any(each.is_given_up for each in self._callers.values()) else 0.0
-        return is_done or time.monotonic() >= self._deadline + more_s
+        return is_done or time.monotonic() >= self._deadline
 
     def _take_news(self, selector: selectors.BaseSelector) -> None:
         self._wake_r.recv(64)
