@@ -74,6 +74,22 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None)
         return file.getvalue()
 
 
+def pickled_before_failure(value: Any) -> list[Any]:
+    """The objects that pickling by value has met, in order, up to the one that it cannot pickle; empty if it can."""
+    met: list[Any] = []
+
+    class Tracing(_ByValue):
+        def reducer_override(self, obj: Any) -> Any:
+            met.append(obj)
+            return super().reducer_override(obj)
+
+    try:
+        Tracing(io.BytesIO()).dump(value)
+    except Exception:
+        return met
+    return []
+
+
 def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> Call:
     """Rebuild the call given to `dumps_call`; define the names that were sent with it in this process's `__main__`.
 
