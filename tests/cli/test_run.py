@@ -391,7 +391,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, argum
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-n", "0", "t.py"], "'0' is neither an integer of at least 1, nor auto, gpu or cpu"),
+        (["-n", "0", "t.py"], "'0' is not an integer of at least 1, nor auto, gpu or cpu"),
         (["--num-threads", "0", "t.py"], "'0' is not an integer of at least 1"),
         (["--nproc_per_nod", "2", "t.py"], "usage: unisono run"),
         (["--max-restart", "2", "t.py"], "unrecognized arguments: --max-restart; is it --max-restarts"),

@@ -85,7 +85,7 @@ def _add_workers(add: Callable[..., None]) -> None:
 
 def _add_cores(add: Callable[..., None]) -> None:
     text = "CPU threads of each worker; else its share of the cores"
-    add("--num-threads", type=_parse_count, metavar="N", help=text)
+    add("--num-threads", type=partial(_parse_number, least=1), metavar="N", help=text)
     text = "of each worker's DataLoader, which then get their share of the cores, too"
     add("--num-loader-workers", type=_parse_number, default=0, metavar="N", help=text)
     add("--pin-cores", action="store_true", help="keep each worker to cores of its own")
@@ -115,7 +115,7 @@ def _add_machines(add: Callable[..., None]) -> None:
     add("--node-rank", type=_parse_number, metavar="R", help="the number of this one, where they have numbers")
     add("--rdzv-endpoint", metavar="H:P", help=("where the agents meet, host:port; the host is one of the machines"))
     add("--master-addr", metavar="H", help="the same as --rdzv-endpoint H:P, with")
-    add("--master-port", type=_parse_count, metavar="P", help=f"the port ({_PORT})")
+    add("--master-port", type=partial(_parse_number, least=1), metavar="P", help=f"the port ({_PORT})")
     add("--rdzv-backend", choices=["c10d", "static"], help="only c10d; static is treated as c10d")
     add("--rdzv-id", metavar="ID", help="the name of the run, the same on all")
     add("--rdzv-conf", type=_parse_settings, default={}, metavar="K=V,..", help="settings of torch's rendezvous")
@@ -141,20 +141,12 @@ def node_range(text: str) -> tuple[int, int]:
 def _parse_workers(text: str) -> int | str:
     if text.isalpha():
         return text  # auto, gpu or cpu: checked and resolved later, where torch has been imported
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer of at least 1, nor auto, gpu or cpu")
-    return int(text)
+    return _parse_number(text, 1, ", nor auto, gpu or cpu")
 
 
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
-
-
-def _parse_number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+def _parse_number(text: str, least: int = 0, more: str = "") -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}{more}")
     return int(text)
 
 

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from unisono.comm.device_interrupt import wake
-from unisono.comm.device_watch import DeviceWatch
+from unisono.comm.device_watch import DeviceWatch, wake
 from unisono.comm.operations import (
     HOST,
     Announcement,

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -33,7 +34,7 @@ from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import HangWatch
 from unisono.launch.job import Job
 from unisono.launch.messages import say_once
-from unisono.launch.rendezvous import Rendezvous
+from unisono.launch.rendezvous import write_job
 from unisono.launch.reports import Kind, Pulse
 from unisono.launch.resource_limits import describe_mapped_memory
 from unisono.launch.stack_collection import StackCollection
@@ -61,7 +62,7 @@ class Group:
 
     Args:
         job: what they run.
-        place: where they meet.
+        directory: theirs, where they meet.
         hang_watch: decides when the group hangs.
         output, monitor: handle the workers' streams, and sample their processes.
         on_started: called when all workers have a pid.
@@ -71,7 +72,7 @@ class Group:
     def __init__(
         self,
         job: Job,
-        place: Rendezvous,
+        directory: Path,
         hang_watch: HangWatch,
         output: Output,
         monitor: Monitor,
@@ -81,7 +82,7 @@ class Group:
         self.workers: list[Worker] = []
         self._reason: Outcome[Any] | None = None  # why the group is ended although none of its workers has failed
         self._job = job
-        self._place = place
+        self._directory = directory
         self._hang_watch = hang_watch
         self._output = output
         self._monitor = monitor
@@ -91,14 +92,13 @@ class Group:
         self._ending = Ending(job.options.grace_s)
         self._is_stop_wanted = False  # the caller has asked for an early end
         ask = partial(self._signal_workers, TELL_STACKS, to_sessions=False)
-        self._standstill = StackCollection(hang_watch, job.ranks, place.directory, ask, others)
+        self._standstill = StackCollection(hang_watch, job.ranks, directory, ask, others)
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
         """Start the workers and return when all have ended; `obey` is called when `wake` is readable."""
-        # Before the zygote is asked to fork: a worker reads the job in its first lines.
-        self._place.write_job(self._job)
+        write_job(self._directory / "job", self._job)  # before the zygote is asked to fork
         with selectors.DefaultSelector() as self._selector:
-            self._zygote = open_group(self._place.directory, self._job.options.chosen_start_method)
+            self._zygote = open_group(self._directory, self._job.options.chosen_start_method)
             self._selector.register(self._zygote, selectors.EVENT_READ, self._hear_zygote)
             self._selector.register(wake, selectors.EVENT_READ, obey)
             try:
@@ -155,7 +155,7 @@ class Group:
             self._selector.register(reading, selectors.EVENT_READ, worker)
             try:
                 streams = self._output.open(rank)
-                message = {"op": "fork", "rank": rank, "job": str(self._place.job), "family": self._job.backend}
+                message = {"op": "fork", "rank": rank, "job": str(self._directory / "job"), "family": self._job.backend}
                 wire.send(self._zygote, message, (writing, *streams))
             except ConnectionError:  # the zygote is gone; its end of file follows
                 break
@@ -263,7 +263,7 @@ class Group:
                         os.killpg(worker.pid, signal.SIGKILL)
                 self._note_end(worker, None, "ended because the process that it was forked from died")
         # Processes that have left these groups still carry the group's directory in their environment.
-        kill_marked(psutil.process_iter(), OUTER_DIRECTORY, str(self._place.directory))
+        kill_marked(psutil.process_iter(), OUTER_DIRECTORY, str(self._directory))
 
     def _note_end(self, worker: Worker, status: int | None, how: str) -> None:
         self._read_reports(worker)  # what it wrote before it ended is still in the pipe

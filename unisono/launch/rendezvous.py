@@ -25,7 +25,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import UnisonoError
@@ -37,25 +36,16 @@ _MAX_DEPTH = 3  # nested groups; each level multiplies the workers
 _swept: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """The files of one group."""
-
-    directory: Path
-
-    @property
-    def job(self) -> Path:
-        return self.directory / "job"
-
-    def write_job(self, job: Job) -> None:
-        descriptor = os.open(self.job, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            pickle.dump(job, file)
+def write_job(path: Path, job: Job) -> None:
+    """Write what the workers read in their first lines; only their user may read it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        pickle.dump(job, file)
 
 
 @contextmanager
-def rendezvous() -> Iterator[Rendezvous]:
-    """Create a rendezvous for one group, and remove it after the block. (The zygote removes it if the caller is
+def rendezvous() -> Iterator[Path]:
+    """Create the directory of one group, and remove it after the block. (The zygote removes it if the caller is
     killed.)"""
     outer = os.environ.get(OUTER_DIRECTORY, "")
     found = _NAME.match(Path(outer).name)
@@ -75,7 +65,7 @@ def rendezvous() -> Iterator[Rendezvous]:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         with contextlib.suppress(OSError):  # without locks, nothing is swept here either
             _lock(Path(directory), stack)
-        yield Rendezvous(Path(directory))
+        yield Path(directory)
 
 
 def sweep(parent: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import socket
 import threading
 import traceback
@@ -28,7 +29,7 @@ from unisono.launch.exit_codes import INTERRUPTED, exit_code_of
 from unisono.launch.group import Group
 from unisono.launch.hang import HangWatch
 from unisono.launch.job import Job
-from unisono.launch.rendezvous import Rendezvous, rendezvous
+from unisono.launch.rendezvous import rendezvous
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import Output
@@ -155,6 +156,12 @@ class Supervisor:
         """End the workers for an external reason, which counts as a failure of theirs."""
         self._queue_request(lambda group: group.give_up(Outcome(error=reason)))
 
+    def note_end(self, reason: str) -> None:
+        """Record in the run's directory that this process, and with it its workers, is about to be ended."""
+        if self._run is not None:
+            code = 128 + signal.Signals[reason]
+            self._run.finish("stopped", exit_code=code, error=f"the calling process was ended by {reason}")
+
     def _catch_up(self) -> None:
         """Wait until the thread has read what the workers have sent so far: it reads their pipes before requests."""
         if self._group is None or self._has_ended.is_set():
@@ -213,11 +220,11 @@ class Supervisor:
         return next((each.stopped_after for each in workers if each.stopped_after is not None), None)
 
     def _run_attempt(self, restart_count: int) -> Outcome[list[Any]]:
-        with rendezvous() as place:
-            return self._run_group(place, restart_count)
+        with rendezvous() as directory:
+            return self._run_group(directory, restart_count)
 
-    def _run_group(self, place: Rendezvous, restart_count: int) -> Outcome[list[Any]]:
-        samples = place.directory / "samples" if self._run is None else self._run.samples
+    def _run_group(self, directory: Path, restart_count: int) -> Outcome[list[Any]]:
+        samples = directory / "samples" if self._run is None else self._run.samples
         job = replace(self._job, samples=str(samples))
         # With an address, the agent has set the restart count for all machines.
         if not job.address:
@@ -227,7 +234,7 @@ class Supervisor:
         output = Output(self._options.output, self._run)
         watch = HangWatch(self._options.hang_timeout_s, self._options.timeout_s, self._others is None)
         with contextlib.closing(monitor), contextlib.closing(output):
-            self._group = Group(job, place, watch, output, monitor, self._note_start, self._others)
+            self._group = Group(job, directory, watch, output, monitor, self._note_start, self._others)
             return self._group.run(self._wake_r, self._obey_requests)
 
     def _note_start(self) -> None:

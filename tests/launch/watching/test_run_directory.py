@@ -16,7 +16,7 @@ from recorded_runs import read_run
 from unisono.errors import WorkerDiedError
 from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
-from unisono.launch.watching import clock
+from unisono.launch.watching import run_directory as clock
 from unisono.launch.watching.run_directory import RunDirectory
 
 
