@@ -77,6 +77,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/threads.py
 	$(BIN)/python bench/overlap.py
 	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/plain_data.py
 	$(BIN)/python bench/host_cost.py
 	$(BIN)/python bench/first_batch.py
 	$(BIN)/python bench/prefetch_bytes.py

@@ -24,7 +24,7 @@ import torch, unisono
 def train(rank):
     accelerator = unisono.Accelerator()
     if accelerator.is_main_process:
-        accelerator.gather_for_metrics(torch.ones(3))
+        accelerator.gather(torch.ones(3))
     accelerator.wait_for_everyone()
 
 if __name__ == "__main__":
@@ -68,8 +68,8 @@ def test_an_error_is_short_and_names_each_ranks_line_and_the_users_call(tmp_path
     (tmp_path / "train.py").write_text(SCRIPT)
     errors = run(tmp_path / "train.py")
     place = rf'in train \("{tmp_path}/train.py", line %d\)'
-    first, second = rf"gather_for_metrics\(\) {place % 7}", rf"wait_for_everyone\(\) {place % 8}"
-    found = re.findall(rf"rank 0 called {first}, .* while rank 1 called {second}, ", errors)
+    first, second = rf"gather\(\) {place % 7}", rf"wait_for_everyone\(\) {place % 8}"
+    found = re.findall(rf"rank 0 came to gather .* by {first} while rank 1 called {second}, ", errors)
     assert len(found) == 1
     assert PACKAGE not in errors
     assert re.search(r"  \.\.\. \d+ frames of unisono\n", errors)

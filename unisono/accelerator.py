@@ -21,17 +21,17 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods
+from unisono.checkpoint.objects import user_module
 from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import ON_ARGUMENTS, advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel.backward import Passes
-from unisono.parallel.collectives import all_gather_samples
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.checks import AUTOCAST, check_accumulation, check_arguments, check_features, world_on
-from unisono.parallel.prepared.metrics import valid_rows
+from unisono.parallel.prepared.metrics import gather_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
@@ -368,9 +368,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             TypeError: as for `unisono.all_gather_samples`.
             CollectiveMismatchError: the ranks received these batches in different rounds; or they make different calls.
         """
-        kept, count = valid_rows(values, valid_samples, self.world)
-        with torch.no_grad():
-            return all_gather_samples(kept, count, world=self.world)
+        return gather_rows(values, valid_samples, self.world)
 
     def reduce(self, values: Any, reduction: ReduceOp = "mean", scale: float = 1.0) -> Any:
         """Reduce over all ranks, and multiply by `scale`.
@@ -421,7 +419,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module that was given to `prepare`."""
-        return model.module if isinstance(model, PreparedModel) else model
+        return user_module(model)
 
     def state_dict(self, prepared: nn.Module | Optimizer) -> dict[str, Any]:
         """The state of a prepared model or optimizer in torch's plain form: complete, on the CPU, without prefixes.
@@ -429,7 +427,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Every rank must call it. A loader has its own `state_dict()`.
 
         Returns:
-            The state on rank zero; {} on the others.
+            The state, on every rank. Where ranks have parts of it ("fsdp"; of an optimizer also "zero1"), it is on rank
+            zero, and what the others get is empty and can be passed to `load_state_dict`; to read or to save it is a
+            CheckpointError.
 
         Raises:
             TypeError: `prepared` is neither a model nor an optimizer.
@@ -459,7 +459,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
         Args:
             prepared: a prepared model or optimizer.
-            state: with the names of the module that was given to `prepare`; other ranks than zero may pass {}.
+            state: with the names of the module that was given to `prepare`; what other ranks than zero pass is ignored.
         """
         if isinstance(prepared, Optimizer):
             load_optimizer_state(prepared, self._prepared.modules(), state, self.world)

@@ -44,10 +44,11 @@ class Batch:
         dealt: the number of batches that the round takes from the user's loader.
         number: its number in the loop, from 1 on.
         at: a logical time, counted over all deliveries of the process.
+        is_summed: whether the total is to be summed over the ranks before it is used.
         is_used: whether a pass with gradients was computed from it.
     """
 
-    __slots__ = ("at", "dealt", "is_used", "loop", "mark", "number", "rows", "samples", "total")
+    __slots__ = ("at", "dealt", "is_summed", "is_used", "loop", "mark", "number", "rows", "samples", "total")
 
     def __init__(
         self,
@@ -58,11 +59,12 @@ class Batch:
         repeated: int = 0,
         dealt: int = 1,
         is_sized: bool = True,
+        is_summed: bool = False,
     ) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
         self.rows, self.dealt = samples + repeated if is_sized else None, dealt
         self.number, self.at = loop.num_batches, next(_clock)
-        self.is_used = False
+        self.is_summed, self.is_used = is_summed, False
 
     @property
     def counts(self) -> tuple[int, int | None]:
@@ -180,18 +182,19 @@ class Deliveries:
         repeated: int = 0,
         dealt: int = 1,
         is_sized: bool = True,
+        is_summed: bool = False,
     ) -> Batch:
         """Register a batch that is being delivered, in the loop's thread.
 
         Args:
             values: the batch itself, tensors in any nesting.
-            samples, total, mark, dealt: as for `Batch`.
+            samples, total, mark, dealt, is_summed: as for `Batch`.
             repeated: the number of rows that follow the samples and do not count.
             is_sized: whether the number of its rows is known.
         """
         loop.rows.count(samples, repeated, is_sized)
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
-        batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized)
+        batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized, is_summed)
         loop.kinds.setdefault((batch.counts, batch.rows), batch)
         loop.batches.append(batch)
         loop.lags = False
@@ -204,10 +207,12 @@ class Deliveries:
 
     def know(self, found: Sequence[torch.Tensor], batch: Batch) -> None:
         """Register these tensors, and all that share their memory, as belonging to `batch`."""
+        alone = [batch]  # one list for all: a batch may have thousands of tensors
         for each in found:
-            known = [batch]
-            if before := self._by_memory.note(each, known):
-                known[:0] = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
+            if before := self._by_memory.note(each, alone):
+                kept = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
+                if kept:
+                    self._by_memory.note(each, [*kept, batch])
 
     def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
         """Whether `batch` may still be meant, although a later one was delivered in the same memory."""

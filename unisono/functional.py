@@ -42,6 +42,7 @@ import torch
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
 from unisono.parallel.claims import Crossings
 from unisono.parallel.collectives import check_samples, gather_samples
+from unisono.parallel.structures import announce_structure
 from unisono.protocols import Communicator
 from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
@@ -101,6 +102,7 @@ def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 
     def gather(padded: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return all_gather(padded, dim, world).chunk(world.world_size, dim)
 
+    announce_structure(f"all_gather_samples along {dim}", batch, world)
     return gather_samples(batch, count, dim, gather, world)
 
 

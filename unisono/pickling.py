@@ -27,12 +27,16 @@ import os
 import pickle
 import pkgutil
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
+
+BETWEEN_RANKS: dict[type, Callable[[Any], Any]] = {}
+"""How classes are reduced that no other pickler takes."""
 
 _LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # names in code that may find a global the code does not name
 
@@ -113,6 +117,8 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations
     """The part common to pickling by name and by value."""
+
+    dispatch_table: ClassVar = ChainMap(BETWEEN_RANKS, *cloudpickle.Pickler.dispatch_table.maps)
 
     def reducer_override(self, obj: Any) -> Any:
         _refuse_file(obj)

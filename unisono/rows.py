@@ -46,7 +46,7 @@ class LoopRows:
     def __init__(self) -> None:
         self._runs: list[tuple[_Batch, int]] = []  # of equal batches, so that an epoch has only a few
         self._pending: deque[_Batch] = deque(maxlen=_KEPT)  # the last ones, of which no metric was gathered
-        self.num_batches = 0
+        self.num_batches = self._num_rows = 0
         self.is_gathered = False
         self.is_sized = True
 
@@ -58,6 +58,7 @@ class LoopRows:
         self._runs.append((batch, before + 1))
         self._pending.append(batch)
         self.num_batches += 1
+        self._num_rows += batch[1]
 
     def fitting(self, rows: int, may_be_part: bool) -> Rows | None:
         """The rows that count of batches with `rows` rows: of the whole loop; of consecutive ones of which no metric
@@ -68,7 +69,7 @@ class LoopRows:
         """
         if not self.is_sized:
             return None
-        if self._runs and sum(size * times for (_, size), times in self._runs) == rows:
+        if self._runs and self._num_rows == rows:
             whole = [batch for batch, times in self._runs for _ in range(times)]
             return Rows(_places_that_count(whole), self.num_batches, self.num_batches, not self.is_gathered)
         found = list(_windows(self._pending, rows)) if may_be_part else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,7 +31,8 @@ class StorageMap(Generic[T]):
 
     def __init__(self, is_kept: Callable[[T], bool] = lambda value: False) -> None:
         self._is_kept = is_kept
-        self._held: dict[int, tuple[StorageWeakRef, dict[_Stretch, T]]] = {}  # by address; the latest note last
+        # By address: the notes on a storage, the latest last, and the greatest end that one has had.
+        self._held: dict[int, list[Any]] = {}
         self._sweep_at = _SWEEP_FROM
 
     def note(self, tensor: torch.Tensor, value: T) -> T | None:
@@ -45,17 +46,21 @@ class StorageMap(Generic[T]):
         storage, stretch = found
         begin, end = stretch
         # A weak reference keeps the address occupied, so no other storage can be found at it.
-        held = self._held.get(getattr(storage, STORAGE_ADDRESS))
+        address = getattr(storage, STORAGE_ADDRESS)
+        held = self._held.get(address)
         if held is None:
             if len(self._held) >= self._sweep_at:
                 self._sweep()
-            held = self._held[getattr(storage, STORAGE_ADDRESS)] = (StorageWeakRef(storage), {})
-        notes = held[1]
+            self._held[address] = [StorageWeakRef(storage), {stretch: value}, end]
+            return None
+        notes: dict[_Stretch, T] = held[1]
         before = notes.pop(stretch, None)
+        is_behind, held[2] = begin >= held[2], max(end, held[2])
         if not notes:
             notes[stretch] = value
             return before
-        for each in [each for each in notes if begin <= each[0] and each[1] <= end]:
+        # Thousands of tensors in one storage come one behind the other, and contain no other.
+        for each in () if is_behind else [each for each in notes if begin <= each[0] and each[1] <= end]:
             if not self._is_kept(notes[each]):
                 del notes[each]
         # The first key is the oldest note.
@@ -71,10 +76,11 @@ class StorageMap(Generic[T]):
         if found is None or held is None:
             return None
         begin, end = stretch = found[1]
-        if stretch in held[1]:
-            return held[1][stretch]
+        notes: dict[_Stretch, T] = held[1]
+        if stretch in notes:
+            return notes[stretch]
         overlapping = None
-        for (first, last), value in reversed(held[1].items()):
+        for (first, last), value in reversed(notes.items()):
             if first <= begin and end <= last:
                 return value
             if overlapping is None and first < end and begin < last:

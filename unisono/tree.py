@@ -14,7 +14,7 @@ import dataclasses
 import numbers
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from torch.nn.utils.rnn import PackedSequence
 from unisono.torch_private import sparse_indices, sparse_values
 
 _IN_PROGRESS = object()
-_PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
+_NO_TREE = "a batch must be a tree, but a {} in it contains itself"
+PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
+_PLAIN_TYPES = frozenset((str, bytes, int, float, bool, complex, type(None)))  # those seen at a glance
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -35,6 +37,15 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     return _map(fn, tree, {})
 
 
+def map_objects(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """As `tree_map`, but texts and numbers stay; fast where a container holds nothing else."""
+    return _map(lambda leaf: leaf if type(leaf) in _PLAIN_TYPES else fn(leaf), tree, {}, _if_plain)
+
+
+def _if_plain(node: Any) -> Any:
+    return node if type(node) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, node)) else None
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """The leaves of `tree`, in order; a shared leaf once."""
     found: list[Any] = []
@@ -42,14 +53,57 @@ def leaves(tree: Any) -> Iterator[Any]:
     yield from found
 
 
+def nodes(tree: Any) -> Iterator[Any]:
+    """The containers of `tree` and its leaves but texts and numbers, each once, in order, as far as the caller asks.
+
+    Fast where a container holds only texts and numbers.
+
+    Raises:
+        ValueError: a container contains itself.
+    """
+    left: list[Any] = [tree]
+    seen: dict[int, Any] = {}  # with the nodes, as in `_map`
+    around: list[Any] = []  # the containers around the node
+    while left:
+        node = left.pop()
+        if node is _IN_PROGRESS:  # the end of a container
+            around.pop()
+        elif type(node) not in _PLAIN_TYPES and id(node) not in seen:
+            seen[id(node)] = node
+            yield node
+            if is_container(node) and not _PLAIN_TYPES.issuperset(map(type, held := children(node))):
+                around.append(node)
+                left += _IN_PROGRESS, *reversed(held)
+        elif any(node is each for each in around):
+            raise ValueError(_NO_TREE.format(type(node).__name__))
+
+
+def objects(tree: Any) -> list[Any]:
+    """The leaves of `tree` but texts and numbers, each once, in order: what may be moved, measured or shared."""
+    flat = flat_tensors(tree)
+    return [*{id(each): each for each in flat}.values()] if flat else [n for n in nodes(tree) if not is_container(n)]
+
+
+def children(node: Any) -> list[Any]:
+    """What a container holds."""
+    if isinstance(node, Mapping):
+        return list(node.values())
+    if isinstance(node, list | tuple | set | frozenset):
+        return list(node)
+    return [getattr(node, field.name) for field in dataclasses.fields(node) if hasattr(node, field.name)]
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves. Fast for the most common batches, since it runs several times a step."""
     found: list[torch.Tensor] = []
-    for node in tree if type(tree) in (list, tuple) else (tree,):
+    is_list = type(tree) in (list, tuple)
+    if is_list and _PLAIN_TYPES.issuperset(map(type, tree)):
+        return found
+    for node in tree if is_list else (tree,):
         if isinstance(node, torch.Tensor):
             found.append(node)
-        elif not isinstance(node, _PLAIN) and (type(node) is not dict or node):
-            return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+        elif type(node) not in _PLAIN_TYPES and (type(node) is not dict or node):
+            return [leaf for leaf in objects(tree) if isinstance(leaf, torch.Tensor)]
     return found
 
 
@@ -60,11 +114,11 @@ def batch_size(tree: Any, dim: int = 0) -> int | None:
     way.
     """
     sizes = set()
-    for leaf in leaves(tree):
+    for leaf in objects(tree):
         if isinstance(leaf, PackedSequence):
             return None
-        if is_array(leaf) and -leaf.ndim <= dim < leaf.ndim:
-            sizes.add(int(leaf.shape[dim]))
+        if (size := size_along(leaf, dim)) is not None:
+            sizes.add(size)
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -82,28 +136,25 @@ def may_list_samples(tree: Any) -> bool:
 def can_cut(tree: Any, dim: int = 0) -> bool:
     """Whether it is certain how a batch divides into samples.
 
-    It is not if the size is unknown; if tensors differ in size; if the batch holds a packed sequence, a sparse tensor
-    or an object of an unknown class; or if a list has as many elements as there are samples, and these are containers,
-    or tensors of equal type and dimensionality: each may be one sample, or a part of all.
+    It is not if the size is unknown or 0; if tensors differ in size; if the batch holds a packed sequence, a sparse or
+    nested tensor or an object of an unknown class; or if a list has as many elements as there are samples, and these
+    are containers, or tensors of equal type and dimensionality: each may be one sample, or a part of all.
     """
     size = batch_size(tree, dim)
 
     def is_certain(leaf: Any) -> bool:
         if not is_array(leaf):
-            return isinstance(leaf, _PLAIN)
-        is_dense = not isinstance(leaf, torch.Tensor) or leaf.layout is torch.strided
-        return is_dense and (not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == size)
+            return isinstance(leaf, PLAIN)
+        is_dense = not isinstance(leaf, torch.Tensor) or (leaf.layout is torch.strided and not leaf.is_nested)
+        return is_dense and size_along(leaf, dim) in (None, size)
 
-    doubtful: list[Any] = []
+    def is_doubtful(node: Any) -> bool:
+        if type(node) not in (list, tuple) or len(node) != size or dim != 0:
+            return False
+        are_alike = all(map(is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
+        return are_alike or any(map(is_container, node))
 
-    def look(node: Any) -> None:
-        if type(node) in (list, tuple) and len(node) == size and dim == 0:
-            are_alike = all(map(is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
-            if are_alike or any(map(_is_container, node)):
-                doubtful.append(node)
-
-    _map(lambda leaf: leaf, tree, {}, look)
-    return size is not None and not doubtful and all(map(is_certain, leaves(tree)))
+    return bool(size) and not any(is_doubtful(n) if is_container(n) else not is_certain(n) for n in nodes(tree))
 
 
 def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
@@ -129,9 +180,15 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 def nbytes(tree: Any) -> int:
     """The bytes of a batch's tensors, arrays and texts, by the size that each reports; a shared leaf counts once."""
+    if type(tree) in (list, tuple) and (kinds := {*map(type, tree)}) <= _PLAIN_TYPES:
+        return _texts_nbytes(tree, kinds)
     flat = flat_tensors(tree)
     if flat is None or len({*map(id, flat)}) < len(flat):
-        return sum(map(_leaf_nbytes, leaves(tree)))
+        found = [*nodes(tree)]
+        held = [children(node) for node in found if is_container(node)] or [[tree]]
+        return sum(_leaf_nbytes(node) for node in found if not is_container(node)) + sum(
+            _texts_nbytes(each, {*map(type, each)}) for each in held
+        )
     total = 0
     for each in flat:
         total += each.nbytes if each.layout is torch.strided else _leaf_nbytes(each)
@@ -164,7 +221,7 @@ def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
     size = batch_size(tree, dim)
 
     def cut(node: Any) -> Any:
-        if is_array(node) and -node.ndim <= dim < node.ndim:
+        if size_along(node, dim) is not None:
             return node[(slice(None),) * (dim % node.ndim) + (samples,)]
         return node
 
@@ -177,6 +234,15 @@ def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
     return _map(cut, tree, {}, cut_lists)
 
 
+def size_along(leaf: Any, dim: int) -> int | None:
+    """The size of a tensor or array along a dimension; None for anything else, or if it lacks that dimension."""
+    if not is_array(leaf) or not -leaf.ndim <= dim < leaf.ndim:
+        return None
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:  # a ragged dimension has no size, and may have no shape
+        return int(leaf.size(0)) if dim in (0, -leaf.ndim) else None
+    return int(leaf.shape[dim])
+
+
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is a tensor or a numpy array."""
     if isinstance(leaf, torch.Tensor):
@@ -187,11 +253,12 @@ def is_array(leaf: Any) -> bool:
 
 def _is_inner(node: Any) -> bool:
     """Whether a list element is a batch part itself, so that the list is a structure and not one value per sample."""
-    return is_array(node) or _is_container(node)
+    return is_array(node) or is_container(node)
 
 
-def _is_container(node: Any) -> bool:
-    if isinstance(node, PackedSequence):
+def is_container(node: Any) -> bool:
+    """Whether a node is no leaf."""
+    if type(node) in _PLAIN_TYPES or isinstance(node, torch.Tensor | PackedSequence):
         return False
     return isinstance(node, list | tuple | set | frozenset) or _is_record(node)
 
@@ -211,9 +278,9 @@ def _map(
     if id(node) in seen:
         image = seen[id(node)][1]
         if image is _IN_PROGRESS:
-            raise ValueError(f"a batch must be a tree, but a {type(node).__name__} in it contains itself")
+            raise ValueError(_NO_TREE.format(type(node).__name__))
         return image
-    if not _is_container(node):
+    if not is_container(node):
         image = fn(node)
     else:
         seen[id(node)] = node, _IN_PROGRESS
@@ -283,6 +350,13 @@ def _like_sequence(node: Any, images: list[Any]) -> Any:
         twin[:] = images
         return twin
     return type(node)(images)
+
+
+def _texts_nbytes(held: Any, kinds: Set[type]) -> int:
+    """The bytes of the texts among what a container holds, whose types are `kinds`."""
+    texts = held if kinds == {str} else [each for each in held if type(each) is str]
+    coded = sum(len(each) for each in held if type(each) is bytes) if bytes in kinds else 0
+    return coded + len("".join(texts).encode(errors="surrogatepass"))
 
 
 def _leaf_nbytes(leaf: Any) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,13 @@ def fail_at(number: int, code: int = errno.EIO) -> Act:
         return operation(*args, **kwargs)
 
     return act
+
+
+def end_save() -> None:
+    """Wait for the save in progress, without asking for its error."""
+    for each in threading.enumerate():
+        if each.name == "unisono-checkpoint":
+            each.join()
 
 
 def in_child(work: Callable[[], Any]) -> int:

@@ -119,7 +119,7 @@ class Run:
 
 def weights_of(accelerator: Accelerator, model: nn.Module) -> torch.Tensor:
     """On rank zero, in one row."""
-    state = accelerator.state_dict(model)
+    state = accelerator.state_dict(model) or {}
     return torch.cat([each.double().flatten() for each in state.values()] or [torch.zeros(0)])
 
 
@@ -144,3 +144,24 @@ def leave_after(batches: int, is_async: bool = False) -> Callable[[Accelerator, 
         return count == batches
 
     return after
+
+
+class Anything:
+    """Has whatever state it is given."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def filled(value: float, features: int = 1) -> nn.Linear:
+    """A model whose parameters have that value."""
+    model = nn.Linear(2, features)
+    for each in model.parameters():
+        nn.init.constant_(each, value)
+    return model

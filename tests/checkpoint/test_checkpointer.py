@@ -19,8 +19,9 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from file_faults import at_each_operation, fail_at
+from file_faults import at_each_operation, end_save, fail_at
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
+from resumable import Anything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -61,26 +62,6 @@ def names_in(root: Path | str) -> list[str]:
 
 def below(root: Path | str, name: str) -> Any:
     return folder_at(root).location / name if isinstance(root, Path) else f"{root}/{name}"
-
-
-def end_save() -> None:
-    """Wait for the save in progress, without asking for its error."""
-    for each in threading.enumerate():
-        if each.name == "unisono-checkpoint":
-            each.join()
-
-
-class Anything:
-    """Has whatever state it is given."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def test_the_last_few_are_kept_and_latest_says_which_one_is_taken(root: Any) -> None:
@@ -165,34 +146,28 @@ def test_what_a_state_dict_raises_on_one_rank_keeps_its_type(tmp_path: Path, mod
     assert mode.run(body) == ["1 and 2"] * mode.ranks
 
 
-@SEVERAL
-def test_saving_on_one_rank_only_is_an_error_that_names_the_others(tmp_path: Path, mode: Mode) -> None:
+@pytest.mark.parametrize(
+    ("mode", "others"),
+    [  # of processes it takes five seconds until one that has left is named
+        (THREADS_3, "leave"),
+        *((mode, others) for mode in fitting(THREADS_3, PROCESSES_2) for others in ("meet", "save another step")),
+    ],
+    ids=str,
+)
+def test_saving_on_one_rank_only_or_at_another_step_is_an_error_that_names_the_others(
+    tmp_path: Path, mode: Mode, others: str
+) -> None:
     def body() -> None:
-        if current_world().rank == 0:
-            save(tmp_path / "one", model=nn.Linear(2, 2))
-        else:
+        rank = current_world().rank
+        if rank == 0 or others == "save another step":
+            save(tmp_path / "one", step=rank, model=nn.Linear(2, 2))
+        elif others == "meet":
             current_world().comm.barrier()
 
-    with pytest.raises(CollectiveMismatchError, match=r"save_state at step 0"):
+    words = r"ranks? [12].* ha(s|ve) left" if others == "leave" else "save_state at step 0"
+    with pytest.raises((BrokenWorldError, CollectiveMismatchError), match=words):
         mode.run(body)
-
-    def leaves() -> None:
-        if current_world().rank == 0:
-            save(tmp_path / "one", model=nn.Linear(2, 2))
-
-    if mode.name == "threads":  # of processes it takes five seconds until one that has left is named
-        with pytest.raises((BrokenWorldError, CollectiveMismatchError), match=r"ranks? [12].* ha(s|ve) left"):
-            mode.run(leaves)
     assert not (tmp_path / "one").exists()
-
-
-@SEVERAL
-def test_ranks_at_different_steps_do_not_save(tmp_path: Path, mode: Mode) -> None:
-    def body() -> None:
-        save(tmp_path / "one", step=current_world().rank, model=nn.Linear(2, 2))
-
-    with pytest.raises(CollectiveMismatchError, match="save_state at step"):
-        mode.run(body)
 
 
 @pytest.mark.any_family
@@ -259,7 +234,7 @@ def test_a_link_stays_a_link_and_what_it_points_to_is_replaced(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_tensors_keep_type_layout_and_values(tmp_path: Path, is_async: bool) -> None:
+def test_states_keep_types_layout_and_values(tmp_path: Path, is_async: bool) -> None:
     tensors = {
         "empty": torch.zeros(0, 3),
         "flags": torch.tensor([True, False]),
@@ -270,13 +245,18 @@ def test_tensors_keep_type_layout_and_values(tmp_path: Path, is_async: bool) -> 
         "part": torch.arange(1000)[3:5],
         "sparse": torch.eye(3).to_sparse(),
     }
-    with Checkpointer(tmp_path, is_async=is_async, thing=Anything(tensors)) as checkpointer:
+    plain = [(1, 2), {3}, collections.OrderedDict(a=1), collections.Counter("aab"), {(1, "b"): None}]
+    plain += [True, 1, 2.5, 1j, b"bytes", float("inf")]
+    state = {"tensors": tensors, "plain": plain, "numpy": numpy.float64(0.5)}
+    with Checkpointer(tmp_path, is_async=is_async, thing=Anything(state)) as checkpointer:
         checkpointer.save()
     found = Anything()
     load(tmp_path, thing=found)
-    for name, each in tensors.items():
-        torch.testing.assert_close(found.state[name], each, check_stride=True, rtol=0, atol=0)
-        assert found.state[name].untyped_storage().nbytes() < 1000 if not each.is_sparse else True
+    for name, each in found.state["tensors"].items():
+        torch.testing.assert_close(each, tensors[name], check_stride=True, rtol=0, atol=0)
+        assert each.is_sparse or each.untyped_storage().nbytes() < 1000
+    assert [(type(each), each) for each in found.state["plain"]] == [(type(each), each) for each in plain]
+    assert found.state["numpy"] == 0.5
     (file,) = tmp_path.rglob("state.pt")
     assert file.stat().st_size < 30_000
 
@@ -313,28 +293,24 @@ def rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, version: int, files: 
         (path / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).to_bytes())
 
 
-def test_an_older_version_is_read_and_a_newer_one_is_refused_with_its_origin(
+def test_a_manifest_of_an_older_version_is_read_and_a_newer_or_forged_one_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found = Anything()
     save(tmp_path / "one", thing=Anything(1))
     (file,) = (tmp_path / "one").rglob("state.pt")
     file.rename(tmp_path / "one" / "state.pt")
     rewritten(tmp_path / "one", monkeypatch, 1, {"state.pt": list(checksum_of(tmp_path / "one" / "state.pt"))})
-    found = Anything()
     load(tmp_path / "one", thing=found)
     assert found.state == 1
     rewritten(tmp_path / "one", monkeypatch, 3, {})
     with pytest.raises(CheckpointVersionError, match=r"version 3 of the format.*reads up to version 2"):
         load(tmp_path / "one", thing=found)
-
-
-def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("../elsewhere", "/etc/passwd", "shards/../../x"):
-        (tmp_path / "one" / "manifest.json").unlink(missing_ok=True)
-        save(tmp_path / "one", model=nn.Linear(2, 2))
-        rewritten(tmp_path / "one", monkeypatch, 2, {name: [1, 1]})
+    for place, name in enumerate(("../elsewhere", "/etc/passwd", "shards/../../x")):
+        save(tmp_path / f"forged-{place}", thing=Anything(1))
+        rewritten(tmp_path / f"forged-{place}", monkeypatch, 2, {name: [1, 1]})
         with pytest.raises(DamagedCheckpointError, match="which is not in the checkpoint"):
-            load(tmp_path / "one", model=nn.Linear(2, 2))
+            load(tmp_path / f"forged-{place}", thing=found)
 
 
 class Evil:
@@ -420,35 +396,15 @@ def test_what_is_no_plain_data_is_refused_when_it_is_saved(tmp_path: Path, state
     assert not (tmp_path / "one").exists()
 
 
-def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
-    state = {
-        "containers": [(1, 2), {3}, collections.OrderedDict(a=1), collections.Counter("aab"), {(1, "b"): None}],
-        "numbers": [True, 1, 2.5, 1j, b"bytes", float("inf")],
-        "tensors": [torch.ones(2, dtype=torch.bfloat16), torch.zeros(()), torch.tensor([1 + 2j]).conj()],
-        "numpy": numpy.float64(0.5),
-    }
-    save(tmp_path / "one", thing=Anything(state))
-    found = Anything()
-    load(tmp_path / "one", thing=found)
-    assert found.state["containers"] == state["containers"]
-    assert [type(each) for each in found.state["containers"]] == [type(each) for each in state["containers"]]
-    assert found.state["numbers"] == state["numbers"]
-    assert all(torch.equal(a, b) for a, b in zip(found.state["tensors"], state["tensors"], strict=True))
-    assert found.state["numpy"] == 0.5
-
-
-@pytest.mark.parametrize("wrong", [3, "text", object()])
-def test_what_has_no_state_is_refused_at_once(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"thing is of type .* which has no state_dict"):
-        Checkpointer(tmp_path, thing=wrong)
-    with pytest.raises(TypeError, match="object 0 is of type"):
-        Accelerator().register_for_checkpointing(wrong)
-
-
-@pytest.mark.parametrize(("name", "count"), [("keep", 0), ("every", -1), ("keep", True), ("every", 1.5)])
-def test_counts_are_whole_numbers(tmp_path: Path, name: str, count: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"{name}={count}"):
-        Checkpointer(tmp_path, **{name: count})
+def test_what_has_no_state_and_what_is_no_count_is_refused_at_once(tmp_path: Path) -> None:
+    for wrong in (3, "text", object()):
+        with pytest.raises(TypeError, match=r"thing is of type .* which has no state_dict"):
+            Checkpointer(tmp_path, thing=wrong)
+        with pytest.raises(TypeError, match="object 0 is of type"):
+            Accelerator().register_for_checkpointing(wrong)
+    for name, count in (("keep", 0), ("every", -1), ("keep", True), ("every", 1.5)):
+        with pytest.raises((TypeError, ValueError), match=f"{name}={count}"):
+            Checkpointer(tmp_path, **{name: count})  # type: ignore[arg-type]
 
 
 def draw() -> list[float]:
@@ -529,18 +485,6 @@ def test_a_reduced_gradient_that_was_not_stepped_on_is_refused(tmp_path: Path) -
         accelerator.save_state()
     optimizer.step()
     assert accelerator.save_state() == tmp_path / "checkpoints" / "checkpoint_0"
-
-
-def test_the_next_optimizer_step_raises_what_a_save_has_failed_with(tmp_path: Path) -> None:
-    accelerator = Accelerator(project_dir=tmp_path)
-    model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with at_each_operation(fail_at(6)):
-        accelerator.save_state(is_async=True)
-        end_save()
-    model(torch.ones(3, 2)).mean().backward()
-    with pytest.raises(OSError, match="Input/output error"):
-        optimizer.step()
 
 
 def test_loading_amid_an_accumulation_drops_what_it_has_so_far(tmp_path: Path) -> None:

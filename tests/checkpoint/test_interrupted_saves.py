@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from file_faults import (
     PowerCuts,
     at_each_operation,
     count_operations,
+    end_save,
     fail_at,
     in_child,
     kill_at,
@@ -169,34 +171,54 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> No
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def save_parts_until_full(index: int, root: Path) -> int:
-    accelerator = Accelerator(strategy="fsdp", project_dir=root)
-    saver.SMALL = -1  # all ranks write
-    model = accelerator.prepare(nn.Linear(300, 300))
-    assert model is not None  # what is dropped is not saved
-    saved = 0
-    with pytest.raises(OSError, match="No space left on device"):
-        while True:
-            accelerator.save_state()
-            saved += 1
-    return saved
+def step_on_after_a_failed_save(
+    index: int, root: Path, strategy: str, failing: int, is_async: bool
+) -> tuple[int, str, list[str]]:
+    """The step that raised what the save met on one rank, the error, and what is there in the end."""
+    accelerator, network = Accelerator(strategy=strategy, project_dir=root), nn.Linear(300, 300)  # type: ignore[arg-type]
+    saver.SMALL = -1  # all ranks write, where the states are in parts
+    model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
+    inputs, raised, limits = torch.ones(2, 300), [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(6):
+        try:
+            if step == 2:
+                if index == failing:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+                accelerator.save_state(is_async=is_async)
+                end_save()
+            accelerator.backward(model(inputs).pow(2).mean())
+            optimizer.step()
+        except OSError as error:
+            raised.append((step, str(error)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        optimizer.zero_grad()
+    accelerator.save_state()
+    accelerator.end_training()
+    ((step, text),) = raised
+    return step, text, sorted(each.name for each in (root / "checkpoints").iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
-def test_a_full_disk_is_the_same_error_on_all_ranks_where_all_of_them_write(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", tmp_path], capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
-        first, second = spawn(save_parts_until_full, args=(tmp_path,), nprocs=2, cores=1)
-        assert first == second > 1
-        names = {each.name for each in (tmp_path / "checkpoints").iterdir()}
-        assert names == {*(f"checkpoint_{number}" for number in range(first)), "latest"}
-        taken = load(tmp_path / "checkpoints", model_0=nn.Linear(300, 300))
-        assert taken is not None
-        assert taken.path.name == f"checkpoint_{first - 1}"
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
+@pytest.mark.parametrize(
+    ("strategy", "failing", "is_async"),
+    [
+        ("ddp", 0, True),
+        pytest.param("fsdp", 1, True, marks=pytest.mark.slow),
+        pytest.param("fsdp", 1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_save_fails_with_is_raised_by_all_ranks_at_one_step_and_they_go_on(
+    strategy: str, failing: int, is_async: bool, tmp_path: Path
+) -> None:
+    options = (tmp_path, strategy, failing, is_async)
+    found = spawn(step_on_after_a_failed_save, args=options, nprocs=2, cores=1)
+    for step, text, names in found:
+        assert step == 2
+        assert "File too large" in text
+        assert names == ["checkpoint_0", "latest"]
+    taken = load(tmp_path / "checkpoints", model_0=nn.Linear(300, 300))
+    assert taken is not None
+    assert taken.step == 5, "the step that raised was not taken"
 
 
 def test_a_directory_that_may_not_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -264,21 +286,31 @@ def test_a_checkpoint_that_has_lost_its_manifest_is_no_interrupted_save(tmp_path
         Checkpointer(tmp_path, model=model).load(must_exist=False)
 
 
-def test_of_two_saves_at_one_place_one_is_whole_and_the_other_an_error(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 1)
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_of_two_saves_at_one_place_one_is_whole_and_the_other_an_error(
+    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, place, written = torch.nn.Linear(2, 1), tmp_path / "best", saver.write_tensors
+    second: list[Outcome[Any]] = []
 
-    written = saver.write_tensors
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     def write(path: Path, contents: Any) -> Any:
         found = written(path, contents)
-        saver.write_tensors = written  # type: ignore[assignment]
-        save(tmp_path / "best", step=2, model=model)
+        monkeypatch.setattr(saver, "write_tensors", written)
+        second.append(Outcome.capture(save, place, step=2, model=model))
         return found
 
-    saver.write_tensors = write  # type: ignore[assignment]
-    try:
-        with pytest.raises(FileNotFoundError):
-            save(tmp_path / "best", step=1, model=model)
-    finally:
-        saver.write_tensors = written
-    assert load(tmp_path / "best", model=model).step == 2
+    monkeypatch.setattr(saver, "write_tensors", write)
+    if not has_locks:
+        monkeypatch.setattr("fcntl.flock", flock)
+    first = Outcome.capture(save, place, step=1, model=model).error
+    if has_locks:
+        assert first is None
+        with pytest.raises(FileExistsError, match="best is in progress; give each run its own place"):
+            second[0].unwrap()
+    else:  # the later one has removed the files of the earlier one, which notices it
+        assert second[0].error is None
+        assert isinstance(first, FileNotFoundError)
+    assert load(place, model=model).step == (1 if has_locks else 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from modes import SOLO, THREADS_2, Mode
-from resumable import Run, assert_each_once, leave_after
+from resumable import Run, assert_each_once, filled, leave_after
 from torch import nn
 
 from unisono.checkpoint.checkpointer import Checkpointer, load, save
@@ -25,13 +25,6 @@ def store() -> Iterator[Any]:
     yield found
     if found.exists("/unisono"):
         found.rm("/unisono", recursive=True)
-
-
-def filled(number: float) -> nn.Module:
-    model = nn.Linear(2, 2)
-    for each in model.parameters():
-        nn.init.constant_(each, number)
-    return model
 
 
 def number_at(url: str) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting
-from resumable import EPOCHS, SAMPLES, Ledger, Points, Run, assert_each_once, drawn_batch, leave_after
+from resumable import EPOCHS, SAMPLES, Anything, Ledger, Points, Run, assert_each_once, drawn_batch, leave_after
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -125,42 +125,29 @@ def test_a_worker_that_is_killed_costs_no_bit_when_the_group_is_restarted(tmp_pa
 LIVES = 4
 
 
-class Number:
-    """Counts the saves."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
-
-
 def live(index: int, root: Path) -> int:
     """Save the next numbers, by all ranks at once, until a random moment kills one of them; not so in the last life."""
     life = current_world().restart_count
     draw = random.Random(life)
     accelerator = Accelerator(strategy="fsdp", project_dir=root, total_limit=2)
     saver.SMALL = -1  # all ranks write
-    model, number = accelerator.prepare(nn.Linear(300, 300)), Number()
+    model, number = accelerator.prepare(nn.Linear(300, 300)), Anything(0)
     accelerator.register_for_checkpointing(number)
     if accelerator.load_state(must_exist=False) is not None:
-        whole = accelerator.state_dict(model)
-        assert all(bool((each == number.value).all()) for each in whole.values()), "a mixture of two saves"
+        whole = accelerator.state_dict(model) or {}
+        assert all(bool((each == number.state).all()) for each in whole.values()), "a mixture of two saves"
     killed, after_s = draw.randrange(2), 0.3 * draw.random()
     for saved in range(1000 if life < LIVES else 2):
-        number.value += 1
+        number.state += 1
         with torch.no_grad():
             for each in model.parameters():
-                each.fill_(number.value)
+                each.fill_(number.state)
         accelerator.save_state(is_async=saved > 0)
         if life < LIVES and index == killed and not saved:  # the first one has imported what takes long
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, after_s + 0.001)
     accelerator.end_training()
-    return number.value
+    return number.state
 
 
 @pytest.mark.slow
@@ -249,3 +236,21 @@ def test_an_optimizer_that_was_not_prepared_is_not_left_out_in_silence(mode: Mod
         return sorted(each.name for each in (tmp_path / "checkpoints").glob("checkpoint_*"))
 
     assert mode.run(body) == [["checkpoint_0", "checkpoint_1"]] * mode.ranks
+
+
+@pytest.mark.parametrize("way", ["left out", "prepared", "registered"])
+def test_a_scheduler_that_was_left_out_is_named_when_the_run_is_saved(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(project_dir=tmp_path)
+    optimizer = torch.optim.SGD((network := nn.Linear(2, 1)).parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(network, optimizer)
+    assert model is not None  # what is dropped is not saved
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    if way == "prepared":
+        scheduler = accelerator.prepare(scheduler)
+    elif way == "registered":
+        accelerator.register_for_checkpointing(scheduler)
+    for _ in range(2):
+        accelerator.save_state()
+    assert caplog.text.count("leaves out the scheduler of the SGD, which was not prepared") == (way == "left out")

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from file_faults import PowerCuts, at_each_operation, write_tree
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
+from resumable import filled
 from torch import nn
 
 from unisono import Accelerator
 from unisono.errors import DamagedCheckpointError
 
 ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
-
-
-def filled(value: float) -> nn.Linear:
-    model = nn.Linear(2, 1)
-    for each in model.parameters():
-        nn.init.constant_(each, value)
-    return model
 
 
 def files_of(checkpoint: Path) -> Path:
@@ -61,21 +56,41 @@ def test_a_hook_saves_a_model_its_own_way_and_another_loads_it(mode: Mode, is_as
         return [met, own.weight[0].tolist(), own.bias.tolist(), usual.weight[0].tolist()]
 
     found = mode.run(body)
-    for rank, (met, *values) in enumerate(found):
-        assert met == [[2, [2, 2] if rank == 0 else [0, 0]]] * 2
+    for met, *values in found:
+        assert met == [[2, [2, 2]]] * 2
         assert values == [[1.0, 1.0], [5.0], [2.0, 2.0]]
     assert [each.name for each in tmp_path.iterdir()] == ["one"], "nothing is left beside the checkpoint"
     assert sorted(each.name for each in files_of(tmp_path / "one").iterdir()) == ["complete", "own", "state.pt"]
 
 
 def test_files_of_hooks_are_verified_with_the_checkpoint(tmp_path: Path) -> None:
-    accelerator = Accelerator()
+    accelerator = Accelerator(project_dir=tmp_path)
     accelerator.prepare(filled(1.0))
     accelerator.register_save_state_pre_hook(lambda models, weights, there: (Path(there) / "x").write_text("text"))
-    accelerator.save_state(tmp_path / "one")
-    (files_of(tmp_path / "one") / "x").write_text("tixt")
-    with pytest.raises(DamagedCheckpointError, match="x has other contents"):
-        accelerator.load_state(tmp_path / "one")
+    for number in range(2):
+        assert accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
+    for number in range(2):
+        (files_of(tmp_path / "checkpoints" / f"checkpoint_{number}") / "x").write_text("tixt")
+    with pytest.raises(DamagedCheckpointError, match=r"0.*x has other contents"):
+        accelerator.load_state()
+
+
+def test_files_of_hooks_are_on_disk_when_the_save_returns(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(filled(1.0))
+
+    def write(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        (Path(output_dir) / "folder").mkdir()
+        (Path(output_dir) / "folder" / "x").write_text("text")
+
+    accelerator.register_save_state_pre_hook(write)
+    (tmp_path / "root").mkdir()
+    cuts = PowerCuts(tmp_path / "root")
+    with at_each_operation(cuts.act):
+        accelerator.save_state(tmp_path / "root" / "one")
+    write_tree(tmp_path / "cut", cuts.states[-1])
+    accelerator.load_state(tmp_path / "cut" / "one")
+    assert model.weight.sum() == 2
 
 
 def test_what_a_hook_may_not_do_is_refused_and_nothing_is_saved(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_an_error_comes_in_its_own_type_with_its_place_behind_the_rounds_before_
             assert facts == (21, "a/path", "code 21 at a/path")
             assert note in shown
             assert line in shown
-            assert f"in the loader's reader, round {10 // count}" in shown
+            assert f"in round {10 // count} of the loader" in shown
             for _ in range(2):
                 with pytest.raises(TwoFactsError, match="code 21"):
                     next(iterator)
@@ -164,7 +164,10 @@ def test_sparse_and_nested_tensors_arrive(num_workers):
     sparse = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=sparse_of)))
     assert sum(batch.to_dense() for batch in sparse).tolist() == [1.0] * 12
     nested = list(DeviceLoader(DataLoader(range(12), 4, num_workers=num_workers, collate_fn=nested_of)))
-    assert [part.tolist() for batch in nested for part in batch.unbind()] == [[float(n)] * (n + 1) for n in range(12)]
+    expected = [[float(n)] * (n + 1) for n in range(12)]
+    assert [part.tolist() for batch in nested for part in batch.unbind()] == expected
+    again = list(DeviceLoader(iter(nested)))  # from a generator
+    assert [part.tolist() for batch in again for part in batch.unbind()] == expected
 
 
 def strided_of(samples: list[int]) -> list[torch.Tensor]:

@@ -80,7 +80,8 @@ BROKEN = {
     "where", ["transfer", *(pytest.param(each, marks=pytest.mark.any_family) for each in BROKEN if each != "transfer")]
 )
 def test_an_error_reaches_every_device_in_its_own_type_after_the_rounds_before_it(where, count):
-    place = f"while a batch was moved to {FAMILY}:" if where == "transfer" else f"reader, round {10 // count}"
+    reading = f"in round {10 // count} of the loader"
+    place = f"while a batch was moved to {FAMILY}:" if where == "transfer" else reading
     with ParallelLoader(BROKEN[where](), devices(count)) as parallel:
         for iterator in [parallel.per_device_loader(device) for device in devices(count)]:
             for again in range(3):

@@ -18,7 +18,7 @@ from unisono import DeviceLoader
 from unisono.errors import StateError
 
 
-def test_the_state_is_what_was_delivered_whatever_was_prefetched():
+def test_the_state_is_what_was_delivered_whatever_was_prefetched(reads_ahead):
     loader = shuffled()
     device_loader = DeviceLoader(loader)
     iterator = iter(device_loader)

@@ -124,7 +124,7 @@ def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend
 @pytest.mark.parametrize("count", range(6))
 @pytest.mark.parametrize("where", ["source", "transfer"])
 def test_an_error_comes_behind_the_rounds_before_it_at_each_call(count, where):
-    note, backend, source = f"in the loader's reader, round {count}", Moving(), failing(count)
+    note, backend, source = f"in round {count} of the loader", Moving(), failing(count)
     if where == "transfer":
         note, backend, source = "while a batch was moved to cpu:0", Moving(broken=[count]), range(40)
     with flow(backend) as made:

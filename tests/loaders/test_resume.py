@@ -18,6 +18,7 @@ from torch import nn
 
 from unisono import DataParallel, DeviceLoader, ParallelLoader
 from unisono.errors import BusyError, ClosedError
+from unisono.loaders import parallel_loader
 
 
 def take_rounds(parallel: ParallelLoader, count: int, most: int | None = None) -> list[int]:
@@ -120,6 +121,7 @@ def test_a_loop_whose_threads_could_not_be_started_has_drawn_nothing_and_is_trie
     [loader] = resumed([DeviceLoader(make(), seed=5)], state)
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", refuse_to_start)
+        limited.setattr(parallel_loader, "is_as_in_a_new_thread", lambda: False)  # so the reader reads from the first
         attempt = iter(loader)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             next(attempt)

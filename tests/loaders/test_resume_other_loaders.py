@@ -141,7 +141,7 @@ class Remembering:
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 3, 5])
-def test_a_loader_with_a_state_of_its_own_goes_on_by_it(rounds):
+def test_a_loader_with_a_state_of_its_own_goes_on_by_it(rounds, reads_ahead):
     whole = [[(epoch + 1) * 100 + number for number in range(SAMPLES)] for epoch in range(2)]
     first = DeviceLoader(ahead := Remembering())
     iterator = iter(first)

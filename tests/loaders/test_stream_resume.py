@@ -170,7 +170,7 @@ def test_a_state_goes_through_json_and_torch():
             assert len(loop(loader).counted) == COUNT - 2 * SIZE
 
 
-def test_the_state_tells_what_was_delivered_though_all_was_read():
+def test_the_state_tells_what_was_delivered_though_all_was_read(reads_ahead):
     dataset = Stream()
     loader = DeviceLoader(loader_of(dataset))
     iterator = iter(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import threading
 import weakref
@@ -9,17 +10,36 @@ import weakref
 import pytest
 import torch
 from epochs import Numbers, take
-from failing import Failing
-from streams import Stream
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import Dataset as MapDataset
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.errors import ClosedError
+from unisono.loaders import unthreaded as reading
 from unisono.world import solo_world, thread_worlds
 
 
 def unthreaded(loader, **options) -> DeviceLoader:
     return DeviceLoader(loader, prefetch=0, **options)
+
+
+class Threads(Numbers):
+    """Sample i is the thread that loads it."""
+
+    def __getitem__(self, index: int) -> int:
+        return threading.get_ident()
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise KeyError("five")
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
 
 
 @pytest.mark.slow
@@ -42,28 +62,74 @@ def test_the_batches_the_epochs_and_the_states_are_those_of_a_loader_that_reads_
 
 
 @pytest.mark.parametrize(
-    "source", [[1, 2, 3], DataLoader(Stream(7), batch_size=3), DataLoader(Numbers(4), batch_size=None)]
+    "source", [[1, 2, 3], DataLoader(Stream(), batch_size=3), DataLoader(Numbers(4), batch_size=None)]
 )
 def test_any_source_is_read(source):
     assert list(map(str, unthreaded(source))) == list(map(str, DeviceLoader(source)))
 
 
-def test_the_loops_own_thread_reads_what_is_asked_for_and_no_other_is_started():
-    read, before = [], threading.active_count()
-
-    class Noting(Numbers):
-        def __getitem__(self, index: int) -> int:
-            read.append(index)
-            return threading.get_ident()
-
-    for number, (thread,) in enumerate(unthreaded(DataLoader(Noting(9)))):
+def test_the_loops_own_thread_reads_and_no_other_is_started():
+    before = threading.active_count()
+    for (thread,) in unthreaded(DataLoader(Threads(5))):
         assert int(thread) == threading.get_ident()
         assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("cost", "own"), [(10**12, 8), (-1, 3)], ids=["cheap", "slow"])
+def test_a_loop_reads_for_itself_while_batches_are_cheap(monkeypatch, cost, own):
+    """With the limit on the cost far above, and below, that of any batch: the same batches and states in both."""
+    monkeypatch.setattr(reading, "_SWITCH_NS", cost)
+    monkeypatch.setattr(reading, "_LONG_NS", 10**15)
+    iterator = iter(DeviceLoader(DataLoader(Threads(8))))
+    with torch.no_grad():
+        found = [(int(thread), iterator.state_dict()["offset"]) for (thread,) in iterator]
+    assert [thread == threading.get_ident() for thread, _ in found] == [True] * own + [False] * (8 - own)
+    assert [offset for _, offset in found] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_what_surrounds_the_loop_is_not_seen_by_the_dataset():
+    """Since the reader may take over at any batch."""
+    name = contextvars.ContextVar("name", default="unset")
+
+    class Modes(Numbers):
+        def __getitem__(self, index: int) -> str:
+            return f"{torch.zeros(1).device} {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {name.get()}"
+
+    name.set("set")
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta"), torch.enable_grad()):
+        with mode:
+            assert [*DeviceLoader(DataLoader(Modes(1)))] == [["cpu True False unset"]]
+
+
+def test_threads_that_cannot_be_started_are_an_error_after_the_batches_before(monkeypatch, reads_ahead):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    iterator = iter(DeviceLoader(DataLoader(Numbers(4))))
+    assert next(iterator).tolist() == [0]
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(iterator)
+    assert iterator.state_dict()["offset"] == 1
+
+
+def test_nothing_is_read_before_it_is_asked_for():
+    read = []
+
+    class Noting(MapDataset):
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> int:
+            read.append(index)
+            return index
+
+    for number, _ in enumerate(unthreaded(DataLoader(Noting()))):
         assert read == list(range(number + 1))
 
 
 def test_an_error_comes_in_its_turn_and_again():
-    iterator = iter(unthreaded(DataLoader(Failing(9, 5, lambda: KeyError("five")), batch_size=2)))
+    iterator = iter(unthreaded(DataLoader(Failing(9), batch_size=2)))
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     for _ in range(2):
         with pytest.raises(KeyError, match="five") as caught:
@@ -71,10 +137,15 @@ def test_an_error_comes_in_its_turn_and_again():
         assert "in the sample with index 5" in caught.value.__notes__
 
 
-def test_an_end_stays_one_and_a_closed_iterator_says_so():
+def test_an_end_stays_one():
     iterator = iter(unthreaded([1, 2]))
     assert list(iterator) == [1, 2]
     assert list(iterator) == []
+
+
+def test_a_closed_iterator_says_so():
+    iterator = iter(unthreaded([1, 2, 3]))
+    next(iterator)
     iterator.close()
     with pytest.raises(ClosedError):
         next(iterator)
@@ -110,4 +181,4 @@ def test_several_devices_and_parts_of_a_stream_need_a_reader():
         ParallelLoader([1], ["cpu:0", "cpu:1"], prefetch=0)
     world = thread_worlds([torch.device("cpu", rank) for rank in range(2)])[0]
     with pytest.raises(ValueError, match="ranks with parts of one stream"):
-        unthreaded(DataLoader(Stream(7)), world=world)
+        unthreaded(DataLoader(Stream()), world=world)

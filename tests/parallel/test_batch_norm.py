@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting, scaling
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import DataParallel, current_world
+from unisono import Accelerator, DataParallel, current_world
 from unisono.errors import BrokenWorldError
 from unisono.parallel.batch_norm import SyncBatchNorm2d, synchronize_batch_norm
 from unisono.world import solo_world
@@ -359,3 +361,25 @@ def test_a_gradient_with_a_graph_of_its_own_is_refused():
             torch.autograd.grad(module(own).square().sum(), own, create_graph=True)
 
     THREADS_2.run(body)
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_update_bn_takes_all_samples_if_the_average_is_synchronized_or_the_loader_is_not_prepared(mode: Mode) -> None:
+    data = TensorDataset(torch.randn(22, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+    def averaged() -> AveragedModel:
+        return AveragedModel(nn.BatchNorm1d(3).double())
+
+    def body() -> list[torch.Tensor]:
+        accelerator = Accelerator(sync_batchnorm=True)
+        prepared, loader = accelerator.prepare(averaged(), DataLoader(data, 8 // mode.ranks))
+        update_bn(loader, prepared)
+        plain = averaged()
+        update_bn(DataLoader(data, 8), plain)
+        return [each.state_dict()["module.running_var"] for each in (prepared, plain)]
+
+    expected = averaged()
+    update_bn(DataLoader(data, 8), expected)
+    for found in mode.run(body):
+        for variance in found:
+            torch.testing.assert_close(variance, expected.module.running_var)

@@ -54,6 +54,12 @@ FOUND = [
         "forward other; backward plain; step g; draw b; forward square; backward accelerator; zero_model f zeros; "
         "step f",
     ),
+    (
+        SOLO,
+        Setup(batch=3, every=2),
+        "draw a; draw a; draw a; draw a; forward fit; backward accelerator; draw a; draw a; step f; draw a; freeze 0; "
+        "forward fit; backward accelerator; zero f zeros; draw a; forward square; backward accelerator; step f",
+    ),
     (THREADS_2, Setup(others=4, batch=3), "draw a; forward fit; draw b; forward square; add; backward named; step f"),
 ]
 

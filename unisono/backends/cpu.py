@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from unisono.backends.usual import UsualBackend
-from unisono.tree import flat_tensors, tree_map
+from unisono.tree import map_objects, tensors
 
 
 class CpuBackend(UsualBackend):
@@ -39,11 +39,10 @@ class CpuBackend(UsualBackend):
         return torch.device("cpu", index)
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
-        flat = flat_tensors(batch)
-        is_here = flat is not None
-        for tensor in flat or ():
+        is_here = True
+        for tensor in tensors(batch):
             is_here = is_here and tensor.is_cpu
-        return (batch if is_here else tree_map(_to_cpu, batch)), None
+        return (batch if is_here else map_objects(_to_cpu, batch)), None
 
     def wait_ready(self, token: Any) -> None:
         pass

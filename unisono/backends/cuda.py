@@ -30,7 +30,7 @@ from unisono.backends.movement import send
 from unisono.backends.usual import UsualBackend
 from unisono.protocols import DeviceClock
 from unisono.torch_private import sparse_indices, sparse_values
-from unisono.tree import leaves, nbytes, tree_map
+from unisono.tree import map_objects, nbytes, objects
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -94,7 +94,7 @@ class CudaBackend(UsualBackend):
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         stream = self.side_stream(device)
         with torch.cuda.stream(stream):
-            moved = tree_map(lambda leaf: _move_leaf(leaf, device), batch)
+            moved = map_objects(lambda leaf: _move_leaf(leaf, device), batch)
             done = torch.cuda.Event()
             done.record(stream)
         return moved, _Ready(done, moved, device)
@@ -102,7 +102,7 @@ class CudaBackend(UsualBackend):
     def wait_ready(self, token: _Ready) -> None:
         stream = torch.cuda.current_stream(token.device)
         stream.wait_event(token.done)
-        for leaf in leaves(token.batch):
+        for leaf in objects(token.batch):
             for part in dense_parts(leaf):
                 if part.is_cuda:
                     part.record_stream(stream)

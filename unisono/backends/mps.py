@@ -13,7 +13,7 @@ import torch
 from unisono.backends.movement import send
 from unisono.backends.usual import UsualBackend
 from unisono.protocols import Feature, Transport
-from unisono.tree import tree_map
+from unisono.tree import map_objects
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class MpsBackend(UsualBackend):
         return super().unsupported_reason(feature)
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
-        return tree_map(lambda leaf: send(self._narrow_leaf(leaf), device), batch), None
+        return map_objects(lambda leaf: send(self._narrow_leaf(leaf), device), batch), None
 
     def wait_ready(self, token: Any) -> None:
         pass

@@ -59,6 +59,12 @@ def _set_autocast(values: list[Any]) -> None:
     torch.set_autocast_cache_enabled(is_cached)
 
 
+def is_as_in_a_new_thread() -> bool:
+    """Whether tensors that the calling thread makes are those that a new thread would make, but for gradients."""
+    is_any = torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST))
+    return not is_any and torch.get_default_device().type == "cpu"
+
+
 def _flush_denormal() -> bool:
     """Determined by an experiment, since torch has no getter; it is a register of the thread, and affects Python's
     floats, too."""

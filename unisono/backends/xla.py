@@ -38,7 +38,7 @@ from unisono.errors import UnisonoError
 from unisono.protocols import Feature, Transport
 from unisono.randomness import seed_of
 from unisono.torch_private import all_schemas
-from unisono.tree import leaves, tree_map
+from unisono.tree import leaves, map_objects
 
 _CPU, _TPU = "CPU", "TPU"  # values of PJRT_DEVICE
 
@@ -184,7 +184,7 @@ class XlaBackend(UsualBackend):
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         self.runtime()
-        moved = tree_map(lambda leaf: self._upload_leaf(_check_fit(leaf), device), batch)
+        moved = map_objects(lambda leaf: self._upload_leaf(_check_fit(leaf), device), batch)
         return moved, None if self._sharding is None else moved
 
     def _upload_leaf(self, leaf: Any, device: torch.device) -> Any:

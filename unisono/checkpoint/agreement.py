@@ -16,7 +16,7 @@ import torch
 from unisono.checkpoint.directory import Place, check_place, find
 from unisono.checkpoint.folders import Folder
 from unisono.checkpoint.manifest import Manifest, read_manifest
-from unisono.errors import CheckpointError, CollectiveMismatchError
+from unisono.errors import CheckpointError
 from unisono.outcome import Outcome
 from unisono.world import World
 
@@ -43,16 +43,9 @@ def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None
             Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
 
 
-def check_steps(steps: Sequence[int]) -> None:
-    """Check that all ranks are at the same step.
-
-    Raises:
-        CollectiveMismatchError: they are not.
-    """
-    if len(set(steps)) > 1:
-        raise CollectiveMismatchError(
-            f"the ranks are at different steps: {steps}, by rank; save after the same step on all of them"
-        )
+def raise_together(own: BaseException | None, world: World) -> None:
+    """Raise, on all ranks, the error of the first rank that has one. A collective."""
+    raise_any(world.comm.all_gather_object(encode_error(own)), own)
 
 
 def checked_score(score: Any) -> float | None:

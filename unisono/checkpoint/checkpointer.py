@@ -137,11 +137,13 @@ class Checkpointer:
         return restored.loaded
 
     def wait(self) -> None:
-        """Wait for the save in progress, and raise its error if it failed."""
+        """Wait for the save in progress, and raise its error if it failed. All ranks must call it."""
+        self._saver.world.comm.announce("the end of a save")
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait like `wait`, and accept no further saves. Idempotent."""
+        """Wait for the save in progress, raise its error on the rank where it failed, and accept no further saves.
+        Idempotent."""
         self._is_closed = True
         self._saver.close()
 

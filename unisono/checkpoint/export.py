@@ -12,7 +12,7 @@ from uuid import uuid4
 import torch
 
 from unisono.checkpoint.contents import Contents, read_contents
-from unisono.checkpoint.files import sync_directory, write_file, write_tensors
+from unisono.checkpoint.files import sync, write_file, write_tensors
 from unisono.checkpoint.folders import Folder, Location
 from unisono.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def write_state(state: Any, out: Path, file_format: Format, name: str) -> None:
         os.replace(new, out)
     finally:
         new.unlink(missing_ok=True)
-    sync_directory(out.absolute().parent)
+    sync(out.absolute().parent)
 
 
 def _choose_object(contents: Contents, name: str | None) -> str:

@@ -3,13 +3,15 @@
 *Threads:* any; nothing is shared.
 
 Invariant: once `write_file` or `CheckedFile.close` has returned, the contents are on disk; the name is after
-`sync_directory`.
+`sync`.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +117,7 @@ def replace_file(path: Path, data: bytes) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def make_directories(path: Path) -> None:
@@ -129,15 +131,39 @@ def make_directories(path: Path) -> None:
         # Another process may have created it in the meantime.
         if not path.is_dir():
             raise
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Return when the names in the directory are on disk."""
+def sync(path: Path) -> None:
+    """Return when the content of a file, or the names in a directory, are on disk."""
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def lock_directory(path: Path) -> Iterator[None]:
+    """Hold the directory's lock, which ends with the process, however that ends. Some file systems have none (NFS).
+
+    Raises:
+        FileExistsError: another process or thread holds it.
+    """
+    import fcntl  # not on Windows
+
     directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(f"another save to {path} is in progress; give each run its own place") from None
+        except OSError:
+            pass  # without locks
+        yield
     finally:
+        with suppress(OSError):
+            fcntl.flock(directory, fcntl.LOCK_UN)  # explicitly: a forked process may hold a copy of the descriptor
         os.close(directory)
 
 

@@ -26,7 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
-from unisono.checkpoint.files import make_directories, replace_file, sync_directory
+from unisono.checkpoint.files import lock_directory, make_directories, replace_file, sync
 
 Location = Path | str
 """A folder as the user sees it: a path, or the URL of a store."""
@@ -82,6 +82,15 @@ class Folder(ABC):
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it, its manifest first; nothing if there is none."""
 
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other saves out of the folder, where it has locks; a store has none.
+
+        Raises:
+            FileExistsError: another one is in progress.
+        """
+        yield
+
     @abstractmethod
     def new_files(self, name: str) -> AbstractContextManager[Path]:
         """An empty directory for large files. Once the block has ended, they are in the folder, under that name."""
@@ -117,14 +126,25 @@ class LocalFolder(Folder):
             return
         # First, so that what a kill leaves of a checkpoint is none.
         (path / MANIFEST).unlink(missing_ok=True)
-        sync_directory(path)
+        sync(path)
         shutil.rmtree(path)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        try:
+            make_directories(self.location)
+        except OSError:
+            with suppress(OSError):
+                self.location.rmdir()  # an empty one, which could not be synced
+            raise
+        with lock_directory(self.location):
+            yield
 
     @contextmanager
     def new_files(self, name: str) -> Iterator[Path]:
         make_directories(self.location / name)
         yield self.location / name
-        sync_directory(self.location / name)
+        sync(self.location / name)
 
     def fetch(self, names: Iterable[str], into: Path) -> Path:
         return self.location

@@ -1,8 +1,9 @@
 """Functions that run before an Accelerator's state is saved or loaded: they add files to a checkpoint, and take models
 out of it.
 
-A checkpoint is whole or absent, with the files of its hooks: they are written into a temporary directory, from which
-the save moves them. Which models are taken out is rank zero's choice: scripts often act on that rank only.
+A checkpoint is whole or absent, with the files of its hooks: they are written into a directory of its folder (for a
+store, a temporary one), from which the save moves them. Which models are taken out is rank zero's choice: scripts often
+act on that rank only.
 
 *Threads:* the rank's own; `take_files` runs in the thread that writes the checkpoint.
 """
@@ -13,6 +14,7 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.agreement import agree_on
-from unisono.checkpoint.directory import COMPLETE
-from unisono.checkpoint.files import Checksum, checksum_of, sync_directory
+from unisono.checkpoint.directory import COMPLETE, Place, check_place, new_mark
+from unisono.checkpoint.files import Checksum, checksum_of, make_directories, sync
+from unisono.checkpoint.folders import LocalFolder
 from unisono.parallel.strategies.states import model_state
 from unisono.world import World
 
@@ -37,12 +40,13 @@ def add_hook(hooks: Hooks, hook: Callable[..., None]) -> RemovableHandle:
 
 
 def run_save_hooks(
-    hooks: Hooks, models: Sequence[nn.Module], modules: Sequence[nn.Module], world: World
+    hooks: Hooks, models: Sequence[nn.Module], modules: Sequence[nn.Module], place: Place, world: World
 ) -> tuple[list[nn.Module], Path]:
     """Call the hooks of a save. A collective.
 
     Args:
         models: the prepared models, which the hooks get; `modules` are those of the user.
+        place: where the checkpoint will be, and no save is in progress.
 
     Returns:
         The models that are not to be saved, and the directory with the files of the hooks.
@@ -50,7 +54,7 @@ def run_save_hooks(
     Raises:
         ValueError: a hook has changed a state, which is saved from the model.
     """
-    directory: Path = agree_on(lambda: Path(tempfile.mkdtemp(prefix="unisono-hooks-")), world)
+    directory: Path = agree_on(lambda: _new_directory(place), world)
     states = [model_state(each, world) for each in modules]
     try:
         kept = _call_save_hooks(hooks, models, states, directory)
@@ -61,16 +65,25 @@ def run_save_hooks(
     return _models_left_out(models, kept, world), directory
 
 
+def _new_directory(place: Place) -> Path:
+    check_place(place)
+    is_local = isinstance(place.folder, LocalFolder)
+    # If a kill leaves it there, the next save removes it by its name.
+    directory = Path(place.folder.location if is_local else tempfile.mkdtemp(prefix="unisono-hooks-")) / new_mark()
+    make_directories(directory)
+    return directory
+
+
 def _call_save_hooks(
     hooks: Hooks, models: Sequence[nn.Module], states: Sequence[dict[str, Any]], directory: Path
 ) -> list[bool]:
     """Call the hooks; returns which of the states they have kept."""
-    weights, before = list(states), [dict(each) for each in states]
+    weights, before = list(states), [dict(each) if each else {} for each in states]
     for hook in list(hooks.values()):
         hook(list(models), weights, str(directory))
     kept = [any(state is each for each in weights) for state in states]
     for place, (is_kept, state, was) in enumerate(zip(kept, states, before, strict=True)):
-        if is_kept and (state.keys() != was.keys() or any(state[key] is not was[key] for key in was)):
+        if is_kept and was and (state.keys() != was.keys() or any(state[key] is not was[key] for key in was)):
             raise ValueError(
                 f"a hook has changed the state of model {place}, and what is saved is the model's; remove the state "
                 "from `weights`, and write a file of your own into `output_dir`"
@@ -92,8 +105,10 @@ def _models_left_out(models: Sequence[nn.Module], kept: list[bool], world: World
 
 
 def remove_files(directory: Path) -> None:
-    """Remove the directory of files of hooks."""
+    """Remove the directory of files of hooks, and the folder that it was in, if that is empty now."""
     shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):
+        directory.parent.rmdir()
 
 
 def take_files(directory: Path, checkpoint: Path) -> dict[str, Checksum]:
@@ -110,10 +125,9 @@ def take_files(directory: Path, checkpoint: Path) -> dict[str, Checksum]:
                 f"a hook has written {each.name!r}, the name of a file of every checkpoint; rename it"
             )
         shutil.move(each, target)
-        for path in [target] if target.is_file() else sorted(target.rglob("*")):
+        for path in sorted([target, *target.rglob("*")]):
+            sync(path)
             if path.is_file():
                 found[str(path.relative_to(checkpoint))] = checksum_of(path)
-            else:
-                sync_directory(path)
     remove_files(directory)
     return found

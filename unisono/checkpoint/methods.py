@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.agreement import agree_on
 from unisono.checkpoint.export import Format, write_state
 from unisono.checkpoint.folders import Location
 from unisono.checkpoint.hooks import add_hook
+from unisono.checkpoint.objects import user_module
 from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.checkpoint.saver import Loaded
+from unisono.parallel.strategies.states import model_state, on_host
 from unisono.timeline import SAVE
 from unisono.world import World
 
@@ -34,10 +35,6 @@ class CheckpointMethods:
 
     world: World
     _states: PreparedStates
-
-    def state_dict(self, prepared: nn.Module | Optimizer) -> dict[str, Any]:
-        """As `Accelerator.state_dict`, which overrides it."""
-        raise NotImplementedError
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects along with what was prepared: an EMA, counters, anything with `state_dict()` and
@@ -64,8 +61,9 @@ class CheckpointMethods:
                 of which `total_limit` are kept.
             score: save only if it is higher than the score of the checkpoint at `output_dir`; rank zero's score counts.
                 For a loss, pass `score=-loss`.
-            is_async: return once everything is copied to main memory; a thread writes it. If that fails, the next
-                optimizer step, save or `end_training()` raises the error.
+            is_async: return once everything is copied to main memory; a thread writes it. If that fails, all ranks
+                raise the error in the same optimizer step, or in the next save or load; that step is not taken.
+                `end_training()` raises it on the rank that has met it.
 
         Returns:
             The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
@@ -111,9 +109,9 @@ class CheckpointMethods:
         """Accelerate's `register_save_state_pre_hook`: "a function to be called in `Accelerator.save_state` before
         `save_checkpoint`", with the signature `hook(models, weights, output_dir)`. Every rank calls it.
 
-        `models` are the prepared models; `weights` their states, as of `state_dict`: complete on rank zero, {} on the
-        others. A model whose state rank zero removes from `weights` is not saved. Files that a hook writes into
-        `output_dir`, a directory on its way to become the checkpoint, are part of the checkpoint.
+        `models` are the prepared models; `weights` their states, as of `Accelerator.state_dict`. A model whose state
+        rank zero removes from `weights` is not saved. Files that a hook writes into `output_dir`, a directory on its
+        way to become the checkpoint, are part of the checkpoint.
 
         Returns:
             A handle, whose `remove()` takes the hook out again.
@@ -149,7 +147,9 @@ class CheckpointMethods:
             OSError: the file cannot be written; an existing one is as it was.
             CheckpointError: safetensors is asked for, and the state has more than tensors.
         """
-        state, directory = self.state_dict(model), Path(save_directory)
+        self.world.comm.announce("save_model")
+        copy = on_host if self.world.rank == 0 else None
+        state, directory = model_state(user_module(model), self.world, copy), Path(save_directory)
         name, file_format = _FILES[safe_serialization]
 
         def write() -> None:

@@ -76,16 +76,17 @@ def kinds_of(objects: Objects) -> dict[str, list[str]]:
 def _class_of(each: Any) -> str:
     """The name of the user's class; under "zero1" torch's optimizer holds the user's as `optim`."""
     held = getattr(each, "optim", None) if isinstance(each, Optimizer) else None
-    return type(held if isinstance(held, Optimizer) else _user_module(each)).__name__
+    return type(held if isinstance(held, Optimizer) else user_module(each)).__name__
 
 
-def _user_module(each: Any) -> Any:
+def user_module(each: nn.Module) -> nn.Module:
+    """The module that was given to `prepare`."""
     return each.module if isinstance(each, PreparedModel) else each
 
 
 def modules_of(objects: Objects) -> list[nn.Module]:
     """The models among the objects."""
-    return [_user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
+    return [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
 
 
 # Saving.
@@ -106,26 +107,21 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
     Raises:
         TypeError: a state is not plain data.
     """
-    modules = modules_of(objects)
+    modules, own_copy = modules_of(objects), copy if world.rank == 0 else None
     states: dict[str, Any] = {}
     for name, each in objects.items():
         kind = kind_of(name, each)
         if kind == "model":
-            states[name] = model_state(_user_module(each), world, copy)
+            states[name] = model_state(user_module(each), world, own_copy)
         elif kind == "optimizer":
-            states[name] = optimizer_state(each, modules, world, copy)
+            states[name] = optimizer_state(each, modules, world, own_copy)
         elif kind == "state":
             states[name] = each.state_dict()  # on every rank: it may be a collective
-    # Only after the loop, in which the states are gathered by collectives.
+    # Only after the loop, in which the states are gathered by collectives, which copies those of models and optimizers.
+    copies = {name: copy if kind_of(name, objects[name]) == "state" else _as_it_is for name in states}
     if world.rank != 0:
         return {}
-    return {name: _plain_state(name, objects[name], state, copy) for name, state in states.items()}
-
-
-def _plain_state(name: str, each: Any, state: Any, copy: Copy) -> Any:
-    # Tensors of models and optimizers were copied when their states were gathered.
-    is_copied = kind_of(name, each) != "state"
-    return as_plain(state, f"{name}.state_dict()", _as_it_is if is_copied else copy)
+    return {name: as_plain(state, f"{name}.state_dict()", copies[name]) for name, state in states.items()}
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,13 +143,13 @@ def divided_states(
     for name, each in objects.items():
         kind, found = kind_of(name, each), dict[Any, Any]()
         if kind == "model":
-            found = model_parts(_user_module(each), world)
+            found = model_parts(user_module(each), world)
             states[name] = list(found)
         elif kind == "optimizer":
             found = optimizer_parts(each, world)
             states[name] = {"param_groups": as_plain(groups_of(each), f"{name}.param_groups", copy)}
         elif kind == "state":
-            states[name] = _plain_state(name, each, each.state_dict(), copy)
+            states[name] = as_plain(each.state_dict(), f"{name}.state_dict()", copy)
         tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
         parts.update((part_name(name, key), copy(value)) for key, value in tensors.items())
         others = {key: value for key, value in found.items() if key not in tensors}
@@ -203,7 +199,7 @@ def check_fit(
         if saved[name][0] != kind:
             raise CheckpointMismatchError(f"{name} is a {kind}, and in {where} it is a {saved[name][0]}")
         if kind == "model":
-            _check_model(name, _user_module(objects[name]), described[name], saved[name][1], where)
+            _check_model(name, user_module(objects[name]), described[name], saved[name][1], where)
         elif kind == "optimizer":
             if not allow_other_optimizer and saved[name][1] not in (own_class, _OF_ZERO1):
                 raise CheckpointMismatchError(
@@ -259,7 +255,7 @@ def restore(
     for name, each in objects.items():
         kind = kind_of(name, each)
         if kind == "model":
-            load_model_state(_user_module(each), states.get(name, {}), world)
+            load_model_state(user_module(each), states.get(name, {}), world)
         elif kind == "optimizer":
             load_optimizer_state(each, modules, states.get(name, {}), world)
         elif kind == "generator":

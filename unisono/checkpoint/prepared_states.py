@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from unisono.checkpoint.agreement import agree_on
 from unisono.checkpoint.checkpointer import check_count
 from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
@@ -24,6 +26,9 @@ from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
+from unisono.torch_private import STEP_WRAPPED
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = "checkpoints"
 
@@ -56,6 +61,7 @@ class PreparedStates:
         self._registered: list[Any] = []
         self.save_hooks, self.load_hooks = Hooks(), Hooks()
         self._saver = Saver(steps.world)
+        self._has_warned = False
 
     def register(self, objects: Sequence[Any]) -> None:
         """See `Accelerator.register_for_checkpointing`."""
@@ -66,6 +72,7 @@ class PreparedStates:
     def save(self, directory: str | os.PathLike[str] | None, score: float | None, is_async: bool) -> Location | None:
         """See `Accelerator.save_state`."""
         self._check_optimizers()
+        self._warn_of_schedulers()
         place = self._next_place if directory is None else Place(folder_at(directory))
         if is_async:
             self._poll_in_steps()
@@ -74,8 +81,11 @@ class PreparedStates:
         held = None if claims is None else held_gradients(self._prepared_engines())
         objects, files, saved = self._named_objects(), None, None
         if self.save_hooks:
+            self._steps.world.comm.announce("save_state")
+            self._saver.wait()  # the save in progress clears up in its folder
+            place = agree_on(place, self._steps.world) if callable(place) else place  # before there are files in it
             models, modules = self._prepared.models(), self._prepared.modules()
-            left_out, files = run_save_hooks(self.save_hooks, models, modules, self._steps.world)
+            left_out, files = run_save_hooks(self.save_hooks, models, modules, place, self._steps.world)
             objects = self._named_objects(left_out)
         facts = {"taken": taken, "claims": claims}
         try:
@@ -127,6 +137,23 @@ class PreparedStates:
                         "since it was not prepared, and a resumed run would lose its state; prepare it, or pass it to "
                         "register_for_checkpointing"
                     )
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn once of a prepared optimizer that has a scheduler, none of which is known."""
+        known = [*self._prepared.schedulers(), *self._registered]
+        followed = {id(getattr(each, "optimizer", None)) for each in known}
+        left_out = [
+            type(each.optimizer).__name__
+            for each in self._prepared.steppers()
+            if hasattr(each.optimizer.step, STEP_WRAPPED) and id(each.optimizer) not in followed
+        ]
+        if left_out and not self._has_warned and self._steps.world.rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "save_state leaves out the scheduler of the %s, which was not prepared: a resumed run would begin its "
+                "schedule again; prepare it, or pass it to register_for_checkpointing",
+                left_out[0],
+            )
 
     def _steps_taken(self) -> int:
         return max((each.taken.steps for each in self._prepared.steppers()), default=0)

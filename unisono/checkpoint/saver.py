@@ -21,16 +21,16 @@ import torch
 
 from unisono.checkpoint.agreement import (
     agree_on,
-    check_steps,
     checked_score,
     chosen_place,
     encode_error,
     new_manifest,
     raise_any,
+    raise_together,
 )
 from unisono.checkpoint.contents import HELD, Contents, read_contents
 from unisono.checkpoint.directory import Place, commit, new_mark
-from unisono.checkpoint.files import Checksum, checksum_of, sync_directory, write_tensors
+from unisono.checkpoint.files import Checksum, checksum_of, sync, write_tensors
 from unisono.checkpoint.folders import Folder, LocalFolder, Location
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
 from unisono.checkpoint.hooks import take_files
@@ -49,7 +49,8 @@ from unisono.checkpoint.objects import (
 )
 from unisono.checkpoint.plain_data import as_plain
 from unisono.checkpoint.staging import HostMemory, host_view
-from unisono.checkpoint.writer import Writer
+from unisono.checkpoint.writer import ENDED, FAILED, Writer
+from unisono.comm.operations import HOST
 from unisono.errors import NoCheckpointError
 from unisono.launch.gloo_output import suppress_greetings
 from unisono.outcome import Outcome
@@ -118,24 +119,33 @@ class Saver:
         self.world = world
         self._memory, self._writer = HostMemory(), Writer()
         self._group: ShardGroup | None = None
+        self._is_writing = False  # on some rank, perhaps; the same on all
 
     # Saves in progress.
 
     def poll(self) -> None:
-        """Raise the error of a save that has failed meanwhile; do not wait for one in progress."""
-        self._writer.poll()
+        """Raise the error of a save that has failed meanwhile, on all ranks; do not wait for one in progress. A
+        collective until the save has ended on all of them, and nothing from then on."""
+        if self._is_writing:
+            self.world.comm.announce("a step during a save")
+            state = torch.tensor(self._writer.state, dtype=torch.int32, device=HOST)
+            worst = int(self.world.comm.all_reduce(state, "max"))
+            self._is_writing = worst > ENDED
+            if worst == FAILED:
+                raise_together(self._writer.take_failure(), self.world)
 
     def wait(self) -> None:
-        """Wait for the save in progress, and raise its error if it failed."""
+        """Wait for the save in progress, and raise its error on all ranks if it failed. A collective."""
         self._writer.wait()
-        self._writer.poll()
+        self._is_writing = False
+        raise_together(self._writer.take_failure(), self.world)
 
     def close(self) -> None:
-        """Wait like `wait`, and release the host memory."""
-        try:
-            self.wait()
-        finally:
-            self._memory = HostMemory()
+        """Wait for the save in progress, and raise its error if it failed on this rank; release the host memory."""
+        self._writer.wait()
+        self._memory, self._is_writing = HostMemory(), False
+        if (failure := self._writer.take_failure()) is not None:
+            raise failure
 
     # Saving.
 
@@ -174,10 +184,9 @@ class Saver:
         # Without raising: all ranks raise a failure together, after they have exchanged it below.
         self._writer.wait()
         own, failure = self._own_part(objects, facts), self._writer.take_failure()
-        ranks = comm.all_gather_object({"step": step, "failure": encode_error(failure), "rank": own})
+        ranks = comm.all_gather_object({"failure": encode_error(failure), "rank": own})
+        self._is_writing = False
         raise_any([each["failure"] for each in ranks], failure)
-        # Also compared by the announcement, except in a process group that was created elsewhere.
-        check_steps([each["step"] for each in ranks])
         # All ranks derive the temporary path of their shards from the same mark.
         agreed: tuple[Place | None, str] = agree_on(lambda: (chosen_place(place, score), new_mark()), world)
         chosen, mark = agreed
@@ -196,10 +205,11 @@ class Saver:
         contents, parts = self._agreed_copy(outcome)
         write = partial(self._write_checkpoint, chosen, contents, parts, manifest, mark, hook_files)
         if not is_async:
-            result = Outcome.capture(write)
-            raise_any(comm.all_gather_object(encode_error(result.error)), result.error)
-        elif contents is not None or parts is not None:
-            self._writer.start(write, f"saving {chosen.folder} at step {step}")
+            raise_together(Outcome.capture(write).error, world)
+        else:
+            self._is_writing = True
+            if contents is not None or parts is not None:
+                self._writer.start(write, f"saving {chosen.folder} at step {step}")
         return chosen.folder.location
 
     def _own_part(self, objects: Objects, facts: Any) -> dict[str, Any]:
@@ -286,12 +296,13 @@ class Saver:
                 has_met = True
                 group.write(parts, directory / SHARDS)
                 files = {f"{SHARDS}/{each.name}": checksum_of(each) for each in (directory / SHARDS).iterdir()}
-                sync_directory(directory / SHARDS)
+                sync(directory / SHARDS)
             files[STATE] = write_tensors(directory / STATE, contents)
             return files if hook_files is None else {**files, **take_files(hook_files, directory)}
 
         try:
-            commit(place, write, manifest, mark)
+            with place.folder.lock():
+                commit(place, write, manifest, mark)
         except BaseException:
             if group is not None and not has_met:
                 # The other ranks are waiting in `group.write` for this one.

@@ -16,6 +16,8 @@ from unisono.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
+ENDED, WRITING, FAILED = range(3)
+
 
 class Writer:
     """Runs saves in a thread."""
@@ -41,12 +43,13 @@ class Writer:
             self._thread = None
             self._failure = self._ended.pop().error or self._failure
 
-    def poll(self) -> None:
-        """Raise the error of a save that has ended; do not wait for one in progress."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.wait()
-        if (failure := self.take_failure()) is not None:
-            raise failure
+    @property
+    def state(self) -> int:
+        """ENDED, WRITING or FAILED."""
+        if self._thread is not None and self._thread.is_alive():
+            return WRITING
+        self.wait()
+        return ENDED if self._failure is None else FAILED
 
     def take_failure(self) -> BaseException | None:
         """The error of a save that has ended, once."""

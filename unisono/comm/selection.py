@@ -122,6 +122,19 @@ def meet_for_notes(store: dist.distributed_c10d.Store, timeout: timedelta) -> Me
     return None if mapping is None else MeetingPoint(mapping, timeout)
 
 
+def begin_average(tensor: torch.Tensor, group: Any) -> torch.futures.Future[torch.Tensor] | None:
+    """Begin to average a tensor over the ranks in place; None if the group's transport can only add."""
+    is_shared = isinstance(group, shared_memory.SharedMemoryGroup)
+    if not is_shared and f"{tensor.device.type}:nccl" not in dist.get_backend_config(group).split(","):
+        return None
+    work: Any = dist.all_reduce(tensor, dist.ReduceOp.AVG, group, async_op=True)
+    if not is_shared:
+        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(tensor)
+    return done
+
+
 def innermost(comm: Communicator) -> Communicator:
     """The communicator in which the ranks meet, without the wrapper that brings their tensors there."""
     inner: Any = getattr(comm, "inner", comm)

@@ -27,6 +27,7 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 import torch
@@ -139,8 +140,9 @@ def is_about_a_peer(error: BaseException | None) -> bool:
 def refuse_while_loading() -> None:
     """Raise UnisonoError in a worker that is still importing the module of `fn`: a spawn there would recurse without
     end."""
-    # The second is multiprocessing's mark of a fresh interpreter that still imports the script.
-    if _is_loading or getattr(multiprocessing.current_process(), "_inheriting", False):
+    # A fresh interpreter of multiprocessing imports the script under this name.
+    frames = [frame for frame, _ in walk_stack(None) if frame.f_code.co_name == "<module>"]
+    if _is_loading or any(frame.f_globals.get("__name__") == "__mp_main__" for frame in frames):
         raise UnisonoError(
             "spawn was called by a module that a worker imports to find fn in it, and would be called again in each "
             'worker; put that call under `if __name__ == "__main__":`, or into a function'

@@ -17,6 +17,7 @@ from unisono.outcome import Outcome
 from unisono.randomness import Watch, all_states, mixed, seed_all
 
 _SHOWN = 8
+_WATCHED = 8  # samples of a worker's first batch
 at: Any = [0]  # the number, in its batch or stream, of the sample being read; a loader worker's parent reads it, too
 _latest: object = None  # the mark of the last call of any dataset's `set_epoch` in this process
 
@@ -52,7 +53,7 @@ class Fetcher:
         self._dataset: Any = loader.dataset
         self._collate = loader.collate_fn
         self._is_batched = loader.batch_sampler is not None
-        self._fetch_many = loader.dataset.__getitems__ if _fetches_many(loader.dataset) else None  # type: ignore[attr-defined]
+        self._fetch_many = loader.dataset.__getitems__ if fetches_many(loader.dataset) else None  # type: ignore[attr-defined]
         self._has_rows = has_rows(loader)
         self._set_epoch: Any = getattr(loader.dataset, "set_epoch", None)
         self._epoch: int | None = None
@@ -77,18 +78,24 @@ class Fetcher:
     def _make_seeded(self, request: Request) -> Any:
         """Seed the generators for each sample, which takes as long as a small sample, only if something is drawn.
 
-        The first batch shows that, sample by sample. If nothing is drawn, the next ones are made without seeds, and one
-        in which something is drawn after all is made again.
+        The first samples show that, one by one; where all are fetched at once, the first batch. If nothing is drawn,
+        the next ones are made without seeds, and a batch in which something is drawn after all is made again.
         """
+        begun: list[Any] = []
+        if self._draws is None and self._is_batched and not self._fetch_many and not self._has_rows:
+            self._tell_epoch(request.epoch)
+            begun = [self._sample(request, place, True) for place in range(min(len(request.indices), _WATCHED))]
+            self._see_draws()
+            self._draws = bool(self._draws)
         if self._draws is False:
             watch = Watch(mixed(request.seed, request.start))
             # An error may come from numbers drawn without this sample's seed, so it counts only if nothing was drawn.
-            made = Outcome.capture(self._make, request, False)
+            made = Outcome.capture(self._make, request, False, begun)
             if not watch.is_drawn_from():
                 return made.unwrap()
             self._draws = True
         is_first = self._draws is None
-        batch = self._make(request, True)
+        batch = self._make(request, True, begun)
         if is_first:
             self._see_draws()
             self._draws = bool(self._draws)
@@ -108,9 +115,8 @@ class Fetcher:
         if self._seeded is not None and all_states() != self._seeded:
             self._draws = True
 
-    def _make(self, request: Request, is_seeded: bool) -> Any:
-        if self._set_epoch:
-            self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
+    def _make(self, request: Request, is_seeded: bool, begun: Sequence[Any] = ()) -> Any:
+        self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
         if not self._is_batched:
             return self._collate(self._sample(request, 0, is_seeded))
         if self._has_rows:
@@ -125,9 +131,12 @@ class Fetcher:
                 error.add_note(f"while the samples with indices {few(request.indices)} were fetched")
                 raise
         elif is_seeded:
-            samples = [self._sample(request, place, True) for place in range(len(request.indices))]
+            samples = [
+                *begun,
+                *(self._sample(request, place, True) for place in range(len(begun), len(request.indices))),
+            ]
         else:
-            samples = self._plain_samples(request.indices)
+            samples = self._plain_samples(request.indices, begun)
         try:
             return self._collate(samples)
         except Exception as error:
@@ -137,7 +146,7 @@ class Fetcher:
     def _tell_epoch(self, epoch: int) -> None:
         """Set the dataset's epoch, unless it is set and no other fetcher over the same dataset has changed it since."""
         global _latest
-        if self._epoch != epoch or self._epoch_mark is not _latest:
+        if self._set_epoch and (self._epoch != epoch or self._epoch_mark is not _latest):
             self._set_epoch(epoch)
             self._epoch = epoch
             self._epoch_mark = _latest = object()
@@ -153,10 +162,13 @@ class Fetcher:
             error.add_note(f"in the sample with index {index!r}")
             raise
 
-    def _plain_samples(self, indices: Sequence[Any]) -> list[Any]:
-        dataset, index, samples = self._dataset, None, []
+    def _plain_samples(self, indices: Sequence[Any], begun: Sequence[Any]) -> list[Any]:
+        dataset, index, samples = self._dataset, None, [*begun]
+        rest = indices[len(begun) :] if begun else indices
         try:
-            for at[0], index in enumerate(indices):
+            if type(at) is list:  # in the parent, where nobody reads it
+                return samples + [dataset[index := each] for each in rest]
+            for at[0], index in enumerate(rest, len(begun)):
                 samples.append(dataset[index])
             return samples
         except Exception as error:
@@ -187,16 +199,16 @@ def _rows(dataset: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
     return [tensor[places] for tensor in dataset.tensors]
 
 
-def _fetches_many(dataset: Any) -> bool:
+def fetches_many(dataset: Any) -> bool:
     """Whether a dataset has its own method to fetch many samples.
 
     torch's Subset and StackDataset forward it, and fetch sample by sample if there is none, as is done here anyway.
     """
     if type(dataset) is Subset:
-        return _fetches_many(dataset.dataset)
+        return fetches_many(dataset.dataset)
     if type(dataset) is StackDataset:
         parts = dataset.datasets
-        return any(map(_fetches_many, parts.values() if isinstance(parts, dict) else parts))
+        return any(map(fetches_many, parts.values() if isinstance(parts, dict) else parts))
     return bool(getattr(dataset, "__getitems__", None))
 
 

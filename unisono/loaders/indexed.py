@@ -8,14 +8,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from types import NoneType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from unisono.errors import StateError
-from unisono.loaders.fetcher import Fetcher, Request
+from unisono.loaders.fetcher import Fetcher, Request, fetches_many
+from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds, tail_message
@@ -62,11 +64,12 @@ class IndexedSource:
     Args:
         loader: the user's loader.
         seed: for the order; None uses the seed of the loader's generator, or 0 if it has none.
+        dim: the dimension of a batch along which its rows lie.
     """
 
     is_uneven = False
 
-    def __init__(self, loader: DataLoader[Any], seed: int | None) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int | None, dim: int = 0) -> None:
         self._batch_sampler: Any = loader.batch_sampler
         self._sampler: Any = getattr(self._batch_sampler, "sampler", loader.sampler)
         generator = loader.generator
@@ -81,6 +84,9 @@ class IndexedSource:
         self._offset = 0
         self._begins = threading.Lock()
         self._fetcher = Fetcher(loader)
+        has_own = loader.collate_fn is not default_collate
+        may_differ = loader.batch_sampler is not None and (has_own or fetches_many(loader.dataset))
+        self._counter = partial(RowCounter, has_own, dim) if may_differ else None
         self._pool: WorkerPool | None = None
         if loader.num_workers:
             start = WorkerStart(loader.dataset, loader.worker_init_fn)
@@ -107,15 +113,16 @@ class IndexedSource:
             batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
             check_tail(batches.samples, batches.nominal, rule)
             jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"), left_out)
-            pieces: Iterator[list[Piece]]
+            made: Iterator[list[Made]]
             if self._pool is None:
-                pieces = ([job.piece(self._fetcher.batch(job.request)) for job in each] for each in jobs)
+                made = ([(job, self._fetcher.batch(job.request)) for job in each] for each in jobs)
             else:
                 own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
-                pieces = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
+                made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
+            rounds_of_pieces = map(self._counter(rule).count if self._counter else _as_requested, made)
             # Last: after an error, the same pass can be begun again.
             self.epoch, self._offset = epoch + 1, 0
-        return Begun(epoch, {"offset": offset}, pieces)
+        return Begun(epoch, {"offset": offset}, rounds_of_pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """Let the next pass begin at `position` in `epoch`.
@@ -156,6 +163,10 @@ class IndexedSource:
             return None
 
 
+def _as_requested(made: list[Made]) -> list[Piece]:
+    return [job.piece(batch) for job, batch in made]
+
+
 def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
     """Raise ValueError for a tail that the rule forbids before anything is loaded, if the sample count is known."""
     if rule.tail == "error" and samples is not None and nominal is not None:
@@ -164,18 +175,7 @@ def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
             raise ValueError(tail_message(samples, tail, rule, nominal))
 
 
-class _Job(NamedTuple):
-    """One piece to load."""
-
-    request: Request
-    claim: Claim
-    position: State
-
-    def piece(self, batch: Any) -> Piece:
-        return Piece(batch, self.claim, self.position)
-
-
-def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_out: LeftOut) -> Iterator[list[_Job]]:
+def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_out: LeftOut) -> Iterator[list[Job]]:
     """The pieces to load in a pass, round by round, for the places that the rule keeps."""
 
     def leave_out(samples: list[int]) -> None:
@@ -184,16 +184,17 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
     dealt_rounds = rounds(batches, rule, _num_indices, batches.nominal, start, leave_out)
     for dealt in dealt_rounds:
         position = {"offset": dealt.stop * rule.shards}
-        ends = [(batch[0], batch[-1]) for batch in dealt.batches if batch]
+        mark = 0
         # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
-        mark = mark_of(epoch, dealt.start, ends) if rule.shards == 1 and rule.count > len(rule.kept) else 0
+        if rule.shards == 1 and rule.count > len(rule.kept):
+            mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in dealt.batches if batch])
         jobs = []
         for place in rule.kept:
             part = dealt.parts[place]
             # With shards, no rank knows the size of the whole round.
             total = part.total if rule.shards == 1 else None
             claim = Claim(part.samples, total, mark, part.repeated, len(dealt.batches))
-            jobs.append(_Job(_request(dealt, part, rule, epoch, seed), claim, position))
+            jobs.append(Job(_request(dealt, part, rule, epoch, seed), claim, position))
         yield jobs
     if batches.left_out:
         leave_out([part.samples for part in deal([Size(batches.left_out)], rule.count)])
@@ -210,9 +211,9 @@ def _request(dealt: Round[list[Any]], part: Part, rule: Rule, epoch: int, seed: 
     return Request(indices, start * rule.shards + rule.shard, own, epoch, seed, rule.shards)
 
 
-def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: int, seed: int) -> Iterator[list[Piece]]:
-    """The pieces of one pass, `width` of them in each round, made by the loader workers."""
-    asked: deque[_Job] = deque()
+def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int) -> Iterator[list[Made]]:
+    """The batches of one pass, `width` of them in each round, made by the loader workers."""
+    asked: deque[Job] = deque()
     failed: list[Exception] = []
 
     def requests() -> Iterator[Request]:
@@ -224,11 +225,11 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: i
         except Exception as error:  # raised here, it would replace a batch requested earlier
             failed.append(error)
 
-    def pieces(batches: Iterator[Any]) -> Iterator[list[Piece]]:
+    def grouped(batches: Iterator[Any]) -> Iterator[list[Made]]:
         group = []
         for batch in batches:
             # Batches arrive in the order of their requests, which are drawn ahead.
-            group.append(asked.popleft().piece(batch))
+            group.append((asked.popleft(), batch))
             if len(group) == width:
                 yield group
                 group = []
@@ -240,7 +241,7 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[_Job]], width: i
         # The place may be left from the worker's previous batch, which may have been larger.
         return f"the sample with index {indices[min(place, len(indices) - 1)]!r}"
 
-    return pieces(pool.serve(seed, requests(), describe=describe))
+    return grouped(pool.serve(seed, requests(), describe=describe))
 
 
 def _num_indices(indices: list[Any], _: bool) -> Size:

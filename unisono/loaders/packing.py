@@ -17,13 +17,13 @@ import torch
 from unisono.errors import UnpicklableError
 from unisono.loaders.shm import share
 from unisono.outcome import Outcome
-from unisono.tree import leaves
+from unisono.tree import objects
 
 _MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
 # A view as another type must begin at a whole element; 64 is also torch's own alignment on the CPU.
 _ALIGNED = 64  # bytes
 
-_SENDABLE = (int, float, str, bytes, bool, type(None))
+_SENDABLE = frozenset((int, float, str, bytes, bool, type(None)))
 
 
 def can_surely_be_sent(value: Any) -> bool:
@@ -32,7 +32,7 @@ def can_surely_be_sent(value: Any) -> bool:
     if kind is torch.Tensor:
         return value.layout is torch.strided and not value.requires_grad
     if kind in (list, tuple):
-        return all(map(can_surely_be_sent, value))
+        return _SENDABLE.issuperset(map(type, value)) or all(map(can_surely_be_sent, value))
     if kind is dict:
         return all(type(key) in _SENDABLE for key in value) and all(map(can_surely_be_sent, value.values()))
     return kind in _SENDABLE
@@ -100,7 +100,7 @@ def _apart(batch: Any, whole: torch.Tensor) -> Any:
 def has_many(batch: Any) -> bool:
     """Whether the batch has so many tensors that it should be merged, if `can_surely_be_sent`; and they stay what they
     are: of their strides, devices and quantisation nothing is sent."""
-    found = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    found = [leaf for leaf in objects(batch) if isinstance(leaf, torch.Tensor)]
     return len(found) > _MANY and all(each.is_cpu and each.is_contiguous() and not each.is_quantized for each in found)
 
 

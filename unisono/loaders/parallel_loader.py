@@ -26,6 +26,7 @@ import torch
 
 from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends import resolve_device, resolve_devices
+from unisono.backends.switches import is_as_in_a_new_thread
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_sharded
@@ -85,8 +86,9 @@ class ParallelLoader:
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
             A batch of unknown size is a ValueError.
         prefetch: loaded batches (8) that may wait, per device, and half as many (at least one) that are moved already.
-            0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as from a bare
-            DataLoader.
+            A loop over one device, without loader workers, reads for itself while a batch costs less than a change of
+            thread. 0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as from a
+            bare DataLoader.
         prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
             alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
             their `prefetch_factor`. With several devices, more may wait for one while none waits for another, unless
@@ -224,11 +226,14 @@ class ParallelLoader:
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, self._progress())
         # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
-        if self._prefetch:
-            self._pipeline.start(begun.pieces)
-            self._receivers = [self._receiver(lane, self._begun) for lane in self._pipeline.lanes]
+        pipeline, lane = self._pipeline, self._pipeline.lanes[0]
+        may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
+        may_stay = may_stay and not getattr(self._loader, "num_workers", 0) and is_as_in_a_new_thread()
+        if self._prefetch and not may_stay:
+            pipeline.start(begun.pieces)
+            self._receivers = [self._receiver(lane, self._begun) for lane in pipeline.lanes]
         else:
-            self._receivers = [Unthreaded(self._pipeline.lanes[0], begun.pieces).receive]
+            self._receivers = [Unthreaded(lane, begun.pieces, pipeline.start if self._prefetch else None).receive]
 
     def __iter__(self) -> Any:
         raise TypeError(

@@ -43,6 +43,7 @@ from unisono.protocols import Backend
 from unisono.timeline import MOVE, Timeline, Waits
 from unisono.tree import nbytes
 
+READING = "in round {} of the loader"  # a note to an error
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
 
 _started: WeakSet[Pipeline] = WeakSet()
@@ -285,8 +286,8 @@ def _end_all() -> None:
 
 def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     """Body of the reader: distribute each round to the lanes, then close them with the end or the source's error."""
-    round_number = 0
     lanes = pipeline.lanes
+    round_number = lanes[0].sent  # the loop itself may have read some
     pieces: list[Piece] | None
     try:
         if len(lanes) == 1:  # tensors that the dataset itself moves by `.cuda()` go to the loop's device
@@ -305,7 +306,7 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
         end: Outcome[None] = Outcome()
     except BaseException as error:
         end = Outcome.failure(error)
-        error.add_note(f"in the loader's reader, round {round_number}")
+        error.add_note(READING.format(round_number))
     pieces = None
     for lane in lanes:
         lane.close(end)

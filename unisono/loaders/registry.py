@@ -57,7 +57,7 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
         return StreamSource(loader, world.rank, world.world_size, dim, seed)
     if not is_indexed(loader):
         return PlainSource(loader, dim, seed)
-    indexed = IndexedSource(loader, seed)
+    indexed = IndexedSource(loader, seed, dim)
     return ItemSource(indexed, dim) if loader.batch_sampler is None else indexed
 
 

@@ -126,7 +126,8 @@ class Claim(NamedTuple):
     `mark` is the same on all ranks that are in the same round, and almost certainly different otherwise. `repeated`
     samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
     the round. If `is_sized` is False, the samples are batches, each of which counts as one: some batch of the round
-    does not say how many samples it holds.
+    does not say how many samples it holds. If `is_summed`, the total is unknown only until a pass claims the batch: it
+    is then summed over the ranks.
     """
 
     samples: int
@@ -135,6 +136,7 @@ class Claim(NamedTuple):
     repeated: int = 0
     dealt: int = 1
     is_sized: bool = True
+    is_summed: bool = False
 
     @property
     def valid_samples(self) -> int | None:
@@ -174,6 +176,8 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     possible, and the earlier ones take the larger parts; no part is larger than its batch. Parts of batches that can be
     cut are padded to `fill_to` samples. If one batch is of unknown size, all are taken whole, and count as one each.
     """
+    if count == 1 and not sizes[0].unsized and not fill_to:  # most loops: spares the rest
+        return [Part(0, 0, sizes[0].samples, sizes[0].samples, sizes[0].samples)]
     if any(size.unsized for size in sizes):
         return [_part_of_unknown_size(sizes, rank, count) for rank in range(count)]
     total = sum(size.samples for size in sizes)
@@ -226,7 +230,7 @@ class Round(NamedTuple, Generic[B]):
     @property
     def stop(self) -> int:
         """The number of the epoch's samples up to its end."""
-        return self.start + sum(size.samples for size in self.sizes)
+        return self.start + sum([size.samples for size in self.sizes])
 
 
 def rounds(
@@ -258,14 +262,14 @@ def rounds(
     while group := list(islice(source, rule.batches)):
         is_whole = len(group) == rule.count and rule.tail != "pad"
         sizes = [size_of(batch, not is_whole) for batch in group]
-        largest = largest if nominal else max(largest, *(size.samples for size in sizes))
+        if not nominal:
+            largest = max(largest, *(size.samples for size in sizes))
         is_tail = len(group) < rule.batches or (nominal is not None and min(sizes).samples < nominal)
         if reference is None:
             reference = sizes[0].samples
         if rule.fixed_batch_size:
             check_sizes_known(sizes)
-        has_other = len(group) < rule.batches or any(size.samples != reference for size in sizes)
-        if rule.fixed_batch_size and has_other:
+        if rule.fixed_batch_size and (len(group) < rule.batches or any(size.samples != reference for size in sizes)):
             logger.warning(
                 "fixed_batch_size=True ends the epoch at sample %d: the next round has batches of %s samples, and not "
                 "%d of size %d; these samples and what follows are left out",

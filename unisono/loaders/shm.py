@@ -21,7 +21,7 @@ except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
 from unisono.outcome import add_note_once, chain_of
-from unisono.tree import leaves
+from unisono.tree import objects
 
 SHM = Path("/dev/shm")
 
@@ -67,7 +67,7 @@ class Room:
         if self._has_checked:
             return
         self._has_checked = True
-        tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and has_storage(leaf)]
+        tensors = [leaf for leaf in objects(batch) if isinstance(leaf, torch.Tensor) and has_storage(leaf)]
         nbytes = sum(leaf.nbytes for leaf in tensors if leaf.is_shared())
         needed = self._in_flight * nbytes
         limit = math.inf if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -90,7 +90,7 @@ def share(batch: Any) -> None:
 
     torch's own sending thread would print the error and drop the batch, and the receiver would wait forever.
     """
-    for leaf in leaves(batch):
+    for leaf in objects(batch):
         if isinstance(leaf, torch.Tensor) and leaf.is_cpu and has_storage(leaf) and leaf.untyped_storage().nbytes():
             leaf.share_memory_()
 

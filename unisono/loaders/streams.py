@@ -26,6 +26,7 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from unisono.loaders.made_rows import num_rows
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, makes_batches_alike, rounds_of_loaded
@@ -88,7 +89,9 @@ class StreamSource:
             made = self._make_batches(loader, reader, epoch)
             self.epoch, self._position = epoch + 1, {"offset": 0}
         places = len(rule.kept)
-        reading = _Reading(made, taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven)
+        reading = _Reading(
+            made, taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven, self._dim
+        )
         # The ranks' rounds are made in lockstep; only a short batch of this one is refused here.
         own = Rule(tail="error" if rule.tail == "error" else "split") if self.is_uneven else rule
         full = size if rule.tail == "pad" else None
@@ -181,8 +184,11 @@ class StreamSource:
 class _Reading:
     """The batches of a pass as they are read, and the position after them."""
 
-    def __init__(self, made: Iterator[Made], start: Taken, leave_out: Callable[[int], None], is_uneven: bool) -> None:
-        self._made, self._taken, self._leave_out, self._is_uneven = made, start, leave_out, is_uneven
+    def __init__(
+        self, made: Iterator[Made], start: Taken, leave_out: Callable[[int], None], is_uneven: bool, dim: int
+    ) -> None:
+        self._made, self._taken, self._leave_out = made, start, leave_out
+        self._is_uneven, self._dim = is_uneven, dim
         self._same = SameStream(start.here)
         self._read: Read | None = None  # of the last batch
 
@@ -196,7 +202,7 @@ class _Reading:
         if not self._is_uneven:  # otherwise these are matters of all ranks
             self._same.compare(made.read)
             self._taken = self._taken.after([made.read])
-        return made.batch, made.samples
+        return made.batch, None if made.samples is None else num_rows(made.batch, made.samples, self._dim)
 
     def position(self, offset: int, *_: int) -> Any:
         return self._read if self._is_uneven else self._taken.to_state(offset)

@@ -37,7 +37,7 @@ from unisono.torch_private import (
     loader_worker,
     remove_worker_pids,
 )
-from unisono.tree import tree_map
+from unisono.tree import map_objects
 
 _BUSY_S = 10.0  # the longest wait for another thread to finish with the persistent workers
 _LOOK_S = 0.25  # between two checks on the workers, while no batch arrives
@@ -267,7 +267,7 @@ class Served:
             value = self._receive()
             batch = value.unwrap() if isinstance(value, Outcome) else value
             self._room.check(batch)
-            return tree_map(_in_plain_memory, batch) if self._room.is_tight else batch
+            return map_objects(_in_plain_memory, batch) if self._room.is_tight else batch
         except StopIteration:
             self._values = iter(())  # those of persistent workers continue in the next pass
             raise

@@ -451,7 +451,7 @@ class Passes:
             self.went_past = self.went_past or not self._is_called
             is_named = self._given is not None
             weight, named = self._given or (None, None)
-            if run.origin is not None:
+            if named is not None and run.origin is not None:
                 self._check_named(engine, run.origin)
             origin = named or run.origin or self._bypassing(engine)
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch

@@ -45,7 +45,7 @@ _counted = lru_cache(Claim)  # a loop's batches have few sizes
 
 
 def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: World, is_sum: bool = False) -> Claim:
-    """What a pass claims. A small collective where the weight is given.
+    """What a pass claims. A small collective where the weight is given, or the samples are to be summed.
 
     Args:
         batch: that it is computed from; None for data of no loader, or of a loader that does not know the round: each
@@ -72,6 +72,9 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         sums = world.comm.all_reduce(torch.tensor([own, given], dtype=torch.float64, device=HOST))
         total, whole = sums.tolist()
         return Claim(own, total, True, None if total == whole else (given, whole))
+    if batch is not None and batch.is_summed:
+        batch.total = int(world.comm.all_reduce(torch.tensor(batch.samples, device=HOST)))
+        batch.is_summed = False
     if batch is None or batch.total is None:
         return Claim(1, size)
     return _counted(batch.samples, batch.total)
@@ -110,10 +113,14 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
         return
     # The ranks must take the same one, also where sums weigh all alike.
     is_sum = is_sum and None not in batches
-    claims = [claim_of(each, None, world, is_sum) for each in batches]
-    found = {each.part(world.comm.size) for each in claims}
-    loaded = {claim.total for claim, each in zip(claims, batches, strict=True) if each is not None}
-    if len(found) > 1 or (is_mean and len(loaded) > 1):
+    if not is_sum and any(each is not None and each.is_summed for each in batches):
+        # Nothing is summed here, where ranks may differ: if N differs, then n does on some rank, which raises.
+        differ = len({None if each is None else each.samples for each in batches}) > 1
+    else:
+        claims = [claim_of(each, None, world, is_sum) for each in batches]
+        loaded = {claim.total for claim, each in zip(claims, batches, strict=True) if each is not None}
+        differ = len({each.part(world.comm.size) for each in claims}) > 1 or (is_mean and len(loaded) > 1)
+    if differ:
         shown = " or ".join(dict.fromkeys(map(_describe, batches)))
         raise ValueError(
             f"the loss may be the mean over {shown}: its inputs were computed from a batch, or come from no loader, "
@@ -124,7 +131,9 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
 
 
 def _describe(batch: Batch | None) -> str:
-    return "data of no loader" if batch is None else f"{batch.samples} of the {batch.total} samples of all ranks"
+    if batch is None:
+        return "data of no loader"
+    return f"{batch.samples} of the {'' if batch.total is None else f'{batch.total} '}samples of all ranks"
 
 
 class Crossings:
@@ -171,5 +180,5 @@ def rows_of(values: Sequence[torch.Tensor]) -> int | None:
     """The number of rows of a pass's inputs: of the first tensor that has any."""
     for each in values:
         if each.ndim:
-            return int(each.shape[0])
+            return int(each.size(0))  # a nested tensor may have no shape
     return None

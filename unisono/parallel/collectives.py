@@ -100,19 +100,19 @@ def all_gather_samples(batch: Any, valid_samples: int, dim: int = 0, world: Worl
     for leaf in leaves(batch):
         refuse_gradient(leaf, "all_gather_samples")
     with world.timeline.loop().span(REDUCE):
+        announce_structure(f"all_gather_samples along {dim}", batch, world)
         return gather_samples(batch, valid_samples, dim, world.comm.all_gather, world)
 
 
 def gather_samples(
     batch: Any, valid_samples: int, dim: int, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]], world: World
 ) -> Any:
-    """The samples of all ranks, gathered as tensors padded to the largest number of samples.
+    """The samples of all ranks, gathered as tensors padded to the largest number of samples. The caller has announced
+    the structure of the batch: in lock-step, ranks with other ones would gather unrelated leaves together.
 
     Args:
         gather: gathers the tensors of all ranks, which have one shape.
     """
-    # In lock-step, ranks with other structures would gather unrelated leaves together.
-    announce_structure(f"all_gather_samples along {dim}", batch, world)
     counts = world.comm.all_gather(torch.tensor([valid_samples], device=HOST))
     numbers = [int(count) for count in counts]
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, THREADS_2, THREADS_3, Mode
+from modes import PROCESSES_2, THREADS_2, THREADS_3, Mode, by_value
 from torch import nn
 from twin import Case, loader_of, mean_loss, model, sgd
 
-from unisono import Accelerator, all_gather, barrier, rank
+from unisono import Accelerator, all_gather, barrier, rank, spawn
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
+from unisono.strategies import FSDP
 
 pytestmark = pytest.mark.every_mode
 
@@ -168,6 +171,89 @@ def test_who_catches_what_the_others_departure_raises_reads_our_words(strategy: 
     told, _ = PROCESSES_2.run(body)
     assert "rank 1 has left this world after it" in told
     assert "gloo" not in told
+
+
+CALLS: dict[str, Callable[[Training, Path], Any]] = {
+    "gather_for_metrics of ": lambda training, path: training.accelerator.gather_for_metrics(torch.ones(2)),
+    "save_state": lambda training, path: training.accelerator.save_state(path),
+    "save_model": lambda training, path: training.accelerator.save_model(training.network, path),
+    "load_state": lambda training, path: training.accelerator.load_state(path),
+}
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "with hooks"])
+def test_what_a_rank_calls_alone_is_named_as_it_was_called(mode: Mode, hooks: bool, tmp_path: Path) -> None:
+    for name in [each for each in CALLS if not hooks or each == "save_state"]:
+
+        def body(name: str = name) -> None:
+            training = Training("ddp", 1)
+            if hooks:
+                training.accelerator.register_save_state_pre_hook(lambda *_: None)
+            for batch in training.loader:
+                training.learn(batch)
+                training.optimizer.step()
+                if rank() == 0:
+                    CALLS[name](training, tmp_path / "one")
+
+        with pytest.raises(CollectiveMismatchError) as caught:
+            mode.run(body)
+        assert re.search(f"rank 0 (came to|called .* for) {name}.* while rank 1 .* the gradients of", str(caught.value))
+
+
+class Speaker(nn.Module):
+    """A model of two units, with a method that calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+    def speak(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+ALONE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "the model": (lambda model, x: model(x), "a forward pass of the Speaker"),
+    "its method": (lambda model, x: model.speak(x), "a forward pass of the Speaker"),
+    "a marked method": (
+        lambda model, x: (model.mark_forward_method("speak"), model.speak(x)),
+        "speak() of the Speaker",
+    ),
+    "the module": (lambda model, x: model.module(x), "a forward pass of the Speaker"),
+    "a unit": (lambda model, x: model.first(x), "a forward pass of the Linear"),
+}
+
+
+@pytest.mark.parametrize("process_group", ["gloo", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("call", ALONE)
+def test_a_rank_that_evaluates_alone_under_fsdp_is_named_at_the_first_time(
+    call: str, process_group: str | None, tmp_path: Path
+) -> None:
+    evaluate, what = ALONE[call]
+
+    def body(index: int) -> None:
+        accelerator = Accelerator(strategy=FSDP(units=(nn.Linear,)))
+        network = Speaker()
+        model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
+        x = torch.ones(2, 3)
+        for epoch in range(3):
+            (tmp_path / f"{index}-{epoch}").touch()
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.is_main_process:
+                with torch.no_grad():
+                    evaluate(model, x)
+
+    with by_value(body), pytest.raises(CollectiveMismatchError) as caught:
+        spawn(body, nprocs=2, cores=1, process_group=process_group)  # type: ignore[arg-type]
+    why = r"without gradients \(strategy='fsdp' gathers its parameters from all ranks\)"
+    # With its place, if rank 0 has arrived at what it waits for.
+    assert re.search(f"rank 0 came to {re.escape(what)} {why}( by .*)? while rank 1", str(caught.value))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["0-0", "1-0", "1-1"]
 
 
 def test_what_ranks_do_in_step_is_no_mismatch_however_they_do_it() -> None:

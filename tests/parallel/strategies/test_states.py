@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from twin import CLOSE, Plain, seeded
 
-from unisono import Accelerator, current_world
+from unisono import Accelerator, all_gather_object, current_world
+from unisono.errors import CheckpointError
 from unisono.strategies import FSDP
 
 PROCESSES_4 = Mode("processes", 4)
@@ -111,7 +114,11 @@ def saved_under_each_strategy(mode: Mode) -> dict[tuple[str, str], Saved]:
         return {pair: run(*pair).train(BEFORE).save() for pair in pairs if pair not in IMPOSSIBLE}
 
     first, *others = mode.run(body)
-    assert all(state == {} for rank in others for saved in rank.values() for state in saved)
+    for rank in others:
+        for (strategy, name), saved in rank.items():
+            whole = {"ddp": 2, "zero1": 1, "fsdp": 0}[strategy]  # of the two states, those that each rank has
+            torch.testing.assert_close(saved[:whole], first[strategy, name][:whole], rtol=0, atol=0)
+            assert all(state == {} for state in saved[whole:])
     file = io.BytesIO()
     torch.save(first, file)
     file.seek(0)
@@ -156,14 +163,68 @@ def test_a_state_shares_no_memory_with_what_it_was_saved_from_or_loaded_into(mod
         for strategy in strategies:
             trained = run(strategy, "adam").train(BEFORE)
             saved = trained.save()
-            before = copy.deepcopy(saved)
+            here = [each for each in saved if each]
+            before = copy.deepcopy(here)
             trained.train(1)
-            torch.testing.assert_close(saved, before, rtol=0, atol=0)
+            torch.testing.assert_close(here, before, rtol=0, atol=0)
             trained.load(saved).train(1)
-            torch.testing.assert_close(saved, before, rtol=0, atol=0)
+            torch.testing.assert_close(here, before, rtol=0, atol=0)
         return True
 
     assert all(mode.run(body))
+
+
+@pytest.mark.parametrize(
+    ("mode", "strategies"), [(THREADS_2, ["ddp"]), (PROCESSES_2, list(STRATEGIES))], ids=["threads", "processes"]
+)
+def test_a_file_that_every_rank_saves_is_whole_or_an_error(mode: Mode, strategies: list[str], tmp_path: Path) -> None:
+    def body() -> list[list[str]]:
+        rank, refused = current_world().rank, []
+        for strategy in strategies:
+            trained = run(strategy, "adam").train(1)
+            refused.append([])
+            for kind, state in zip(("model", "optimizer"), trained.save(), strict=True):
+                path = tmp_path / f"{strategy}-{kind}-{rank}.pt"
+                try:
+                    torch.save({"epoch": 1, "state": state}, path)
+                except CheckpointError as error:
+                    refused[-1].append(str(error))
+                    path.unlink()
+        return refused
+
+    _, second = mode.run(body)
+    assert [len(each) for each in second] == [{"ddp": 0, "zero1": 1, "fsdp": 2}[each] for each in strategies]
+    for each in (text for texts in second for text in texts):
+        assert "this rank does not have the state of the" in each
+        assert "if accelerator.is_main_process: torch.save(...)" in each
+    for own in tmp_path.glob("*-1.pt"):
+        first = torch.load(own.with_name(own.name.replace("-1", "-0")))
+        torch.testing.assert_close(torch.load(own), first, rtol=0, atol=0)
+
+
+def test_what_stands_for_a_state_elsewhere_is_empty_passes_between_ranks_and_cannot_be_read() -> None:
+    def body() -> State:
+        trained = run("fsdp", "sgd").train(1)
+        state = trained.accelerator.state_dict(trained.model)
+        trained.accelerator.load_state_dict(trained.model, copy.deepcopy(state.copy()))
+        return all_gather_object(state)[1]
+
+    for state in PROCESSES_2.run(body):
+        assert not state
+        assert len(state) == 0
+        assert repr(state) == "<the state of the model, on rank zero>"
+        for read in (
+            pickle.dumps,
+            list,
+            dict,
+            lambda state: state["head.weight"],
+            lambda state: {**state},
+            lambda state: {name: each.half() for name, each in state.items()},
+            lambda state: Network().load_state_dict(state),
+            lambda state: "head.weight" in state,
+        ):
+            with pytest.raises(CheckpointError, match="whole on rank zero only"):
+                read(state)
 
 
 def test_tied_parameters_stay_one_tensor() -> None:
@@ -176,7 +237,7 @@ def test_states_that_do_not_fit_are_told_on_every_rank() -> None:
         told = []
         for strategy in STRATEGIES:
             trained = run(strategy, "adam").train(BEFORE)
-            model, optimizer = trained.save()
+            model, optimizer = (state or {} for state in trained.save())
             lacking = {name: value for name, value in model.items() if name != "module.0.weight"}
             other = {**model, "module.0.weight": torch.zeros(4, 4), "more": torch.zeros(1)}
             short = {**optimizer, "param_groups": optimizer.get("param_groups", [])[:1]}

@@ -51,6 +51,7 @@ from unisono.parallel.prepared.checks import AUTOCAST
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.schedule_units import Unit
+from unisono.parallel.strategies.elsewhere import EmptyElsewhere
 from unisono.strategies import DDP, FSDP
 from unisono.tree import leaves
 
@@ -259,10 +260,11 @@ class Accelerator(Native):
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
-        """The model's state on this rank. With FSDP every rank must call it; it is complete on rank zero, {} on the
-        others."""
-        is_sharded = self.distributed_type == DistributedType.FSDP
-        return self.state_dict(model) if is_sharded else self.unwrap_model(model).state_dict()
+        """The model's state on this rank. With FSDP every rank must call it; it is complete on rank zero, and what the
+        others get is empty and cannot be pickled."""
+        if self.distributed_type != DistributedType.FSDP:
+            return self.unwrap_model(model).state_dict()
+        return self.state_dict(model) or EmptyElsewhere("model")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)

@@ -5,7 +5,8 @@ torchmetrics supports only torch.distributed: ranks that are threads would each 
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 
 from unisono.parallel.collectives import all_gather_object
 from unisono.parallel.strategies.sharded import loaded_class
+from unisono.storages import StorageMap
+from unisono.tree import tensors
 from unisono.world import World
 
 
@@ -28,6 +31,34 @@ def synchronize_metric(metric: nn.Module, world: World) -> None:
         if isinstance(each, loaded_class("torchmetrics", "Metric")):
             each.dist_sync_fn = partial(_gather_state, world)
             each.distributed_available_fn = partial(_has_peers, world)
+            each.update = wraps(each.update)(partial(_update, each, each.update, world))
+
+
+def _update(metric: Any, update: Callable[..., Any], world: World, *args: Any, **kwargs: Any) -> Any:
+    """Update a metric with this rank's rows.
+
+    Raises:
+        ValueError: they are rows of all ranks.
+    """
+    gathered = world.state.part(_Gathered)
+    if getattr(metric, "sync_on_compute", True) and any(map(gathered.find, tensors((args, kwargs)))):
+        raise ValueError(
+            f"the {type(metric).__name__} is updated with what gather_for_metrics has returned, and gathers over the "
+            f"ranks itself: each sample would count {world.world_size} times; update it with the rank's own (count = "
+            "loader.valid_samples; metric.update(scores[:count], labels[:count])), or pass it sync_on_compute=False"
+        )
+    return update(*args, **kwargs)
+
+
+class _Gathered(StorageMap[bool]):
+    """The memory of rows of all ranks."""
+
+
+def note_gathered(values: Any, world: World) -> None:
+    """Note that these rows are those of all ranks."""
+    if world.world_size > 1:
+        for each in tensors(values):
+            world.state.part(_Gathered).note(each, True)
 
 
 def _has_peers(world: World) -> bool:

@@ -17,13 +17,28 @@ import torch
 from unisono.comm.operations import HOST
 from unisono.deliveries import REMEMBERED, Batch, Loop
 from unisono.errors import CollectiveMismatchError
+from unisono.parallel.collectives import check_samples, gather_samples
+from unisono.parallel.prepared.metric_sync import note_gathered
+from unisono.parallel.structures import announce_structure
 from unisono.rows import Rows
+from unisono.timeline import REDUCE
 from unisono.tree import leaves, tree_map
 from unisono.world import World
 
 
 class NoSuchBatchError(ValueError):
     """The rows match no batch. Raised on all ranks."""
+
+
+def gather_rows(values: Any, valid_samples: int | None, world: World) -> Any:
+    """As `Accelerator.gather_for_metrics`."""
+    check_samples(values, _num_rows(values) if valid_samples is None else valid_samples, 0)
+    announce_structure("gather_for_metrics", values, world)
+    kept, count = valid_rows(values, valid_samples, world)
+    with torch.no_grad(), world.timeline.loop().span(REDUCE):
+        gathered = gather_samples(kept, count, 0, world.comm.all_gather, world)
+    note_gathered(gathered, world)
+    return gathered
 
 
 def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[Any, int]:

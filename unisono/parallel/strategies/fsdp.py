@@ -36,6 +36,7 @@ from unisono.torch_private import (
     FSDP_STATE,
     PARAMETERS,
     current_graph_task_id,
+    disable_dynamo,
     is_view,
     queue_callback,
 )
@@ -95,7 +96,11 @@ class FSDPEngine(Engine):
                 each.register_hook(weak_method(self._arrive_at_part))
         self._flags = self._were_trained = [each.requires_grad for each in self._parts]
         self._backward_pass = -1  # the last one that was announced
+        self._is_running = False  # in a forward pass of the prepared model
         self._is_reducing = False  # during a reducing backward pass, and after one that failed
+        unit: Any
+        for unit in self._units:
+            unit.register_forward_pre_hook(weak_method(self._announce_unit), prepend=True)
         sharded.register_forward_hook(weak_method(self._watch), prepend=True)
         from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -109,17 +114,20 @@ class FSDPEngine(Engine):
         if not torch.is_grad_enabled():  # else `refresh` has done so
             self._take_flags()
         self._refuse_replaced()
-        self._world.comm.announce(f"a forward pass of the {self.name}")  # gathers parameters
+        self._announce_forward(self._sharded, method)
         entries = _with_gradients((*args, kwargs) if kwargs else args) if torch.is_grad_enabled() else []
         for each in entries:
             if each not in self._entries:  # a trained prompt, for example, is an input repeatedly
                 self._entries[each] = each.register_hook(weak_method(self._leave))
+        outer, self._is_running = self._is_running, True
         try:
             result = call(*args, **kwargs)
         except BaseException as error:
             self._abandon_forward()
             raise_translated(error, self._world.comm)
             raise
+        finally:
+            self._is_running = outer
         if not torch.is_grad_enabled():
             self._reshard()  # FSDP2 keeps parameters gathered for the backward pass, which does not come
             return result
@@ -127,6 +135,20 @@ class FSDPEngine(Engine):
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(weak_method(self._refuse_graph))
         return result
+
+    def _announce_forward(self, module: nn.Module, method: str | None = None) -> None:
+        """Compare what ranks do before they gather parameters: so none that evaluates alone meets one that trains."""
+        name = self.name if module is self._sharded else type(module).__name__.removeprefix("FSDP")
+        text = f"{f'{method}()' if method else 'a forward pass'} of the {name}"
+        if not torch.is_grad_enabled():
+            text += " without gradients (strategy='fsdp' gathers its parameters from all ranks)"
+        self._world.comm.announce(text)
+
+    @disable_dynamo
+    def _announce_unit(self, unit: nn.Module, _: Any) -> None:
+        """Announce a unit that runs outside of a pass of the prepared model, or of a recomputation in backward."""
+        if not self._is_running and current_graph_task_id() == -1:
+            self._announce_forward(unit)
 
     def _run_gathered(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._watch(self._sharded, args, method(*args, **kwargs))

@@ -28,6 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.comm.selection import begin_average
 from unisono.parallel.gradients import scale_in_place
 from unisono.torch_private import GradBucket
 
@@ -83,9 +84,11 @@ def attach_hook(
             scale_in_place(gradients, factor)
         for watch in watchers:
             watch(gradients)
-        # Half precision and low ranks support only dense gradients; a sparse one is sent uncompressed.
         is_dense = gradients.layout is torch.strided
-        sent = hook(state, bucket) if is_dense else allreduce_hook(group, bucket)
+        sent = begin_average(gradients, group) if is_dense and name is None else None
+        if sent is None:
+            # Half precision and low ranks support only dense gradients; a sparse one is sent uncompressed.
+            sent = hook(state, bucket) if is_dense else allreduce_hook(group, bucket)
         # Sent, not reduced: DDP waits for the results when the backward pass ends.
         if finish is not None and bucket.is_last():
             finish()

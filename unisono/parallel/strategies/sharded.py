@@ -198,26 +198,19 @@ def drop_whole_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 def whole_parameters(model: nn.Module) -> list[WholeParameter]:
     """The tensors that replace a sharded model's parameters while it runs, the same in each run. A collective."""
-    found: dict[Any, None] = {}
-    unit: Any
-    for unit in units_in(model):
-        # Read while sharded: below, the unit's parameters have the same names and are whole.
-        sharded = dict(unit.named_parameters())
-        unit.unshard()
-        for name, each in unit.named_parameters():
-            if not is_distributed(each):  # those of inner units are still sharded, and come with their own unit
-                each.__class__, each.sharded = WholeParameter, sharded[name]
-                found[each] = None
-        unit.reshard()
-    return list(found)
+    sharded = dict(model.named_parameters())
+    found: Any = named_whole_parameters(model)
+    for name, each in found.items():
+        each.__class__, each.sharded = WholeParameter, sharded[name]
+    return list(found.values())
 
 
 def named_whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that `whole_parameters` returns, by their names in the model. A collective."""
+    """The same tensors, by their names in the model. A collective."""
     found: dict[str, torch.Tensor] = {}
     unit: Any
     for unit in units_in(model):
-        unit.unshard()
+        unit.unshard()  # those of inner units stay sharded, and come with their own unit
         found.update((name, each) for name, each in model.named_parameters() if not is_distributed(each))
         unit.reshard()
     return found

@@ -4,9 +4,9 @@ A model's state has the names of the user's module and whole tensors. An optimiz
 plain optimizer returns, with parameters numbered in its order. So a state saved by FSDP on four ranks loads into a
 script on a laptop, and vice versa.
 
-Every rank calls these functions; rank zero has the file. When saving, rank zero gets the whole state, in host memory;
-the other ranks get an empty dict. When loading, rank zero's state is broadcast one tensor at a time, and each tensor is
-sharded on arrival; the states passed by other ranks are ignored.
+Every rank calls these functions. When saving, each rank gets the state in host memory, if it has all of it; what is
+sharded is gathered on rank zero, and `Elsewhere` on the others. When loading, rank zero's state is broadcast one tensor
+at a time, and each tensor is sharded on arrival; the states passed by other ranks are ignored.
 
 *Threads:* the rank's own thread, as for any collective.
 """
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from unisono.parallel.parameter_names import parameters_of
+from unisono.parallel.strategies.elsewhere import Elsewhere
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.zero1 import is_divided, load_local, numbered
 from unisono.torch_private import MODULES
@@ -34,22 +35,30 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 """A function that copies a tensor to main memory."""
 
 
-def model_state(model: nn.Module, world: World | None = None, copy: Copy | None = None) -> dict[str, Any]:
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in new main memory."""
+    host = tensor.detach().cpu()
+    return host.clone() if host.data_ptr() == tensor.data_ptr() else host  # `cpu` does not copy what is there already
+
+
+def model_state(model: nn.Module, world: World | None = None, copy: Copy | None = on_host) -> dict[str, Any]:
     """The model's plain `state_dict`: whole tensors on the host, names without the prefixes of wrappers.
 
-    Tied parameters share one tensor in it. Buffers are rank zero's.
+    Tied parameters share one tensor in it. Buffers are the rank's own.
 
     Args:
-        model: plain, wrapped, compiled or sharded.
+        model: plain, wrapped, compiled or sharded. If it is sharded, this is a collective.
         world: None uses the current one.
-        copy: creates rank zero's copies; None allocates new ones.
+        copy: creates the copies; None on a rank that keeps none.
 
     Returns:
-        On rank zero the state, which shares no memory with the model; on other ranks an empty dict.
+        The state, which shares no memory with the model; `Elsewhere` if `copy` is None, and for a sharded model on
+        other ranks than zero.
     """
     world = world or current_world()
     if any(is_distributed(each) for each in model.parameters()):
         world.comm.announce("state_dict(model)")
+        copy = copy if world.rank == 0 else None
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     plain: dict[int, Any] = {}
     state = {}
@@ -58,9 +67,9 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
         key = id(named.get(name, value))
         if key not in plain:
             # On every rank: gathering a sharded tensor is a collective.
-            plain[key] = _whole(value, world, copy)
+            plain[key] = _whole(value, copy)
         state[plain_name(model, name)] = plain[key]
-    return state if world.rank == 0 else {}
+    return Elsewhere("model") if copy is None else state
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | None = None) -> None:
@@ -82,18 +91,18 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
 
 
 def optimizer_state(
-    optimizer: Optimizer, models: Sequence[nn.Module], world: World | None = None, copy: Copy | None = None
+    optimizer: Optimizer, models: Sequence[nn.Module], world: World | None = None, copy: Copy | None = on_host
 ) -> dict[str, Any]:
     """The state of a plain optimizer for the same parameters, in the same groups.
 
     Args:
-        optimizer: plain, for a sharded model, or a ZeroRedundancyOptimizer.
+        optimizer: plain, for a sharded model, or a ZeroRedundancyOptimizer; the last two make this a collective.
         models: the models that own its parameters.
         world: None uses the current one.
         copy: as for `model_state`.
 
     Returns:
-        On rank zero the state, which shares no memory with the optimizer; on other ranks an empty dict.
+        As for `model_state`; `Elsewhere` also for a ZeroRedundancyOptimizer.
 
     Raises:
         ValueError: it has parameters that belong to none of the models.
@@ -102,17 +111,16 @@ def optimizer_state(
     _check_owned(optimizer, models)
     if is_divided(optimizer) or any(is_distributed(each) for each in parameters_of(optimizer)):
         world.comm.announce("state_dict(optimizer)")
+        copy = copy if world.rank == 0 else None
     if is_divided(optimizer):
         # Not `consolidate_state_dict`, which sends every whole state to every rank, and keeps a copy on rank zero.
         own = _entries_of(optimizer.optim, optimizer)
         roots = range(world.comm.size)
-        entries = {
-            key: _whole(value, world, copy) for root in roots for key, value in broadcast_entries(own, world, root)
-        }
+        entries = {key: _whole(value, copy) for root in roots for key, value in broadcast_entries(own, world, root)}
     else:
-        entries = {key: _whole(value, world, copy) for key, value in _entries_of(optimizer, optimizer).items()}
-    if world.rank != 0:
-        return {}
+        entries = {key: _whole(value, copy) for key, value in _entries_of(optimizer, optimizer).items()}
+    if copy is None:
+        return Elsewhere("optimizer")
     # Sorted by parameter, as in a plain state: the entries of a divided optimizer have come rank by rank.
     return {"state": by_parameter(dict(sorted(entries.items()))), "param_groups": groups_of(optimizer)}
 
@@ -183,18 +191,13 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def _whole(value: Any, world: World, copy: Copy | None = None) -> Any:
-    """Copy a value to rank zero's host memory; other ranks get None. A collective for a sharded tensor."""
+def _whole(value: Any, copy: Copy | None) -> Any:
+    """A copy of a value; None on a rank that keeps none. A collective for a sharded tensor."""
     if is_distributed(value):
         value = value.full_tensor()
-    if world.rank != 0:
+    if copy is None:
         return None
-    return (copy or _on_host)(value) if isinstance(value, torch.Tensor) else deepcopy(value)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    host = tensor.detach().cpu()
-    return host.clone() if host.data_ptr() == tensor.data_ptr() else host  # `cpu` does not copy what is there already
+    return copy(value) if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
 def _cut_like(like: torch.Tensor, value: Any) -> Any:

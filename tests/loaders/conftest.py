@@ -1,0 +1,13 @@
+"""What tests of loaders share."""
+
+from __future__ import annotations
+
+import pytest
+
+from unisono.loaders import unthreaded
+
+
+@pytest.fixture
+def reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops read ahead from their first batch on, as they do where batches are slow."""
+    monkeypatch.setattr(unthreaded, "_LONG_NS", -1)

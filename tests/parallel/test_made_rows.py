@@ -1,0 +1,233 @@
+"""A `collate_fn` that drops samples, or makes several rows of one: what counts are the rows that it delivers.
+
+The oracle is one device that takes the mean over all rows of the samples of each global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from twin import CLOSE, Case, adam, assert_all_are, data, mean_loss, model, windows
+
+from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
+
+pytestmark = pytest.mark.any_family
+
+MODES = scaling(SOLO, THREADS_3, PROCESSES_2)
+Rows = Callable[[int], int]
+
+
+def drops(index: int) -> int:
+    """How many rows come of a sample: a sixth of them is lost, and once all three of a batch."""
+    return int(index % 6 != 3 and index not in (15, 16, 17))
+
+
+def crops(index: int) -> int:
+    return index % 3 + 1
+
+
+class Indexed(Dataset[Any]):
+    """Each sample with the number of its rows."""
+
+    def __init__(self, samples: int, rows: Rows) -> None:
+        self.tensors, self.rows = data(samples).tensors, rows
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return [tuple(each[index] + copy for each in self.tensors) for copy in range(self.rows(index))]
+
+
+class Streamed(IterableDataset[Any]):
+    def __init__(self, samples: int, rows: Rows) -> None:
+        self.indexed = Indexed(samples, rows)
+
+    def __iter__(self) -> Any:
+        return map(self.indexed.__getitem__, range(len(self.indexed)))
+
+
+def flatten(samples: Sequence[Any]) -> Any:
+    rows = [row for sample in samples for row in sample]
+    empty = [torch.empty(0, *shape, dtype=torch.float64) for shape in [(5,), (2,), ()]]
+    return default_collate(rows) if rows else empty
+
+
+def rows_of(indices: Sequence[int], case: Case, rows: Rows) -> list[torch.Tensor]:
+    indexed = Indexed(case.samples, rows)
+    return flatten([indexed[index] for index in indices])
+
+
+def plain_run(case: Case, ranks: int, rows: Rows) -> dict[str, torch.Tensor]:
+    network = model()
+    optimizer = adam(network.parameters())
+    for window in windows(case, ranks):
+        optimizer.zero_grad()
+        batch = rows_of(window, case, rows)
+        if len(batch[0]):
+            mean_loss(network, batch).backward()
+            optimizer.step()
+    return network.state_dict()
+
+
+def run(case: Case, rows: Rows, workers: int = 0, resume: bool = False) -> dict[str, torch.Tensor]:
+    """Train on this rank; with `resume`, leave the first epoch after two batches, and go on by another loader."""
+    make: Any = partial(
+        DataLoader, Indexed(case.samples, rows), case.batch, collate_fn=flatten, num_workers=workers
+    )  # fmt: skip
+    network = model()
+    accelerator = Accelerator(gradient_accumulation_steps=case.accumulate)
+    if case.way == "bare":
+        network = network.to(current_world().device)
+        loader: Any = DeviceLoader(make())
+    else:
+        network, loader = accelerator.prepare(network, make())
+    optimizer = adam(network.parameters())
+    optimizer = optimizer if case.way == "bare" else accelerator.prepare(optimizer)
+    left, count = resume, 0
+    while loader.epoch < case.epochs:
+        iterator = iter(loader)
+        for number, batch in enumerate(iterator, 1):
+            if case.way == "bare":
+                backward(mean_loss(network, batch))
+                count += 1
+                if count == case.accumulate or iterator.is_last():
+                    optimizer_step(optimizer)
+                    optimizer.zero_grad()
+                    count = 0
+            else:
+                optimizer.zero_grad()
+                loss = mean_loss(network, batch)
+                loss.backward() if case.way == "plain" else accelerator.backward(loss)
+                optimizer.step()
+            if left and number == 2:
+                break
+        if left:
+            left, state = False, loader.state_dict()
+            loader = DeviceLoader(make()) if case.way == "bare" else accelerator.prepare(make())
+            loader.load_state_dict(state)
+    return network.state_dict()
+
+
+CASES = {
+    "drops": (Case(24, 3), drops),
+    "crops": (Case(24, 3), crops),
+    "crops in a tail": (Case(26, 4), crops),
+    "drops in a tail": (Case(29, 2), drops),
+    "one mean over two batches": (Case(29, 2, accumulate=2), crops),
+    "a plain backward": (Case(26, 4, way="plain"), crops),
+    "by hand": (Case(29, 4, accumulate=2, way="bare"), crops),
+    "drops by hand": (Case(29, 3, way="bare"), drops),
+}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_step_is_the_mean_over_the_rows_of_all_ranks(mode: Mode) -> None:
+    def body() -> list[Any]:
+        found = [run(case, rows) for case, rows in CASES.values()]
+        found += [run(case, rows, resume=True) for case, rows in CASES.values()]
+        return [*found, run(*CASES["drops"], workers=2), run(*CASES["crops"], workers=2)]
+
+    per_rank = mode.run(body)
+    for place, name in enumerate([*CASES, *CASES, "drops", "crops"]):
+        print(name, place)
+        assert_all_are([each[place] for each in per_rank], plain_run(CASES[name][0], mode.ranks, CASES[name][1]))
+
+
+@pytest.mark.parametrize("rows", [drops, crops])
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_each_row_is_gathered_for_a_metric_once(mode: Mode, rows: Rows) -> None:
+    case = Case(26, 3)
+
+    def body(loader: Any) -> tuple[list[Any], list[int], list[int]]:
+        accelerator, gathered, valid, size = Accelerator(), [], [], []
+        with torch.no_grad():
+            for inputs, _, _ in loader:
+                gathered += accelerator.gather_for_metrics(inputs * 2).tolist()
+                valid.append(loader.valid_samples)
+                size.append(len(inputs))
+        return gathered, valid, size
+
+    expected = (rows_of(range(26), case, rows)[0] * 2).tolist()
+    dataset = Indexed(26, rows)
+    found = mode.loop(body, DataLoader(dataset, 3, collate_fn=flatten))
+    for gathered, _, _ in found:
+        assert sorted(gathered) == sorted(expected)
+    assert sum(sum(valid) for _, valid, _ in found) == len(expected)
+    for _, valid, size in found:
+        assert all(count in (0, delivered) for count, delivered in zip(valid, size, strict=True))
+
+
+@pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
+def test_the_rows_of_a_stream_count_too(mode: Mode) -> None:
+    """Each round is one batch of each part; the sum of the squares' gradients is compared, step by step."""
+
+    def body() -> list[tuple[float, list[float]]]:
+        accelerator = Accelerator()
+        weight = torch.nn.Linear(5, 1, bias=False, dtype=torch.float64)
+        network, optimizer, loader = accelerator.prepare(
+            weight,
+            torch.optim.SGD(weight.parameters(), lr=0.0),
+            DataLoader(Streamed(24, lambda index: index % 4), 3, collate_fn=flatten),
+        )
+        found = []
+        for batch in loader:
+            accelerator.backward(network(batch[0]).mean())
+            found.append((network.weight.grad[0].tolist(), batch[0].tolist()))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    for each in zip(*mode.run(body), strict=True):
+        rows = torch.tensor([row for _, rows in each for row in rows], dtype=torch.float64)
+        for gradient, _ in each:
+            torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), rows.mean(0), **CLOSE)
+
+
+def _keep(samples: Any) -> Any:
+    return [sample for sample in samples if sample[1] % 4]
+
+
+@pytest.mark.parametrize(
+    ("collate", "expected"),
+    [
+        (lambda samples: {"text": [str(label) for _, label in _keep(samples)]}, 3),
+        (lambda samples: [{"x": x, "boxes": torch.zeros(label, 4)} for x, label in _keep(samples)], 3),
+        (lambda samples: tuple(zip(*_keep(samples), strict=True)), None),  # 3 tensors and labels, or 5 rows of 3
+        (lambda samples: tuple(zip(*[(torch.zeros(n, n), n) for _, n in _keep(samples)], strict=True)), 3),
+        (lambda samples: tuple(default_collate(_keep(samples)[:2])) * 2, 2),
+        (lambda samples: _keep(samples), None),
+        (lambda samples: default_collate(_keep(samples)), 3),
+        (lambda samples: [default_collate(_keep(samples)), torch.ones(7, 3), 1.0], 4),  # sizes differ: the indices
+        (lambda samples: torch.stack([x for x, _ in samples], 1), None),  # 4 samples along dimension 1, or 5 rows
+        (lambda samples: [torch.ones(8, 3)], 8),
+        (lambda samples: [x for x, _ in samples], 4),  # as they are
+        (lambda samples: None, 0),
+        (lambda samples: object(), 4),
+    ],
+)
+def test_the_rows_of_what_collate_fn_returns(collate: Any, expected: int) -> None:
+    samples = [(torch.zeros(5, device=HOST), label) for label in range(4)]
+    loader = DeviceLoader(DataLoader(samples, 4, collate_fn=collate))  # type: ignore[arg-type]
+    assert [loader.valid_samples for _ in loader] == [expected]
+
+
+def test_a_list_that_may_hold_samples_or_parts_of_all_is_an_error_where_it_matters() -> None:
+    samples = [(torch.zeros(5), torch.zeros(5)) for _ in range(8)]
+    loader = DataLoader(samples, 4, collate_fn=lambda batch: batch[1:])
+    assert len(list(DeviceLoader(loader))) == 2
+    with pytest.raises(ValueError, match="a list from 4 samples, which may be of another"):
+        THREADS_2.loop(list, loader)
+
+
+@pytest.mark.parametrize("options", [{"tail": "pad"}, {"fixed_batch_size": True}], ids=str)
+def test_a_size_that_is_promised_is_not_given_up_in_silence(options: Any) -> None:
+    dataset = Indexed(10, lambda index: int(index != 5))
+    with pytest.raises(ValueError, match="collate_fn returned 3 rows of 4 samples"):
+        list(DeviceLoader(DataLoader(dataset, 4, collate_fn=flatten), **options))
