@@ -56,7 +56,7 @@ def training_step(world: World, after: Callable[[nn.Module], object] = lambda mo
 
 
 def build_variants(world: World) -> dict[str, Step]:
-    by_message = ProcessCommunicator(world.device, is_checked=True, owns_group=False)
+    by_message = ProcessCommunicator(world.device, owns_group=False)
     unchecked = replace(world, comm=_Unchecked(world.device, owns_group=False))
     variants = {PLAIN: training_step(unchecked), "compared in shared memory": training_step(world)}
     for every in (1, 10, 100):

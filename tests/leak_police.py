@@ -49,7 +49,8 @@ class Footprint:
 
 
 def footprint() -> Footprint:
-    zygotes = {client.pid for client in zygote_client._clients.values()} | {*filter(None, [warm_scripts.server_pid()])}
+    zygotes = {client._process.pid for client in zygote_client._clients.values()}
+    zygotes |= {*filter(None, [warm_scripts.server_pid()])}
     parents = {os.getpid(), *zygotes}
     return Footprint(
         threads={thread for thread in threading.enumerate() if thread.name.startswith("unisono-") or not thread.daemon},

@@ -231,7 +231,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """
         if type(loss) is not torch.Tensor:  # spares the call
             check_type(loss, "loss", "pass the tensor that the loss function returned", torch.Tensor)
-        self.world.timeline.loop().loss = loss.detach()
         if self.scaler is not None:
             if self._steps.begins_step():
                 # All microbatches of a step must have one loss scale, so an update waits for the next step.

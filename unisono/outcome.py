@@ -19,12 +19,12 @@ import platform
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from unisono.errors import BrokenWorldError, RemoteError, RemoteTraceback, UnpicklableError, WorkerDiedError
-from unisono.pickling import dumps, dumps_apart, loads_apart
+from unisono.pickling import dumps
 from unisono.stacks import fold_frames
 
 K = TypeVar("K")
@@ -77,33 +77,22 @@ class Outcome(Generic[T]):
 
     def to_bytes(self) -> bytes:
         """Serialize for another process; the traceback is sent as text."""
-        return self._serialize(lambda value: (dumps(value), []))[0]
-
-    def to_buffers(self) -> tuple[bytes, list[memoryview]]:
-        """As `to_bytes`, with the memory of large tensors returned separately: not to be changed until it is sent."""
-        return self._serialize(dumps_apart)
-
-    def _serialize(self, dump: Callable[[Any], tuple[bytes, list[memoryview]]]) -> tuple[bytes, list[memoryview]]:
         if self.error is not None:
-            return self._pack(self.error), []
+            return self._pack(self.error)
         try:
-            payload, buffers = dump(self.value)
+            payload = dumps(self.value)
         except Exception as reason:
             refusal = UnpicklableError(
                 f"the result, a {type(self.value).__name__}, cannot be sent to the calling process "
                 f"({type(reason).__name__}: {_text_of(reason)}); return tensors, numbers or other picklable data"
             )
-            return self._pack(refusal), []
+            return self._pack(refusal)
         # Pickled twice: `where` and `at` can be read even if the payload cannot be rebuilt.
-        return pickle.dumps({"payload": payload, "where": self.where, "at": self.at}), buffers
+        return pickle.dumps({"payload": payload, "where": self.where, "at": self.at})
 
     @staticmethod
-    def from_bytes(data: bytes, buffers: Sequence[Any] = ()) -> Outcome[Any]:
-        """Rebuild an outcome; the `__cause__` of an error that was raised is a `RemoteTraceback` with its text.
-
-        Args:
-            buffers: those of `to_buffers`, if it produced the data; the value's tensors then use their memory.
-        """
+    def from_bytes(data: bytes) -> Outcome[Any]:
+        """Rebuild an outcome; the `__cause__` of an error that was raised is a `RemoteTraceback` with its text."""
         fields = pickle.loads(data)
         where, at = fields["where"], fields["at"]
         if "traceback" in fields:
@@ -116,7 +105,7 @@ class Outcome(Generic[T]):
                 error.__cause__ = RemoteTraceback(text, fold_frames(text).removesuffix(message))
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
         try:
-            return Outcome(value=loads_apart(fields["payload"], buffers), where=where, at=at)
+            return Outcome(value=pickle.loads(fields["payload"]), where=where, at=at)
         except Exception as reason:
             refusal = UnpicklableError(
                 f"the result cannot be rebuilt in the calling process ({type(reason).__name__}: {_text_of(reason)}); "

@@ -13,9 +13,6 @@ their code.
 An object without a name in `__main__`, such as a lambda or a class defined in a function, is always sent by value; a
 module always by name.
 
-The contents of tensors and arrays need not be copied into the pickle: `dumps_apart` returns them as separate buffers,
-to be written directly from memory, and `loads_apart` uses the buffers that they were read into.
-
 Tensors of accelerators arrive in main memory: their device may not exist in the other process, or belong to another
 rank, and accessing it would start a runtime and allocate memory on that device.
 """
@@ -31,14 +28,13 @@ import pickle
 import pkgutil
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
 
-_LARGE = 1 << 16  # bytes: a smaller buffer is copied faster than sent separately
 BETWEEN_RANKS: dict[type, Callable[[Any], Any]] = {}
 """How classes are reduced that no other pickler takes."""
 
@@ -58,27 +54,6 @@ def dumps(value: Any) -> bytes:
     with io.BytesIO() as file:
         _ByName(file).dump(value)
         return file.getvalue()
-
-
-def dumps_apart(value: Any) -> tuple[bytes, list[memoryview]]:
-    """As `dumps`, with large buffers returned separately: the memory itself, not to be changed until it is sent."""
-    buffers: list[memoryview] = []
-
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        """Whether the buffer goes into the pickle."""
-        raw = buffer.raw()
-        if raw.nbytes >= _LARGE:
-            buffers.append(raw)
-        return raw.nbytes < _LARGE
-
-    with io.BytesIO() as file:
-        _ByName(file, buffer_callback=keep).dump(value)
-        return file.getvalue(), buffers
-
-
-def loads_apart(data: bytes, buffers: Sequence[Any] = ()) -> Any:
-    """Rebuild the value given to `dumps_apart`; its tensors and arrays use the memory of the buffers."""
-    return pickle.loads(data, buffers=buffers)
 
 
 def block_of(storage: Any) -> Any:
@@ -101,6 +76,22 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None)
         # The last three are filled while the ones before are pickled.
         pickler.dump((fn, args, pickler.looked_up, pickler.names, pickler.lines))
         return file.getvalue()
+
+
+def pickled_before_failure(value: Any) -> list[Any]:
+    """The objects that pickling by value has met, in order, up to the one that it cannot pickle; empty if it can."""
+    met: list[Any] = []
+
+    class Tracing(_ByValue):
+        def reducer_override(self, obj: Any) -> Any:
+            met.append(obj)
+            return super().reducer_override(obj)
+
+    try:
+        Tracing(io.BytesIO()).dump(value)
+    except Exception:
+        return met
+    return []
 
 
 def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> Call:

@@ -80,7 +80,6 @@ class Track:
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self.totals: defaultdict[str, int] = defaultdict(int)
         self.counts: defaultdict[str, int] = defaultdict(int)
-        self.loss: Any = None  # of the latest backward pass: a tensor, which must be waited for to be read
         self.innermost: Loop | None = None
         self.on_device: DeviceTrack | None = None
         self._phase: str | None = None

@@ -72,7 +72,7 @@ def test_what_is_wrong_with_a_machine_is_a_line_and_its_advice_the_next_one(tmp_
     place = tmp_path / ("long" * 20)
     place.mkdir()
     poor = ["bash", "-c", 'ulimit -n 512; exec "$@"', "bash"]
-    done = ask("--quick", "--endpoint", "no.such.host.invalid:29400", before=poor, TMPDIR=str(place), NCCL_DEBUG="INFO")
+    done = ask("--quick", "--endpoint", "no.such.host.invalid:29400", before=poor, TMPDIR=str(place))
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     told = {
@@ -81,7 +81,6 @@ def test_what_is_wrong_with_a_machine_is_a_line_and_its_advice_the_next_one(tmp_
     assert "ulimit -n" in told["warning", "limits"]
     assert "set TMPDIR to a shorter one" in told["warning", "temporary"]
     assert told["problem", "endpoint"].strip().startswith("-> ")
-    assert ("note", "environment") in told
     assert all(line[0] != " " or line.lstrip().startswith("-> ") for line in lines if line)
     assert lines[-1].startswith("1 problem, ")
     assert "workers" not in {words[1] for words in told}
@@ -163,20 +162,7 @@ def test_no_worker_is_started_where_a_launcher_has_started_this_process(monkeypa
     assert found.text.startswith("not started")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "state"),
-    [
-        ("OMP_NUM_THREADS", "2", "note"),
-        ("GLOO_SOCKET_IFNAME", "lo", "note"),
-        ("GLOO_SOCKET_IFNAME", "no-such-if", "warning"),
-        ("OMP_PROC_BIND", "true", "warning"),
-        ("WORLD_SIZE", "4", "warning"),
-    ],
-)
-def test_variables_that_harm_a_run_are_told_from_those_that_only_change_it(monkeypatch, variable, value, state):
-    for name in [each for each in os.environ if each.startswith(("OMP_", "GLOO_", "WORLD_SIZE"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv(variable, value)
-    found = [each for each in check_environment() if variable in each.text]
-    assert found[0].state == state
-    assert found[0].advice or state == "note"
+@pytest.mark.parametrize(("name", "states"), [("lo", ["ok"]), ("no-such-if", ["ok", "warning"])])
+def test_an_interface_that_does_not_exist_is_a_warning(monkeypatch, name, states):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    assert [each.state for each in check_environment()] == states

@@ -83,13 +83,6 @@ def test_a_script_runs_as_main_in_each_worker_with_its_own_arguments(run, script
     assert sorted(output.splitlines()) == [f"[rank {rank}] {rank} [0, 1] {argv} 5" for rank in range(2)]
 
 
-def test_a_function_of_a_module_is_called_with_the_rank(run, script):
-    script("import sys\ndef train(rank):\n    print('trains', rank, sys.argv[1:])", "jobs.py")
-    code, output, _ = run("-n", "2", "--backend", "cpu", "--no-prefix", "jobs:train", "x")
-    assert code == 0
-    assert sorted(output.splitlines()) == ["trains 0 ['x']", "trains 1 ['x']"]
-
-
 def test_a_module_runs_as_python_m_runs_it(run, script, tmp_path):
     script("", "package/__init__.py")
     name = script(
@@ -373,7 +366,7 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
     ("arguments", "words"),
     [
         (["trian.py"], "there is no script 'trian.py' in "),
-        (["train"], "'train' is neither a script"),
+        (["train"], "there is no script 'train' in .*; -m runs a module"),
         (["-m", "nowhere"], "'nowhere': there is no module 'nowhere'"),
         (["-n", "two", "train.py"], "'two' is neither an integer of at least 1, nor auto, gpu or cpu"),
         (["-n", "gpu", "--backend", "cpu", "train.py"], "this machine has no accelerator of cpu"),
@@ -398,7 +391,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, argum
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-n", "0", "t.py"], "'0' is neither an integer of at least 1, nor auto, gpu or cpu"),
+        (["-n", "0", "t.py"], "'0' is not an integer of at least 1, nor auto, gpu or cpu"),
         (["--num-threads", "0", "t.py"], "'0' is not an integer of at least 1"),
         (["--nproc_per_nod", "2", "t.py"], "usage: unisono run"),
         (["--max-restart", "2", "t.py"], "unrecognized arguments: --max-restart; is it --max-restarts"),
@@ -415,19 +408,11 @@ def test_a_malformed_option_is_refused_by_name(run, arguments, words):
     assert words in errors
 
 
-@pytest.mark.parametrize(
-    ("text", "target", "words"),
-    [
-        ("import not_there_at_all", "broken:main", "No module named 'not_there_at_all'"),
-        ("def main(rank): pass", "named:mian", "unisono: 'named:mian': named has no 'mian'"),
-        ("number = 5", "counted:number", "unisono: 'counted:number' is of type int; name a function"),
-    ],
-)
-def test_what_is_wrong_in_a_module_is_found_by_its_worker_and_not_before(run, script, text, target, words):
-    script(f"import os\nprint('imported in', os.environ['RANK'])\n{text}", f"{target.partition(':')[0]}.py")
-    code, output, errors = run("-n", "1", "--backend", "cpu", target)
+def test_what_is_wrong_in_a_module_is_found_by_its_worker_and_not_before(run, script):
+    script("import os\nprint('imported in', os.environ['RANK'])\nimport not_there_at_all", "broken.py")
+    code, output, errors = run("-n", "1", "--backend", "cpu", "-m", "broken")
     assert (code, output) == (1, "imported in 0\n")
-    assert words in errors
+    assert "No module named 'not_there_at_all'" in errors
 
 
 # Several machines: what is taken from where.

@@ -10,7 +10,7 @@ from typing import Any
 
 from faults import Script
 
-from unisono.launch.imported_modules import compare_modules, describe_module, describe_modules, is_users_file
+from unisono.launch.imported_modules import compare_modules, describe_module, describe_modules
 
 CONFIG = """
 RATE = 0.1
@@ -131,14 +131,6 @@ def test_objects_are_described_without_calling_their_own_code(monkeypatch):
     assert first.keys().isdisjoint({"proxy", "mode"})
     assert ~Mode.SLOW & Mode.LOUD, "which the members keep"
     assert describe_module(module) == first
-
-
-def test_a_folder_of_installed_packages_is_not_the_program(tmp_path, monkeypatch):
-    for folder in ("installed/library-1.0.dist-info", "installed/library", "own"):
-        (tmp_path / folder).mkdir(parents=True)
-        monkeypatch.syspath_prepend(str(tmp_path / folder.partition("/")[0]))
-    assert not is_users_file(str(tmp_path / "installed" / "library" / "module.py"))
-    assert is_users_file(str(tmp_path / "own" / "module.py"))
 
 
 def test_a_difference_names_the_first_globals_and_counts_the_rest():

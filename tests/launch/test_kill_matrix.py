@@ -164,7 +164,7 @@ def test_eighty_groups_leave_no_trace(tmp_path: Path, ear: Ear) -> None:
     source = """
 import gc, json, tempfile, time
 from modes import preload
-from unisono.launch.starting.zygote_client import zygote_pid
+from zygotes import zygote_pid
 
 def footprint():
     gc.collect()

@@ -90,15 +90,15 @@ def test_only_what_is_known_to_be_deserted_is_removed(tmp_path, monkeypatch):
     (tmp_path / "unisono-1-nobody-says-so").mkdir()
     (tmp_path / "unisono-mine").mkdir()
     (deserted := tmp_path / "unisono-1-deserted").mkdir()
-    (deserted / "owner").touch()
+    (deserted / "job").touch()
     (tmp_path / "unisono-1-link").symlink_to(tmp_path / "unisono-mine")
-    with rendezvous() as place:
+    with rendezvous() as own:
         sweep(tmp_path)
-        assert place.directory.is_dir()
+        assert own.is_dir()
         assert not deserted.exists()
-        left = {path.name for path in tmp_path.iterdir()} - {place.directory.name}
+        left = {path.name for path in tmp_path.iterdir()} - {own.name}
     assert left == {"unisono-1-nobody-says-so", "unisono-mine", "unisono-1-link"}
-    assert not place.directory.exists()
+    assert not own.exists()
 
 
 def test_a_directory_that_cannot_be_searched_stops_nobody(tmp_path):

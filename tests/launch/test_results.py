@@ -1,4 +1,4 @@
-"""Results on their way to the caller: whole, shared as they were, and copied once."""
+"""Results on their way to the caller: whole, and shared as they were."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import threading
 import numpy
 import pytest
 import torch
-from faults import Script
 
 from unisono import pickling
-from unisono.launch.reports import Inbox, Kind, Message, Reporter
+from unisono.launch.reports import Inbox, Kind, Reporter
 from unisono.outcome import Outcome
 
 LARGE = 100_000  # elements
@@ -22,17 +21,16 @@ def passed_on(value):
     """A value through the pipe between a worker and its supervisor."""
     reading, writing = os.pipe()
     reporter = Reporter(writing)
-    data = Outcome(value=value).to_buffers()
-    sender = threading.Thread(target=reporter.send, args=(Kind.OUTCOME, *data))
+    sender = threading.Thread(target=reporter.send, args=(Kind.OUTCOME, Outcome(value=value).to_bytes()))
     sender.start()
-    messages: list[Message] = []
+    messages: list[tuple[Kind, bytes]] = []
     inbox = Inbox()
     while inbox.read(reading):
         messages += inbox.take()
     os.close(reading)
     sender.join()
-    [message] = messages
-    return Outcome.from_bytes(message.data, message.buffers).unwrap()
+    [(_, data)] = messages
+    return Outcome.from_bytes(data).unwrap()
 
 
 VALUES = {
@@ -90,55 +88,24 @@ def received(raw, step):
 @pytest.mark.parametrize("step", [1, 1009, 65536])
 def test_messages_are_the_same_however_they_arrive(step):
     value = [torch.arange(9_000), "text", torch.arange(10_000)]
-    sent = Outcome(value=value).to_buffers()
-    assert len(sent[1]) == 2
     reading, writing = os.pipe()
-    sender = threading.Thread(target=send_all, args=(Reporter(writing), sent))
+    sender = threading.Thread(target=send_all, args=(Reporter(writing), Outcome(value=value).to_bytes()))
     sender.start()
     with open(reading, "rb") as file:
         raw = file.read()
     sender.join()
-    note, result, second_note, end = received(raw, step)
-    assert note == second_note == Message(Kind.NOTE, b"a note", [])
-    assert end == Message(Kind.OUTCOME, b"", [])
-    first, text, second = Outcome.from_bytes(result.data, result.buffers).unwrap()
+    note, (_, result), second_note, end = received(raw, step)
+    assert note == second_note == (Kind.NOTE, b"a note")
+    assert end == (Kind.OUTCOME, b"")
+    first, text, second = Outcome.from_bytes(result).unwrap()
     assert (first.tolist(), text, second.tolist()) == (value[0].tolist(), "text", value[2].tolist())
 
 
-def send_all(reporter, sent):
+def send_all(reporter, result):
     reporter.send(Kind.NOTE, b"a note")
-    reporter.send(Kind.PULSE, *sent)
+    reporter.send(Kind.PULSE, result)
     reporter.send(Kind.NOTE, b"a note")
     reporter.send(Kind.OUTCOME)
-
-
-MEMORY = """
-import resource, torch
-from unisono.launch.spawn import spawn
-
-SIZE = 1 << 28
-
-def make(index):
-    return torch.full((SIZE,), index, dtype=torch.uint8)
-
-def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-spawn(lambda index: index, nprocs=2)
-before = peak()
-first, second = spawn(make, nprocs=2)
-copies = (peak() - before) / (2 * SIZE)
-assert first.numel() == second.numel() == SIZE and int(second[-1]) == 1
-assert copies < 1.5, copies
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_the_caller_holds_one_copy_of_a_result(tmp_path):
-    with Script(MEMORY, tmp_path) as script:
-        assert script.end() == (0, "done\n", "")
 
 
 def test_memory_of_a_device_travels_as_its_copy_in_main_memory():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
-import logging.handlers
 import subprocess
 import sys
 from pathlib import Path
@@ -210,7 +207,6 @@ class Mine(logging.Formatter):
         return f"mine {record.rank} {record.getMessage()}"
 
 logging.basicConfig(level=logging.INFO, format="%(rank)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-logging.addLevelName(25, "NOTICE")
 file = logging.FileHandler("own.log", "w")
 file.setFormatter(Mine())
 logging.getLogger("own").addHandler(file)
@@ -222,7 +218,6 @@ logging.getLogger("unisono").setLevel(logging.ERROR)
 def work(index):
     logging.info("info of %d", index)
     logging.debug("not shown")
-    logging.log(25, "noticed")
     logging.getLogger("own").warning("kept")
     logging.getLogger("silent").warning("not shown")
     logging.getLogger("apart").info("not shown")
@@ -236,33 +231,10 @@ def test_workers_log_as_the_caller_does(tmp_path):
     with Script(LOGGING, tmp_path) as running:
         code, output, errors = running.end()
         assert (code, output) == (0, "['mine 0 kept', 'mine 1 kept']\n")
-        lines = ["INFO root info of {}", "NOTICE root noticed", "WARNING own kept"]
+        lines = ["INFO root info of {}", "WARNING own kept"]
         assert sorted(errors.splitlines()) == sorted(
             f"[rank {rank}] {rank} {line.format(rank)}" for rank in range(2) for line in lines
         )
-
-
-def test_a_handler_that_stays_with_the_caller_is_named():
-    logger = logging.getLogger("own_logger.named")
-    kept, left = logging.StreamHandler(), logging.handlers.MemoryHandler(3)
-    logger.addHandler(kept)
-    logger.addHandler(left)
-    try:
-        found = read_loggers()
-        assert [each for each in found.left_out if "own_logger.named" in each] == [
-            "the handler <MemoryHandler (NOTSET)> of logger 'own_logger.named'"
-        ]
-    finally:
-        logger.handlers.clear()
-
-
-def test_what_a_notebook_s_kernel_logs_by_is_no_concern_of_the_script():
-    logger = logging.getLogger("IPKernelApp")
-    logger.addHandler(logging.StreamHandler(io.StringIO()))
-    try:
-        assert not [each for each in read_loggers().left_out if "IPKernelApp" in each]
-    finally:
-        logger.handlers.clear()
 
 
 def test_the_caller_s_seed_reaches_the_generators_of_a_worker_s_gpus(monkeypatch):

@@ -60,13 +60,13 @@ OBSTACLES = {
     ),
     "a default": (
         "def work(i, lock=LOCK):\n  pass",
-        "; the function 'work' has a default for its argument 'lock', a lock",
+        "; the function 'work' has it as the default of an argument, a lock",
     ),
     "an attribute of a global": (
         "class Box: pass\nbox = Box()\nbox.lock = LOCK\ndef work(i):\n  return box",
         "; the Box has the attribute 'lock', a lock",
     ),
-    "an element": ("work = [1, {'held': LOCK}]", "; it holds 'held', a lock"),
+    "an element": ("work = [1, {'held': LOCK}]", "; it holds one, a lock"),
     "itself": ("work = LOCK", ""),
 }
 

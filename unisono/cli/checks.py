@@ -18,9 +18,8 @@ from unisono.backends import NAMES, get_backend
 from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
-from unisono.launch.hosts.addresses import interface_of, is_loopback
+from unisono.launch.hosts.addresses import interface_of, is_loopback, unknown_interfaces
 from unisono.launch.hosts.environment import announced_agent, announced_place
-from unisono.launch.hosts.environment_risks import environment_risks
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import memory_limit
 from unisono.parallel.collectives import all_reduce
@@ -135,8 +134,8 @@ def check_environment() -> Iterator[Finding]:
         yield Finding("launcher", "note", found, "if these variables are left over, unset them")
     else:
         yield Finding("launcher", "ok", "none: a plain process, whose spawn starts the workers")
-    for text, advice in environment_risks(is_launched=bool(found)):
-        yield Finding("environment", "warning" if advice else "note", text, advice)
+    for text in unknown_interfaces():
+        yield Finding("environment", "warning", f"{text}, so workers cannot meet", "name an existing one, or unset it")
 
 
 def describe_launcher() -> str:

@@ -1,4 +1,4 @@
-"""`unisono run`: a script, a module or a function as one worker per device, here or on several machines.
+"""`unisono run`: a script or a module as one worker per device, here or on several machines.
 
 On one machine it is `spawn` with the script as its function. On several, each has torch's agent
 (`launch/hosts/agent.py`) and its part of the same workers; what the machines need to know about one another comes from
@@ -8,7 +8,6 @@ options, or from the environment set by Kubernetes or a SLURM step.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,6 @@ def run(parsed: argparse.Namespace) -> int:
     from unisono.backends.per_node import workers_per_node
     from unisono.launch.hosts.environment import announced_agent
     from unisono.launch.run_target import Target, check_target
-    from unisono.launch.watching.json_lines import log_as_json
 
     target = Target(parsed.target, tuple(parsed.arguments), parsed.module)
     try:
@@ -56,15 +54,13 @@ def run(parsed: argparse.Namespace) -> int:
         machines = _machine_options(parsed, place)
     except (ValueError, ImportError) as error:
         return _print_refusal(parsed, error)
-    if parsed.log_format == "json":
-        log_as_json()
     try:
         if machines is None:
             _run_here(parsed, target)
         else:
             _run_on_machines(parsed, target, machines, place)
     except Exception as error:
-        return _print_failure(error, parsed.log_format) if _has_run(error) else _print_refusal(parsed, error)
+        return _print_failure(error) if _has_run(error) else _print_refusal(parsed, error)
     return 0
 
 
@@ -97,7 +93,7 @@ def _run_on_machines(
     max_restarts = _max_restarts(parsed, machines, place)
     given = _options_of(parsed, max_restarts, parsed.grace or 25.0, not parsed.no_prefix)
     args = target, variables_of_run(machines.run_id, max_restarts)
-    run_agent(make_job(run_worker_target, args, count, family, Options(checked=parsed.checked, **given)), machines)
+    run_agent(make_job(run_worker_target, args, count, family, Options(**given)), machines)
 
 
 def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, has_prefix: bool) -> SpawnOptions:
@@ -113,7 +109,7 @@ def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, h
         "hang_timeout_s": parsed.hang_timeout,
         "max_restarts": max_restarts,
         "grace_s": grace_s,
-        "output": Output(parsed.log_dir, parsed.log_ranks, parsed.log_format, has_prefix),
+        "output": Output(parsed.log_dir, parsed.log_ranks, has_prefix),
         "process_group": parsed.process_group,
     }
 
@@ -172,11 +168,10 @@ def _has_run(error: Exception) -> bool:
     return any(frame.name == "run_target" for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _print_failure(error: Exception, log_format: str) -> int:
+def _print_failure(error: Exception) -> int:
     """Print what ended the run, once, without the launcher's own frames; return the exit code."""
     from unisono.launch.exit_codes import exit_code_of
     from unisono.launch.messages import shows_all_frames
-    from unisono.launch.watching import clock
     from unisono.stacks import fold_frames
 
     lost_step = isinstance(error, CollectiveMismatchError | BrokenWorldError)  # the traceback shows where in the script
@@ -188,9 +183,5 @@ def _print_failure(error: Exception, log_format: str) -> int:
         text = "".join(traceback.format_exception(error))
     text = text if shows_all_frames() else fold_frames(text)
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
-    shown = "\n".join([text.rstrip(), *notes])
-    if log_format == "json":
-        facts = {"event": "failed", "error": f"{type(error).__name__}: {error}", "text": shown}
-        shown = json.dumps({"time": clock.now(), **facts, "exit_code": exit_code_of(error)})
-    print(shown, file=sys.stderr, flush=True)
+    print("\n".join([text.rstrip(), *notes]), file=sys.stderr, flush=True)
     return exit_code_of(error)

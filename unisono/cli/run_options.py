@@ -14,7 +14,6 @@ examples:
   unisono run train.py --epochs 3                    one worker per device of this machine
   unisono run -n 4 --backend cpu train.py            four workers on the CPU
   unisono run -n 2 -m package.training --epochs 3    a module, as `python -m` runs it
-  unisono run -n 2 package.training:main             main(rank) in two workers
   unisono run -n 2 --max-restarts 3 --log-dir logs train.py
 
 on two machines, the same on each (node1 is one of them); with 1:2 one may come later, or be lost:
@@ -36,7 +35,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
         help="run a script as one worker per device, on one machine or several",
-        description="Run a script, a module or a function as one worker per device. Options precede it; what follows "
+        description="Run a script or a module as one worker per device. Options precede it; what follows "
         "it is passed on to it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,9 +47,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     _add_failing(partial(_add_option, parser.add_argument_group("failing and restarting")))
     _add_output(partial(_add_option, parser.add_argument_group("output")))
     _add_machines(partial(_add_option, parser.add_argument_group("more than one machine")))
-    parser.add_argument(
-        "target", help="script.py; with -m a module; or package.module:function, which is called with the rank"
-    )
+    parser.add_argument("target", help="script.py; with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script", metavar="...")
     return parser
 
@@ -88,7 +85,7 @@ def _add_workers(add: Callable[..., None]) -> None:
 
 def _add_cores(add: Callable[..., None]) -> None:
     text = "CPU threads of each worker; else its share of the cores"
-    add("--num-threads", type=_parse_count, metavar="N", help=text)
+    add("--num-threads", type=partial(_parse_number, least=1), metavar="N", help=text)
     text = "of each worker's DataLoader, which then get their share of the cores, too"
     add("--num-loader-workers", type=_parse_number, default=0, metavar="N", help=text)
     add("--pin-cores", action="store_true", help="keep each worker to cores of its own")
@@ -98,7 +95,6 @@ def _add_collectives(add: Callable[..., None]) -> None:
     add("--timeout", type=_parse_seconds, default=1800.0, metavar="S", help="their time limit (%(default)s)")
     text = "gloo: let ranks on the CPU reduce over the network, and not in memory that they share"
     add("--process-group", metavar="G", help=text)
-    add("--checked", action="store_true", help="with several machines: compare each one before it runs")
 
 
 def _add_failing(add: Callable[..., None]) -> None:
@@ -110,12 +106,6 @@ def _add_failing(add: Callable[..., None]) -> None:
 def _add_output(add: Callable[..., None]) -> None:
     add("--log-dir", metavar="DIR", help="also keep each worker's output there")
     add("--log-ranks", type=_parse_ranks, metavar="R,..", help="show the output of these ranks only")
-    add(
-        "--log-format",
-        choices=["text", "json"],
-        default="text",
-        help="json: each line as an object with time, rank, stream and text",
-    )
     add("--no-prefix", action="store_true", help="do not begin each line with its [rank 0]")
 
 
@@ -125,7 +115,7 @@ def _add_machines(add: Callable[..., None]) -> None:
     add("--node-rank", type=_parse_number, metavar="R", help="the number of this one, where they have numbers")
     add("--rdzv-endpoint", metavar="H:P", help=("where the agents meet, host:port; the host is one of the machines"))
     add("--master-addr", metavar="H", help="the same as --rdzv-endpoint H:P, with")
-    add("--master-port", type=_parse_count, metavar="P", help=f"the port ({_PORT})")
+    add("--master-port", type=partial(_parse_number, least=1), metavar="P", help=f"the port ({_PORT})")
     add("--rdzv-backend", choices=["c10d", "static"], help="only c10d; static is treated as c10d")
     add("--rdzv-id", metavar="ID", help="the name of the run, the same on all")
     add("--rdzv-conf", type=_parse_settings, default={}, metavar="K=V,..", help="settings of torch's rendezvous")
@@ -151,20 +141,12 @@ def node_range(text: str) -> tuple[int, int]:
 def _parse_workers(text: str) -> int | str:
     if text.isalpha():
         return text  # auto, gpu or cpu: checked and resolved later, where torch has been imported
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer of at least 1, nor auto, gpu or cpu")
-    return int(text)
+    return _parse_number(text, 1, ", nor auto, gpu or cpu")
 
 
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
-
-
-def _parse_number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+def _parse_number(text: str, least: int = 0, more: str = "") -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}{more}")
     return int(text)
 
 

@@ -12,6 +12,7 @@ of this delays a step, and it also covers what torch's engines submit: everythin
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from unisono.errors import BrokenWorldError
 from unisono.protocols import Backend
 
 _LOOK_S = 0.5
@@ -91,3 +93,29 @@ def _watch(watch: DeviceWatch, activate: Callable[[], None], look_s: float) -> N
             pass
     except RuntimeError:
         watch.is_behind = False
+
+
+class WokenError(BrokenWorldError):
+    """Wakes a rank whose device was waiting for a peer that has failed.
+
+    When its group is aborted, the wait in the driver ends as if it had succeeded, and yields numbers that were never
+    computed. So the rank's thread gets this at the next line that it runs. It is created by the interpreter, without
+    arguments: a process has one world, which breaks only once.
+
+    Attributes:
+        words: what has happened.
+        reason: the first cause.
+    """
+
+    words = ""
+    reason: BaseException | None = None
+
+    def __init__(self) -> None:
+        super().__init__(self.words)
+        self.__cause__ = self.reason
+
+
+def wake(thread: int, error: BrokenWorldError) -> None:
+    """Make that thread raise the error's message, with its cause, as soon as it runs Python code."""
+    WokenError.words, WokenError.reason = str(error), error.__cause__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(WokenError))

@@ -11,10 +11,10 @@ small: flags, counts, objects and barriers. So no rank waits for its device, and
 group has no such part, tensors in main memory are sent by way of the rank's device.
 
 That all ranks make the same call is verified before any data is used: on one machine by notes in shared memory, once
-per collective (`shared_memory/notes.py`). Elsewhere announcements are compared, and with `is_checked` all calls: by a
-reduction of two numbers, whose minimum and maximum show whether all ranks do the same; only if they do not are their
-actions exchanged. Where the device's data has a transport of its own, an announcement only begins that reduction, and
-its result is read before this rank's next call: no step waits for it.
+per collective (`shared_memory/notes.py`). Elsewhere by a reduction of two numbers, whose minimum and maximum show
+whether all ranks do the same; only if they do not are their actions exchanged. Where the device's data has a transport
+of its own, an announcement only begins that reduction, and its result is read before this rank's next call: no step
+waits for it. A group without main memory, whose host would wait for its device, compares announcements only.
 
 *Threads:* the rank's own thread; for `abort`, `current`, `num_calls` and `progress` any thread.
 """
@@ -31,8 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from unisono.comm.device_interrupt import wake
-from unisono.comm.device_watch import DeviceWatch
+from unisono.comm.device_watch import DeviceWatch, wake
 from unisono.comm.operations import (
     HOST,
     Announcement,
@@ -71,8 +70,7 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16-bit integers
-_ADVICE = "if none has failed, the ranks called different collectives, and join_world(checked=True) names the calls"
-_ADVICE_SHARED = "if none has failed, the ranks called different collectives of torch itself, which are not compared"
+_ADVICE = "if none has failed, the ranks called different collectives of torch itself, which are not compared"
 _OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's messages, and in NCCL's
 _SHARED_GPU = "Duplicate GPU detected"  # in NCCL's messages
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
@@ -93,8 +91,6 @@ class ProcessCommunicator:
     Args:
         store: where ranks leave the reason of a failure; None if the group was created elsewhere.
         device: the rank's own.
-        is_checked: if ranks share no memory, compare every call before it runs, at the cost of another small collective
-            each. Announcements are compared in any case.
         owns_group: whether `leave` destroys the process group.
         backend: the device's family, if its tensors are sent without a copy in main memory.
         here: where ranks that share memory meet before each call, if the group itself does not do that.
@@ -107,7 +103,6 @@ class ProcessCommunicator:
         self,
         device: torch.device,
         store: dist.distributed_c10d.Store | None = None,
-        is_checked: bool = False,
         owns_group: bool = True,
         backend: Backend | None = None,
         here: MeetingPoint | None = None,
@@ -116,7 +111,6 @@ class ProcessCommunicator:
         self.size = dist.get_world_size()
         self._device = device
         self._store = store
-        self._is_checked = is_checked
         self._owns_group = owns_group
         self._taken = _types_in(dist.get_backend_config())
         self._broken: tuple[str, BaseException | None] | None = None
@@ -134,11 +128,6 @@ class ProcessCommunicator:
         self._watch: DeviceWatch | None = None
         if store is not None and backend is not None and backend.mark(device) is not None:
             self._watch = DeviceWatch(backend, device, _sequence_number, self._end_wait)
-
-    @property
-    def compares_calls(self) -> bool:
-        """Whether each call is compared before it runs; otherwise announcements are."""
-        return self._is_checked or self._here is not None
 
     @property
     def current(self) -> str | None:
@@ -349,7 +338,8 @@ class ProcessCommunicator:
         if here is None:
             if self._compared is not None:
                 self._finish_comparison()
-            if self._is_checked or isinstance(call, Announcement):
+            # For a group without main memory, the host would wait for its device in each call.
+            if isinstance(call, Announcement) or HOST.type in self._types:
                 self._begin_comparison(action)
                 if isinstance(call, Call) or not self._is_apart:
                     self._finish_comparison()
@@ -405,8 +395,7 @@ class ProcessCommunicator:
                 return departure({rank: here.notes.last_action(rank) if here else "" for rank in first}), error
         if missing:
             return f"{name_ranks(missing)} did not arrive: {error}", error
-        advice = _ADVICE if here is None else _ADVICE_SHARED
-        return f"a peer is gone or did not answer ({error}); {advice}", error
+        return f"a peer is gone or did not answer ({error}); {_ADVICE}", error
 
     def _failure_of_a_peer(self) -> tuple[str, BaseException] | None:
         with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer

@@ -88,31 +88,28 @@ def process_communicator(
     backend: Backend,
     device: torch.device,
     store: dist.distributed_c10d.Store | None = None,
-    is_checked: bool = False,
     owns_group: bool = True,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Communicator:
     """The communicator of a process in torch's default group; arguments as for `ProcessCommunicator`.
 
-    Ranks of one machine compare every call, whoever has launched them: in the group's own memory, or in memory mapped
-    for that alone. If they meet in a file, and cannot map memory, they do so as with `is_checked`.
+    Ranks of one machine compare their calls, whoever has launched them, in the group's own memory, or in memory mapped
+    for that alone; others by messages.
     """
     transport = backend.process_transport()
     here = None
     is_shared = isinstance(dist.group.WORLD, shared_memory.SharedMemoryGroup)
     if store is not None and not is_shared:
         here = meet_for_notes(store, timeout)
-        is_checked = is_checked or isinstance(store, dist.FileStore)  # type: ignore[attr-defined] # re-exported silently
     if transport == "torch":
-        return ProcessCommunicator(device, store, is_checked, owns_group, backend, here)
+        return ProcessCommunicator(device, store, owns_group, backend, here)
     if transport == "host" or dist.get_world_size() == 1:
         return ThroughHostCommunicator(
-            ProcessCommunicator(HOST, store, is_checked, owns_group, here=here), partial(backend.mark_step, device)
+            ProcessCommunicator(HOST, store, owns_group, here=here), partial(backend.mark_step, device)
         )
     from unisono.comm.xla import XlaProcesses, join_devices
 
-    # Always checked: a device that is alone in a collective of the runtime could not be detected.
-    communicator = ProcessCommunicator(HOST, store, True, owns_group, here=here)
+    communicator = ProcessCommunicator(HOST, store, owns_group, here=here)
     join_devices((device,), communicator.size)
     return XlaProcesses(communicator, partial(backend.synchronize, device))
 

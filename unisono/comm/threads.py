@@ -1,8 +1,8 @@
 """Ranks as threads of one process: collectives through shared memory.
 
-Small tensors are combined by the last thread to arrive, in one meeting. For large ones each thread does its part on the
-tensors of all ranks, between two meetings: before the first the tensors are incomplete, and until the second no rank
-may modify its own.
+Tensors are combined by the last thread to arrive, in one meeting. In an all_reduce of large ones each thread does its
+part on the tensors of all ranks, between two meetings: before the first the tensors are incomplete, and until the
+second no rank may modify its own.
 
 An accelerator's tensors are combined by work that the last thread submits, on its own streams, while the other ranks
 may have submitted their work on different streams. So each rank provides a mark after its work; the combining follows
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from unisono.comm.folding import SharedFold, all_reduction, fold, is_worth_sharing
+from unisono.comm.folding import SharedFold, all_reduction, fold
 from unisono.comm.gate import compiling
 from unisono.comm.meeting import Meeting
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
@@ -75,11 +75,8 @@ class ThreadCommunicator:
     @torch.no_grad()
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
-        call = Call.on("all_gather", tensor)
         # Clones, because after this meeting the ranks may modify their own tensors.
-        shown = self.meet(call, tensor, lambda all_: _share(all_) or [each.clone() for each in all_])
-        if isinstance(shown, _Shown):
-            return self._work(call, lambda: [each.detach().clone() for each in shown])
+        shown = self.meet(Call.on("all_gather", tensor), tensor, lambda all_: [each.clone() for each in all_])
         # All ranks get the same clones, so each copies again.
         return [each.to(tensor.device, copy=True) for each in shown]
 
@@ -87,10 +84,7 @@ class ThreadCommunicator:
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op, "reduce_scatter")
         check_scatter(tensor, self.size)
-        call = Call.on("reduce_scatter", tensor, op)
-        found = self.meet(call, tensor, lambda all_: _share(all_) or fold(all_, op))
-        if isinstance(found, _Shown):
-            return self._work(call, lambda: fold([each.chunk(self.size)[self.rank] for each in found], op))
+        found = self.meet(Call.on("reduce_scatter", tensor, op), tensor, lambda all_: fold(all_, op))
         # The result is one object for all ranks, so each copies its part.
         part: torch.Tensor = found.chunk(self.size)[self.rank]
         return part.to(tensor.device, copy=True)
@@ -99,13 +93,8 @@ class ThreadCommunicator:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
-        call = Call.on("broadcast", tensor, root)
         # As in `all_gather`: after this meeting the root may modify its tensor.
-        found = self.meet(call, tensor, lambda all_: _share(all_) or all_[root].clone())
-        if isinstance(found, _Shown):
-            self._work(call, lambda: tensor if self.rank == root else tensor.copy_(found[root]))
-            return tensor
-        return tensor.copy_(found)
+        return tensor.copy_(self.meet(Call.on("broadcast", tensor, root), tensor, lambda all_: all_[root].clone()))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [pickle.loads(data) for data in self.meet(Call("all_gather_object"), dumps(value), list)]
@@ -177,11 +166,3 @@ def _combine_with_marks(combine: Callable[[list[Any]], R], given: list[_Given]) 
     result = combine([each.value for each in given])
     # On streams, the mark carries the result, so that `wait_ready` records each rank's use of its memory.
     return result, [(backend, backend.mark(device, result)) for _, backend, device in marked]
-
-
-class _Shown(tuple[torch.Tensor, ...]):
-    """The ranks' own tensors, which all may read until they meet again."""
-
-
-def _share(tensors: list[torch.Tensor]) -> _Shown | None:
-    return _Shown(tensors) if is_worth_sharing(tensors) else None

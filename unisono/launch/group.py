@@ -19,11 +19,11 @@ import pickle
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -33,9 +33,9 @@ from unisono.launch.ending import Ending
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import HangWatch
 from unisono.launch.job import Job
-from unisono.launch.messages import say_if_watched, say_once
-from unisono.launch.rendezvous import Rendezvous
-from unisono.launch.reports import Kind, Message, Pulse
+from unisono.launch.messages import say_once
+from unisono.launch.rendezvous import write_job
+from unisono.launch.reports import Kind, Pulse
 from unisono.launch.resource_limits import describe_mapped_memory
 from unisono.launch.stack_collection import StackCollection
 from unisono.launch.starting import wire
@@ -51,7 +51,6 @@ from unisono.outcome import Outcome, first_cause, this_process
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 
-SLOW_S = 2.0  # seconds that workers may take to start before a message says what they are doing
 _END_S = 30.0  # seconds that the workers have, after the last outcome, for their exit handlers
 _SETTLE_S = 3.0  # seconds that a report of a broken world waits for the report of the rank that broke it
 _LONG_S = 3600.0  # the longest single wait: selectors accept at most a few weeks
@@ -63,7 +62,7 @@ class Group:
 
     Args:
         job: what they run.
-        place: where they meet.
+        directory: theirs, where they meet.
         hang_watch: decides when the group hangs.
         output, monitor: handle the workers' streams, and sample their processes.
         on_started: called when all workers have a pid.
@@ -73,7 +72,7 @@ class Group:
     def __init__(
         self,
         job: Job,
-        place: Rendezvous,
+        directory: Path,
         hang_watch: HangWatch,
         output: Output,
         monitor: Monitor,
@@ -83,7 +82,7 @@ class Group:
         self.workers: list[Worker] = []
         self._reason: Outcome[Any] | None = None  # why the group is ended although none of its workers has failed
         self._job = job
-        self._place = place
+        self._directory = directory
         self._hang_watch = hang_watch
         self._output = output
         self._monitor = monitor
@@ -92,16 +91,14 @@ class Group:
         self._zygote: socket.socket | None = None
         self._ending = Ending(job.options.grace_s)
         self._is_stop_wanted = False  # the caller has asked for an early end
-        self._slow_at: float | None = time.monotonic() + SLOW_S  # when to say that the start takes long
         ask = partial(self._signal_workers, TELL_STACKS, to_sessions=False)
-        self._standstill = StackCollection(hang_watch, job.ranks, place.directory, ask, others)
+        self._standstill = StackCollection(hang_watch, job.ranks, directory, ask, others)
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
         """Start the workers and return when all have ended; `obey` is called when `wake` is readable."""
-        # Before the zygote is asked to fork: a worker reads the job in its first lines.
-        self._place.write_job(self._job)
+        write_job(self._directory / "job", self._job)  # before the zygote is asked to fork
         with selectors.DefaultSelector() as self._selector:
-            self._zygote = open_group(self._place.directory, self._job.options.chosen_start_method)
+            self._zygote = open_group(self._directory, self._job.options.chosen_start_method)
             self._selector.register(self._zygote, selectors.EVENT_READ, self._hear_zygote)
             self._selector.register(wake, selectors.EVENT_READ, obey)
             try:
@@ -158,7 +155,7 @@ class Group:
             self._selector.register(reading, selectors.EVENT_READ, worker)
             try:
                 streams = self._output.open(rank)
-                message = {"op": "fork", "rank": rank, "job": str(self._place.job), "family": self._job.backend}
+                message = {"op": "fork", "rank": rank, "job": str(self._directory / "job"), "family": self._job.backend}
                 wire.send(self._zygote, message, (writing, *streams))
             except ConnectionError:  # the zygote is gone; its end of file follows
                 break
@@ -182,35 +179,14 @@ class Group:
         now = time.monotonic()
         if self._ending.due is not None and now >= self._ending.due:
             self._send_next_signal()
-        if self._slow_at is not None and now >= self._slow_at:
-            self._slow_at = None
-            self._say_who_is_slow()
         if (hung_at := self._hung_at()) is not None and now >= hung_at:
             hung = self._standstill.examine(now, self._running_workers())
             if hung is not None:
                 self.give_up(Outcome(error=hung))
 
     def _time_left(self) -> float | None:
-        if self._slow_at is not None and self._have_begun():
-            self._slow_at = None
-        deadlines = [each for each in (self._ending.due, self._hung_at(), self._slow_at) if each is not None]
+        deadlines = [each for each in (self._ending.due, self._hung_at()) if each is not None]
         return max(0.0, min(*deadlines, _LONG_S + time.monotonic()) - time.monotonic()) if deadlines else None
-
-    def _have_begun(self) -> bool:
-        return len(self.workers) == self._job.nprocs and all(each.has_begun or each.has_ended for each in self.workers)
-
-    def _say_who_is_slow(self) -> None:
-        late = [worker for worker in self.workers if not (worker.has_begun or worker.has_ended)]
-        if late and not self._ending.is_under_way:
-            joining = sum(worker.pid is not None for worker in late)
-            reason = (
-                "they are joining their peers and importing the modules of fn" if joining else "torch is being imported"
-            )
-            text = f"{len(late)} of {self._job.nprocs} workers have not begun after {SLOW_S:.3g} s: {reason}"
-            # `unisono run` and a notebook begin with that by themselves.
-            if not joining and {"ipykernel", "unisono.cli.main"}.isdisjoint(sys.modules):
-                text += "; unisono.warm() at the top of a script does that meanwhile"
-            say_if_watched(text)
 
     def _hung_at(self) -> float | None:
         return None if self._ending.is_under_way else self._standstill.due()
@@ -219,16 +195,15 @@ class Group:
         with contextlib.suppress(BlockingIOError):
             while worker.pipe >= 0:
                 is_open = worker.inbox.read(worker.pipe)
-                for message in worker.inbox.take():
-                    self._handle_message(worker, message)
+                for kind, data in worker.inbox.take():
+                    self._handle_message(worker, kind, data)
                 # The outcome is the last message. A child of the worker may still hold the write end.
                 if not is_open or worker.outcome is not None:
                     self._close_pipe(worker)
 
-    def _handle_message(self, worker: Worker, message: Message) -> None:
-        kind = message.kind
+    def _handle_message(self, worker: Worker, kind: Kind, data: bytes) -> None:
         if kind is Kind.PULSE:
-            pulse: Pulse = pickle.loads(message.data)
+            pulse: Pulse = pickle.loads(data)
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
             self._standstill.report_progress()
             self._monitor.tell_pulse(worker.rank, pulse)
@@ -237,14 +212,12 @@ class Group:
             # The request came before this worker could be asked: SIGTERM would have ended it.
             if self._is_stop_wanted:
                 self._signal_workers(signal.SIGTERM, [worker], to_sessions=False)
-        elif kind is Kind.BEGUN:
-            worker.has_begun = True
         elif kind is Kind.NOTE:
-            say_once(message.data.decode())
+            say_once(data.decode())
         elif kind is Kind.STOPPED:
-            worker.stopped_after = int(message.data)
+            worker.stopped_after = int(data)
         else:
-            worker.outcome = Outcome.from_bytes(message.data, message.buffers)
+            worker.outcome = Outcome.from_bytes(data)
             is_failure = worker.outcome.error is not None
             # A rank that has returned makes no more progress, and is no hang.
             self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
@@ -290,7 +263,7 @@ class Group:
                         os.killpg(worker.pid, signal.SIGKILL)
                 self._note_end(worker, None, "ended because the process that it was forked from died")
         # Processes that have left these groups still carry the group's directory in their environment.
-        kill_marked(psutil.process_iter(), OUTER_DIRECTORY, str(self._place.directory))
+        kill_marked(psutil.process_iter(), OUTER_DIRECTORY, str(self._directory))
 
     def _note_end(self, worker: Worker, status: int | None, how: str) -> None:
         self._read_reports(worker)  # what it wrote before it ended is still in the pipe

@@ -33,7 +33,6 @@ class Worker:
     pid: int | None = None
     inbox: Inbox = field(default_factory=Inbox)
     outcome: Outcome[Any] | None = None
-    has_begun: bool = False  # fn is about to be called
     has_ended: bool = False
     handles_stop: bool = False
     stopped_after: int | None = None  # steps, if the ranks have agreed to stop

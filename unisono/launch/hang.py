@@ -5,10 +5,6 @@ validates alone, for example, its own batches are progress. The user decides how
 derived from the timeout of the collectives, and applies only if a rank waits in one, so that the report comes shortly
 before the transport gives up.
 
-Ranks that wait for one another indefinitely are detected sooner. When no rank has moved for some seconds, the stacks
-are examined: if all ranks are in collectives, torch's own included, and none uses the CPU, nothing is in progress. This
-cannot be known for accelerators, which compute while their processes wait, nor for the network between machines.
-
 *Threads:* the supervisor's.
 """
 
@@ -23,7 +19,6 @@ from unisono.launch.reports import Pulse
 from unisono.stacks import PACKAGE, describe_call, frames_of, main_stack
 
 _RETURNED_S = 5.0  # a rank in a collective after a peer has returned may be moving its last data, but nothing else
-_DOUBT_S = 10.0  # after which to check whether ranks wait for one another
 _BEFORE = 0.8  # of the collectives' timeout: a waiting rank gives up a little later, with less to report
 
 _WAITS_IN = ("/torch/distributed/", "/unisono/comm/", "/torch/autograd/graph.py")  # DDP reduces in the backward pass
@@ -48,7 +43,6 @@ class HangWatch:
     pulses: dict[int, Pulse] = field(default_factory=dict)  # of the ranks that have not ended
     returned: set[int] = field(default_factory=set)  # the ranks that no longer take part
     _progress_at: float = 0.0
-    _looked_at: float = -1.0  # the beginning of the last standstill that was examined
 
     def hear(self, rank: int, pulse: Pulse, now: float) -> None:
         """Record a rank's pulse."""
@@ -80,37 +74,17 @@ class HangWatch:
             return None
         return self._progress_at + self.limit[0]
 
-    def doubt(self) -> float | None:
-        """When to check whether the ranks wait for one another, once per standstill; None if there is nothing to
-        check."""
-        is_unknown = not self.is_of_one_machine or any(each.device_bytes is not None for each in self.pulses.values())
-        if not self.pulses or is_unknown or self._looked_at == self._progress_at:
-            return None
-        return self._progress_at + _DOUBT_S
-
-    def note_look(self) -> None:
-        """Record that the standstill was examined without finding a rank at fault."""
-        self._looked_at = self._progress_at
-
     def _is_waiting(self) -> bool:
         return any(pulse.doing for pulse in self.pulses.values())
 
 
-def all_wait(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) -> bool:
-    """Whether each of these ranks, which have not ended, is in a collective."""
-    return all(_doing(rank, watch.pulses, stacks) for rank in ranks)
-
-
-def hung_error(
-    watch: HangWatch, stacks: Mapping[int, str], ranks: list[int], is_deadlock: bool = False
-) -> WorkerHungError:
+def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) -> WorkerHungError:
     """Make the error of a group that hangs.
 
     Args:
         watch: the watch that has detected it.
         stacks: each rank's stacks, as written by faulthandler.
         ranks: the ranks that have not ended.
-        is_deadlock: whether waiting longer is known not to help.
     """
     pulses = watch.pulses
     doing = {rank: _doing(rank, pulses, stacks) for rank in ranks}
@@ -128,7 +102,7 @@ def hung_error(
             verdict = f"all ranks wait, but not in the same call: {_group_by_collective(waiting)}{behind}"
         else:
             verdict = f"no rank is in a collective: {_places(ranks, stacks)}{behind}"
-    seconds, advice = (_DOUBT_S, _MISMATCH) if is_deadlock else watch.limit
+    seconds, advice = watch.limit
     text = f"no rank has made progress for {seconds:.4g} s, and {verdict}. {advice}"
     error = WorkerHungError(text, late, dict(stacks))
     for rank in ranks:

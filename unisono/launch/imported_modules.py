@@ -20,7 +20,7 @@ from enum import Enum
 from functools import cache
 from hashlib import blake2b
 from importlib.machinery import SourceFileLoader
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -34,19 +34,11 @@ _MAX_ITEMS = 10_000  # the most items of plain data to visit in one global
 _SHOWN = 5  # names in one message
 _WIDTH = 60  # the longest text of a value in it
 
-_not_users: set[str] = set()  # modules that are no part of the program
-
 
 def describe_modules() -> dict[str, dict[str, str]]:
     """The globals of the user's modules that this process has imported, as texts, by the module's name."""
-    described = {}
-    for name, module in list(sys.modules.items()):  # copied: other threads may import meanwhile
-        if name not in _not_users:
-            if _is_users(name, module):
-                described[name] = describe_module(module)
-            else:
-                _not_users.add(name)
-    return described
+    modules = list(sys.modules.items())  # copied: other threads may import meanwhile
+    return {name: describe_module(module) for name, module in modules if _is_users(name, module)}
 
 
 def describe_module(module: ModuleType) -> dict[str, str]:
@@ -97,17 +89,7 @@ def _is_users(name: str, module: object) -> bool:
 @cache
 def is_users_file(file: str) -> bool:
     """Whether a file is part of the program rather than of an installed package."""
-    if not os.path.isabs(file) or file.startswith(_INSTALLED) or any(each in file for each in _PACKAGES):
-        return False
-    return not any(
-        file.startswith(each + os.sep) and _holds_packages(each) for each in sys.path if isinstance(each, str) and each
-    )
-
-
-@cache
-def _holds_packages(directory: str) -> bool:
-    """Whether pip has installed packages there (`pip install --target`)."""
-    return next(Path(directory).glob("*.dist-info"), None) is not None
+    return os.path.isabs(file) and not file.startswith(_INSTALLED) and not any(each in file for each in _PACKAGES)
 
 
 def _text_of(value: Any, left: list[int]) -> str:
@@ -139,17 +121,13 @@ def _text_of(value: Any, left: list[int]) -> str:
 def _digest_of(value: FunctionType | type) -> str:
     """A digest of what a function or the methods of a class do, independent of the position in the file."""
     functions = [value] if isinstance(value, FunctionType) else vars(value).values()
-    texts = [_text_of_code(each.__code__) for each in functions if isinstance(each, FunctionType)]
+    texts = [_text_of_constant(each.__code__) for each in functions if isinstance(each, FunctionType)]
     return blake2b("".join(texts).encode(errors="surrogatepass"), digest_size=4).hexdigest()
-
-
-def _text_of_code(code: CodeType) -> str:
-    constants = [_text_of_constant(each) for each in code.co_consts]
-    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants))
 
 
 def _text_of_constant(constant: Any) -> str:
     if isinstance(constant, CodeType):
-        return _text_of_code(constant)
+        names = constant.co_names, constant.co_varnames, constant.co_freevars
+        return repr((constant.co_code, names, [*map(_text_of_constant, constant.co_consts)]))
     # The order of a frozenset depends on the process's hash seed.
     return repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)

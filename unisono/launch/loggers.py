@@ -2,7 +2,7 @@
 
 A handler cannot be pickled: it holds a lock and an open stream. So its other attributes are sent, and a worker makes
 another handler of them, for its own stdout or stderr, or appending to the same file. A handler of another kind (to a
-server, to memory, or one that rotates its files) stays with the caller, and `read_loggers` reports that.
+server, to memory, or one that rotates its files) stays with the caller.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.launch.imported_modules import is_users_file
 from unisono.launch.unpicklable import is_picklable
 
 Handler = tuple[type[logging.Handler], str, dict[str, Any]]
 """A handler's class; "stdout" or "stderr", if it writes to one of them; its attributes."""
 
-_OF_NOTEBOOKS = ("IPKernelApp",)  # a kernel's own, for its messages, which come from no worker
 _KNOWN = (logging.StreamHandler, logging.FileHandler, logging.NullHandler)
 
 
@@ -30,21 +28,16 @@ class Logging:
         attributes: of the loggers that were changed since their creation, by name: level, propagate, disabled, filters.
         handlers: by the logger's name; the handlers of other loggers stay as a worker has them.
         disabled: the level up to which nothing is logged.
-        level_names: by level, including levels that the caller has added.
-        left_out: what stays with the caller, in words.
     """
 
     attributes: dict[str, dict[str, Any]]
     handlers: dict[str, list[Handler]]
     disabled: int
-    level_names: dict[int, str]
-    left_out: list[str]
 
 
 def read_loggers() -> Logging:
     """Describe the loggers of this process."""
-    names = {level: name for name, level in logging.getLevelNamesMapping().items()}
-    found = Logging({}, {}, logging.root.manager.disable, names, [])
+    found = Logging({}, {}, logging.root.manager.disable)
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         if not isinstance(logger, logging.Logger):
             continue
@@ -60,20 +53,12 @@ def read_loggers() -> Logging:
         }
         if name.partition(".")[0] == "torch":  # torch adds its own handlers wherever it is imported
             continue
-        found.handlers[name] = []
-        for handler in logger.handlers:
-            if (described := _describe_handler(handler)) is not None:
-                found.handlers[name].append(described)
-            elif not _is_of_library(name) and name not in _OF_NOTEBOOKS:
-                found.left_out.append(f"the handler {handler!r} of logger {name!r}")
+        found.handlers[name] = [each for each in map(_describe_handler, logger.handlers) if each is not None]
     return found
 
 
 def adopt_loggers(facts: Logging) -> None:
     """Make this process log like the one that the loggers are from."""
-    for level, level_name in facts.level_names.items():
-        if logging.getLevelName(level) != level_name:
-            logging.addLevelName(level, level_name)
     if logging.root.manager.disable != facts.disabled:  # setting it visits all loggers, so only if it differs
         logging.disable(facts.disabled)
     for name, attributes in facts.attributes.items():
@@ -84,12 +69,6 @@ def adopt_loggers(facts: Logging) -> None:
             kept = [own for own in logger.handlers if type(own) not in _KNOWN]
             logger.handlers[:] = [*map(_make_handler, facts.handlers[name]), *kept]
     logging.root.setLevel(logging.root.level)  # clears what all loggers have cached of the levels
-
-
-def _is_of_library(name: str) -> bool:
-    """Whether a logger belongs to an installed package, which adds its handlers wherever it is imported."""
-    file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
-    return isinstance(file, str) and not is_users_file(file)
 
 
 def _describe_handler(handler: logging.Handler) -> Handler | None:

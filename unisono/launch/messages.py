@@ -1,4 +1,4 @@
-"""Messages to the user: once per process, or while the user is waiting.
+"""Messages to the user.
 
 *Threads:* any; at worst two log the same message at the same time.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 
 from unisono.errors import RemoteTraceback
 from unisono.outcome import chain_of
@@ -24,14 +23,6 @@ def say_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-def say_if_watched(text: str) -> None:
-    """Print a line for an interactive user, on a terminal or in a notebook; elsewhere, log it as INFO."""
-    if _is_watched():
-        print(f"unisono: {text}", file=sys.stderr, flush=True)
-    else:
-        logger.info("%s", text)
-
-
 def shorten_traceback(error: BaseException) -> None:
     """Drop the frames of this process from the error of a worker, which shows its own; UNISONO_TRACEBACK=full shows
     all frames of both."""
@@ -46,10 +37,3 @@ def shorten_traceback(error: BaseException) -> None:
 def shows_all_frames() -> bool:
     """Whether the user has asked for the frames of this package."""
     return os.environ.get("UNISONO_TRACEBACK") == "full"
-
-
-def _is_watched() -> bool:
-    try:
-        return "ipykernel" in sys.modules or sys.stderr.isatty()
-    except (AttributeError, ValueError):  # stderr is missing or closed
-        return False

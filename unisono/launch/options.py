@@ -30,7 +30,6 @@ class Output:
     Attributes:
         log_dir: the parent of this run's log directory: each rank's stdout and stderr, events, the monitor's samples.
         ranks: show the output of these ranks only; the log files contain every rank's.
-        format: "json" shows each line that a worker writes as an object with time, rank, stream and text.
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
 
     Raises:
@@ -39,7 +38,6 @@ class Output:
 
     log_dir: str | os.PathLike[str] | None = None
     ranks: Collection[int] | None = None
-    format: Literal["text", "json"] = "text"
     prefix: bool | None = None
 
     def __post_init__(self) -> None:
@@ -50,8 +48,6 @@ class Output:
             raise TypeError(f"ranks={self.ranks!r} is of type {type(self.ranks).__name__}; pass ranks, as in [0]")
         for rank in self.ranks or ():
             check_integer(rank, "a rank of ranks", 0, "pass ranks, as in [0]")
-        if self.format not in ("text", "json"):
-            raise ValueError(f"format={self.format!r} does not exist; choose 'text' or 'json'")
         check_type(self.prefix, "prefix", "pass True, False or None", bool, NoneType)
 
 
@@ -115,11 +111,10 @@ class SpawnOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """How a group is started, watched and ended: the arguments of `spawn`, and two more.
+    """How a group is started, watched and ended: the arguments of `spawn`, and one more.
 
     Attributes:
         daemon: end the workers when the calling process exits.
-        checked: compare collectives before they run also where ranks share no memory.
 
     Raises:
         TypeError, ValueError: an option is invalid.
@@ -135,7 +130,6 @@ class Options:
     output: Output = Output()
     process_group: Literal["gloo"] | None = None
     daemon: bool = False
-    checked: bool = False
 
     def __post_init__(self) -> None:
         if self.start_method not in ("zygote", "spawn", None):

@@ -38,7 +38,6 @@ def join(
     place: Place,
     backend: Backend,
     timeout: timedelta,
-    is_checked: bool = False,
     process_group: Literal["gloo"] | None = None,
 ) -> World:
     """Join the ranks: bind the device, create the process group, meet the peers.
@@ -60,7 +59,7 @@ def join(
                 timeout=timeout,
                 device_id=bound_device(backend, device, process_group),
             )
-        comm = process_communicator(backend, device, store, is_checked, timeout=timeout)
+        comm = process_communicator(backend, device, store, timeout=timeout)
         comm.barrier()  # otherwise a rank that ends soon would leave while a slow one is still connecting to it
         if not place.address:  # with a server, this would cost another collective
             comm.announce("the beginning of fn")

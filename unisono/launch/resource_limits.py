@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -70,7 +70,7 @@ def describe_mapped_memory() -> str:
     return f"; mapped memory could not be allocated{': ' + fullness if fullness else ', as where /dev/shm is full'}"
 
 
-def _describe_open_files(error: BaseException) -> str:
+def _describe_files(error: BaseException) -> str:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -81,45 +81,36 @@ def _describe_open_files(error: BaseException) -> str:
 
 
 def _describe_processes(error: BaseException) -> str:
-    import resource
-
-    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    shown = "no limit for this user" if soft == resource.RLIM_INFINITY else f"{soft} for this user"
     return (
-        f"the system does not start any more processes or threads ({shown}; the control group has pids.max); a "
-        "larger limit (docker run --pids-limit, ulimit -u), fewer workers, fewer threads of each (cores=n) or fewer "
-        "loader workers help"
+        "the system does not start any more processes or threads (`ulimit -u`, pids.max); a larger limit "
+        "(docker run --pids-limit), fewer workers, fewer threads of each (cores=n) or fewer loader workers help"
     )
 
 
 def _describe_room(error: BaseException) -> str:
-    """The places where a run writes that are full or not writable."""
-    named = [Path(name).parent for name in (getattr(error, "filename", None),) if isinstance(name, str)]
-    places = dict.fromkeys([*named, Path(tempfile.gettempdir()), _SHM])
-    return "; ".join(filter(None, map(_describe_fullness, places)))
+    """The places where a run writes that are full."""
+    name = getattr(error, "filename", None)
+    named = [Path(name).parent] if isinstance(name, str) else []
+    return "; ".join(filter(None, map(_describe_fullness, dict.fromkeys([*named, Path(tempfile.gettempdir()), _SHM]))))
 
 
 def _describe_fullness(place: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):
         facts = os.statvfs(place)
-    except OSError:
-        return ""
-    way_out = (
-        "loader workers need it (docker run --shm-size=8g, or mount -o remount,rw,size=8G /dev/shm)"
-        if place == _SHM
-        else "TMPDIR can name a directory with room"
-    )
-    free, size = facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
-    if facts.f_flag & os.ST_RDONLY:
-        return f"{place} is read-only; {way_out}"
-    return f"{place} is full, with {free >> 10} of {size >> 10} KiB free; {way_out}" if free < _NEARLY_FULL else ""
+        free, size = facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
+        if free < _NEARLY_FULL:
+            way_out = (
+                "loader workers need it (docker run --shm-size=8g, or mount -o remount,rw,size=8G /dev/shm)"
+                if place == _SHM
+                else "TMPDIR can name a directory with room"
+            )
+            return f"{place} is full, with {free >> 10} of {size >> 10} KiB free; {way_out}"
+    return ""
 
 
-_Kind = tuple[int, str, Callable[[BaseException], str]]
-_KINDS: Iterable[_Kind] = (
-    (errno.EMFILE, "Too many open files", _describe_open_files),
+_KINDS: Sequence[tuple[int, str, Callable[[BaseException], str]]] = (
+    (errno.EMFILE, "Too many open files", _describe_files),
     (errno.EAGAIN, "Resource temporarily unavailable", _describe_processes),
     (errno.EAGAIN, "can't start new thread", _describe_processes),
     (errno.ENOSPC, "No space left on device", _describe_room),
-    (errno.EROFS, "Read-only file system", _describe_room),
 )

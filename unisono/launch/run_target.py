@@ -1,8 +1,7 @@
-"""What `unisono run` runs: a script, a module, or a function of a module.
+"""What `unisono run` runs: a script, or a module.
 
 `script.py` runs as `python script.py` would run it: as `__main__`, with its arguments in `sys.argv` and its directory
-first in `sys.path`. A module runs as by `python -m`. `package.module:function` is imported and called with the rank, as
-`spawn` does; arguments are in `sys.argv`.
+first in `sys.path`. A module runs as by `python -m`.
 
 The world is set up beforehand; `unisono.spawn(fn)` and `unisono.join_world()` detect that they are in one. Programs
 written for torchrun find torchrun's variables, and may initialise torch's process group themselves (`script_group.py`).
@@ -20,10 +19,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from unisono import preemption
-from unisono.errors import StoppedError, UnisonoError, WorkerDiedError
+from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.hosts.environment import TAKEN, Place, announce, take
 from unisono.world import World, current_world
@@ -36,59 +34,36 @@ class Target:
     """What is run.
 
     Attributes:
-        name: as given: a script, a module, or `module:function`.
+        name: as given: a script or a module.
         argv: its arguments.
-        is_module: whether the name is that of a module to run.
+        is_module: whether the name is that of a module.
     """
 
     name: str
     argv: tuple[str, ...] = ()
     is_module: bool = False
 
-    @property
-    def is_script(self) -> bool:
-        return not self.is_module and (self.name.endswith((".py", ".pyc")) or os.path.isfile(self.name))
-
 
 def check_target(target: Target) -> None:
     """Check that the target can be run, before anything is started, and without running any of it.
 
     Raises:
-        ValueError: there is no such script, or the text is neither a script nor `module:function`.
+        ValueError: there is no such script.
         ModuleNotFoundError: there is no such module.
     """
-    if target.is_script:
+    if not target.is_module:
         if not os.path.isfile(target.name):
-            raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}")
+            raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}; -m runs a module")
         return
     _set_first_path(os.getcwd())
-    # Only this part of the name can be looked up without importing anything.
-    package = (target.name if target.is_module else _split_name(target.name)[0]).partition(".")[0]
+    package = target.name.partition(".")[0]  # the part that can be looked up without importing anything
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
             f"{target.name!r}: there is no module {package!r} here or in the import path; name it as in an import"
         )
 
 
-def find_function(name: str) -> Any:
-    """Return the function that `package.module:function` names.
-
-    Raises:
-        UnisonoError: the module has no such function.
-        Exception: an error of its import.
-    """
-    module_name, path = _split_name(name)
-    found: Any = importlib.import_module(module_name)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise UnisonoError(f"{name!r}: {module_name} has no {part!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UnisonoError(f"{name!r} is of type {type(found).__name__}; name a function that takes the rank")
-    return found
-
-
-def run_target(rank: int, target: Target) -> None:
+def run_target(target: Target) -> None:
     """Run the target in this process, which has its world; `sys.exit(0)` is a success, as for any script.
 
     So is an early end that the ranks have agreed on; `preemption.is_agreed` reports it to the caller.
@@ -99,7 +74,7 @@ def run_target(rank: int, target: Target) -> None:
     sys.argv[:] = [target.name, *target.argv]
     announce(_place_of(current_world()))  # to `spawn` in the script
     try:
-        preemption.call(_call_target, rank, target)
+        preemption.call(_call_target, target)
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
@@ -107,20 +82,17 @@ def run_target(rank: int, target: Target) -> None:
         announce(None)
 
 
-def _call_target(rank: int, target: Target) -> None:
-    _set_first_path(os.path.dirname(os.path.abspath(target.name)) if target.is_script else os.getcwd())
-    if target.is_script:
-        runpy.run_path(target.name, run_name="__main__")
-    elif target.is_module:
+def _call_target(target: Target) -> None:
+    _set_first_path(os.getcwd() if target.is_module else os.path.dirname(os.path.abspath(target.name)))
+    if target.is_module:
         # `alter_sys` makes the module the `__main__` of `sys.modules`, as `python -m` does.
         runpy.run_module(target.name, run_name="__main__", alter_sys=True)
     else:
-        find_function(target.name)(rank)
+        runpy.run_path(target.name, run_name="__main__")
 
 
 def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -> None:
-    """Run the target as a worker of `spawn`. Unlike a function, for which `spawn` reports it, a script may call
-    `sys.exit`.
+    """Run the target as a worker of `spawn`, with torchrun's variables.
 
     Args:
         variables: those of the run, as `variables_of_run` returns them, and those of its machine, unless they are set;
@@ -133,7 +105,7 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     try:
         with variables_set({**variables, **_variables_of_rank(current_world())}):
             take(_place_of(current_world(), os.environ))  # child processes of the script are not this rank
-            run_target(rank, target)
+            run_target(target)
     except StoppedError:
         raise
     except SystemExit as error:
@@ -198,15 +170,6 @@ def _place_of(world: World, variables: Mapping[str, str] | None = None) -> Place
         port=int(variables.get("MASTER_PORT", 0)),
         restart_count=world.restart_count,
     )
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    module_name, _, path = name.partition(":")
-    if not module_name or not path:
-        raise ValueError(
-            f"{name!r} is neither a script (script.py) nor a function (package.module:function); -m runs a module"
-        )
-    return module_name, path
 
 
 def _set_first_path(directory: str) -> None:

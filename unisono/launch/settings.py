@@ -76,8 +76,6 @@ SETTINGS: dict[str, Switch] = {
 }
 """Each setting's getter and setter, by the name under which a program sets it."""
 
-_GENERATORS = ("random.seed", "numpy.random.seed", "torch.manual_seed")
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -110,26 +108,17 @@ class Settings:
         # First: it also reseeds the CPU's generator, whose exact state is among the settings.
         if backend.moves_in_background:  # it has its own generator, which may not even exist in the caller
             torch.manual_seed(self.seed)
-        own = _inherited or _read_values()
+        own = _read_values()
         refused = {}
         for name, value in self.values.items():
-            if name not in own or own[name] != value:
+            # NumPy's is set in any case: without a state to set, it gets another seed than in the other forks.
+            if name not in own or own[name] != value or name == "numpy.random.seed":
                 try:
                     SETTINGS[name][1](value)
                 except Exception as error:
                     refused[name] = f"{type(error).__name__}: {error}"
         adopt_loggers(self.loggers)
         return refused
-
-
-_inherited: dict[str, Any] = {}  # in a worker: the settings of the zygote when it was forked
-
-
-def remember_settings() -> None:
-    """In the zygote: save its workers from reading what they have inherited, which takes milliseconds in each."""
-    _inherited.update(_read_values())
-    for name in _GENERATORS:
-        _inherited.pop(name, None)  # Python's is reseeded after a fork
 
 
 def _read_values() -> dict[str, Any]:

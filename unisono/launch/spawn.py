@@ -21,7 +21,7 @@ from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
 from unisono.launch.job import Job
-from unisono.launch.messages import say_once, shorten_traceback
+from unisono.launch.messages import shorten_traceback
 from unisono.launch.options import Cores, Options, Output, SpawnOptions
 from unisono.launch.resource_limits import check_room
 from unisono.launch.settings import Settings
@@ -170,13 +170,7 @@ def make_job(fn: Callable[..., Any], args: Sequence[Any], count: int, family: Ba
             "or WSL"
         )
     check_room(count)
-    settings = Settings.read()
-    for each in settings.loggers.left_out:
-        say_once(
-            f"workers log without {each}, which writes to something that only the calling process has; "
-            "add a handler in fn"
-        )
-    job = Job(pickle_call(fn, tuple(args), settings), count, family.name, options, num_threads, cores)
+    job = Job(pickle_call(fn, tuple(args), Settings.read()), count, family.name, options, num_threads, cores)
     _settle_streams()
     return job
 

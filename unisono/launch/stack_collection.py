@@ -9,16 +9,13 @@ all reports.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from unisono.errors import WorkerHungError
 from unisono.launch.group_outcome import Worker
-from unisono.launch.hang import HangWatch, all_wait, hung_error
+from unisono.launch.hang import HangWatch, hung_error
 from unisono.launch.reports import Pulse
 from unisono.launch.worker import stacks_path
 from unisono.stacks import main_stack
@@ -26,7 +23,6 @@ from unisono.stacks import main_stack
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 
-_IDLE = 0.05  # of a CPU: what the threads of a waiting process use to check the clock
 _STACKS_S = 0.5  # how long the workers of a hung group have to write their stacks
 _OTHERS_S = 5.0  # how long other machines have to send theirs: several beats of theirs and ours
 
@@ -57,16 +53,13 @@ class StackCollection:
         self._others = others
         self._due: float | None = None  # when the requested stacks are expected
         self._sizes: dict[int, int] = {}  # the previous sizes of the ranks' stack files
-        self._cpu_s = 0.0  # their CPU seconds at that time
         self._stacks: dict[int, str] | None = None  # of this machine's ranks, while waiting for those of the others
         self._reports: dict[int, MachineReport] = {}  # the last of each other machine
         self._reported: dict[int, tuple[int, str]] = {}  # what the other machines last got about this machine's ranks
 
     def due(self) -> float | None:
         """When to call `examine`, unless something happens before."""
-        if self._due is not None:
-            return self._due
-        return min((each for each in (self._watch.deadline(), self._watch.doubt()) if each), default=None)
+        return self._watch.deadline() if self._due is None else self._due
 
     def report_progress(self) -> None:
         """Report the progress of this machine's ranks to the others; it invalidates stacks collected before."""
@@ -117,7 +110,6 @@ class StackCollection:
         paths = {worker.rank: stacks_path(self._directory, worker.rank) for worker in running}
         # Each request appends to these files; what comes after this size is the answer to this one.
         self._sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
-        self._cpu_s = _cpu_seconds(running)
         self._ask(list(running))
 
     def _read_stacks(self, running: Sequence[Worker]) -> dict[int, str]:
@@ -129,21 +121,15 @@ class StackCollection:
         }
 
     def _judge_stacks(self, now: float, running: Sequence[Worker], stacks: dict[int, str]) -> WorkerHungError | None:
-        # A rank may have moved since the stacks were requested, so both limits are checked again.
-        watch = self._watch
-        is_over, is_in_doubt = (at is not None and now >= at for at in (watch.deadline(), watch.doubt()))
-        if not is_over and not is_in_doubt:
+        # A rank may have moved since the stacks were requested.
+        deadline = self._watch.deadline()
+        if deadline is None or now < deadline:
             return None
         ranks = [worker.rank for worker in running]
-        if not is_over:
-            watch.note_look()
-            is_idle = _cpu_seconds(running) - self._cpu_s < _IDLE * _STACKS_S * len(running)
-            if not (is_idle and all_wait(watch, stacks, ranks)):
-                return None
         for report in self._reports.values():
             stacks = {**stacks, **report.stacks}
             ranks += report.pulses
-        return hung_error(watch, stacks, sorted(ranks), is_deadlock=not is_over)
+        return hung_error(self._watch, stacks, sorted(ranks))
 
     def _is_answered(self) -> bool:
         """Whether all machines that have ranks left have sent their stacks."""
@@ -151,13 +137,3 @@ class StackCollection:
             return True
         reports = self._reports.values()
         return len(reports) == self._others.count and all(each.stacks or not each.pulses for each in reports)
-
-
-def _cpu_seconds(workers: Sequence[Worker]) -> float:
-    """The CPU seconds that these workers have used so far, in total."""
-    total = 0.0
-    for worker in workers:
-        with contextlib.suppress(psutil.Error):
-            times = psutil.Process(worker.pid).cpu_times()
-            total += times.user + times.system
-    return total

@@ -29,10 +29,10 @@ from unisono.launch.exit_codes import INTERRUPTED, exit_code_of
 from unisono.launch.group import Group
 from unisono.launch.hang import HangWatch
 from unisono.launch.job import Job
-from unisono.launch.rendezvous import Rendezvous, rendezvous
+from unisono.launch.rendezvous import rendezvous
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.watching.monitor import Monitor
-from unisono.launch.watching.output import Output, OutputOptions
+from unisono.launch.watching.output import Output
 from unisono.launch.watching.run_directory import RunDirectory
 from unisono.outcome import Outcome
 from unisono.stacks import frames_of
@@ -220,23 +220,21 @@ class Supervisor:
         return next((each.stopped_after for each in workers if each.stopped_after is not None), None)
 
     def _run_attempt(self, restart_count: int) -> Outcome[list[Any]]:
-        with rendezvous() as place:
-            return self._run_group(place, restart_count)
+        with rendezvous() as directory:
+            return self._run_group(directory, restart_count)
 
-    def _run_group(self, place: Rendezvous, restart_count: int) -> Outcome[list[Any]]:
-        samples = place.directory / "samples" if self._run is None else self._run.samples
+    def _run_group(self, directory: Path, restart_count: int) -> Outcome[list[Any]]:
+        samples = directory / "samples" if self._run is None else self._run.samples
         job = replace(self._job, samples=str(samples))
         # With an address, the agent has set the restart count for all machines.
         if not job.address:
             job = replace(job, restart_count=restart_count)
         # Each attempt has its own; its samples are appended to those of the earlier ones.
         monitor = Monitor(samples)
-        wanted = self._options.output
-        ranks = None if wanted.ranks is None else tuple(sorted(set(wanted.ranks)))
-        output = Output(OutputOptions(wanted.prefix, ranks, wanted.format == "json"), self._run)
+        output = Output(self._options.output, self._run)
         watch = HangWatch(self._options.hang_timeout_s, self._options.timeout_s, self._others is None)
         with contextlib.closing(monitor), contextlib.closing(output):
-            self._group = Group(job, place, watch, output, monitor, self._note_start, self._others)
+            self._group = Group(job, directory, watch, output, monitor, self._note_start, self._others)
             return self._group.run(self._wake_r, self._obey_requests)
 
     def _note_start(self) -> None:
@@ -283,13 +281,7 @@ def _supervise(supervisor: Supervisor) -> None:
     supervisor._has_ended.set()
 
 
-def tell_restart(
-    verdict: Outcome[list[Any]],
-    restart_count: int,
-    max_restarts: int,
-    run: RunDirectory | None,
-    level: int = logging.WARNING,
-) -> None:
+def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int, run: RunDirectory | None) -> None:
     """Report in one line that a group has failed, and where, and that another one is started."""
     error = verdict.error
     assert error is not None
@@ -298,6 +290,6 @@ def tell_restart(
     place = next((f", in {frame}" for frame in reversed(frames) if frame.is_users), "")
     where = f" ({verdict.where})" if verdict.where else ""
     text = str(error).partition("\n")[0]
-    logger.log(level, "restart %d of %d%s %s%s%s", restart_count, max_restarts, kind, text, place, where)
+    logger.warning("restart %d of %d%s %s%s%s", restart_count, max_restarts, kind, text, place, where)
     if run is not None:
         run.event("restarted", restart_count=restart_count, where=verdict.where)

@@ -1,7 +1,6 @@
 """Pickles a call, and names what in it cannot be pickled, since a pickler does not report where it has failed.
 
-The search descends from the failing part to a part of it that fails, and ends where no inner part fails: at the open
-file, the lock, the generator.
+It has failed at the last object that it met: the open file, the lock, the generator. What it met before may name that.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ import contextlib
 import dis
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import partial
-from types import CellType, FunctionType, MethodType
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 from unisono.errors import UnpicklableError
-from unisono.pickling import codes_in, dumps_call
+from unisono.pickling import codes_in, dumps_call, pickled_before_failure
 
 _GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 
@@ -67,53 +65,33 @@ def describe_unpicklable(part: Any) -> str:
 
     Empty if the part itself is the cause.
     """
-    where = ""
-    seen = {id(part)}
-    while found := next(_failing(part, seen), None):
-        where, part = found
-        seen.add(id(part))
-    return f"; {where}, a {type(part).__name__}" if where else ""
+    *met, cause = pickled_before_failure(part) or [part]
+    if cause is part:
+        return ""
+    named = (where for holder in reversed(met) for where, held in _parts_of(holder) if _is_in(cause, held))
+    return f"; {next(named, 'it holds one')}, a {type(cause).__name__}"
 
 
-def _failing(part: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    for where, inner in _parts_of(part):
-        if id(inner) not in seen and not is_picklable(inner):
-            yield where, inner
+def _is_in(cause: Any, held: Any) -> bool:
+    """Whether an object is another one, or in that list, dict, ..., which a pickler does not report."""
+    inner = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple | set) else ()
+    return held is cause or any(_is_in(cause, each) for each in inner)
 
 
 def _parts_of(part: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is pickled with a part, and where it is."""
-    if isinstance(part, FunctionType):
-        yield from _parts_of_function(part)
-    elif isinstance(part, type):
-        yield from ((f"the class {part.__qualname__!r} has {name!r}", each) for name, each in vars(part).items())
-    elif isinstance(part, MethodType):
-        yield from [("the method belongs to an object", part.__self__), ("a method's function", part.__func__)]
-    elif isinstance(part, partial):
-        yield from [("it calls", part.func), ("it holds arguments", (part.args, part.keywords))]
-    elif isinstance(part, Mapping):
-        yield from ((f"it holds {key!r}", each) for key, each in part.items())
-    elif isinstance(part, Sequence | Set) and not isinstance(part, str | bytes):
-        yield from ((f"it holds element {place}", each) for place, each in enumerate(part))
-    else:
-        held = getattr(part, "__dict__", {})
-        yield from ((f"the {type(part).__name__} has the attribute {name!r}", each) for name, each in held.items())
-        yield "its class", type(part)
-
-
-def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    name = function.__qualname__
-    for each in _globals_in(function):
-        yield f"the function {name!r} uses the global {each!r}", function.__globals__[each]
-    for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if (value := _contents(cell)) is not None:
-            yield f"the function {name!r} uses the variable {free!r} of the function around it", value
-    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    defaults = dict(zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False))
-    for each, value in {**defaults, **(function.__kwdefaults__ or {})}.items():
-        yield f"the function {name!r} has a default for its argument {each!r}", value
-    for each, value in vars(function).items():
-        yield f"the function {name!r} has the attribute {each!r}", value
+    """Yield what is pickled with a part under a name, and where it is."""
+    if not isinstance(part, FunctionType):
+        for name, each in getattr(part, "__dict__", {}).items():
+            yield f"the {type(part).__name__} has the attribute {name!r}", each
+        return
+    name = part.__qualname__
+    for each in _globals_in(part):
+        yield f"the function {name!r} uses the global {each!r}", part.__globals__[each]
+    for free, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing has been assigned yet
+            yield f"the function {name!r} uses the variable {free!r} of the function around it", cell.cell_contents
+    for each in (part.__defaults__, part.__kwdefaults__):
+        yield f"the function {name!r} has it as the default of an argument", each
 
 
 def _globals_in(function: FunctionType) -> list[str]:
@@ -124,10 +102,3 @@ def _globals_in(function: FunctionType) -> list[str]:
         if instruction.opname in _GLOBAL
     }
     return sorted(named & function.__globals__.keys())
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing has been assigned yet
-        return None

@@ -107,7 +107,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
             stream.flush()
     if preemption.is_agreed() and world is not None:
         reporter.send(Kind.STOPPED, str(count_of(world, "steps")).encode())
-    reporter.send(Kind.OUTCOME, *replace(outcome, where=where, is_secondary=is_secondary).to_buffers())
+    reporter.send(Kind.OUTCOME, replace(outcome, where=where, is_secondary=is_secondary).to_bytes())
     # The default action works inside native code, where a handler in Python would not run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills this process if its transport waits for a peer, so that neither is held up
@@ -164,8 +164,6 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
     # Once per machine is enough: its ranks import the same files.
     if world.local_rank == 0:
         compare_modules(pickle.loads(job.caller.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
-    # Sent after the imports, whose duration the supervisor reports as a slow start.
-    reporter.send(Kind.BEGUN)
     return preemption.call(loaded.fn, world.rank, *loaded.args)
 
 
@@ -244,7 +242,7 @@ def _join_world(job: Job, place: Place) -> World:
     torch.set_num_threads(job.num_threads)
     options = job.options
     timeout = timedelta(seconds=options.timeout_s)
-    world = join(place, get_backend(job.backend), timeout, options.checked, options.process_group)
+    world = join(place, get_backend(job.backend), timeout, options.process_group)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for child processes; this process has already read them
         os.environ.setdefault(name, str(job.num_threads))
     return world

@@ -109,7 +109,6 @@ def backward(
         if each.has(trained):
             each.backward(loss, weight, batch)
             return
-    world.timeline.loop().loss = loss.detach()  # for the heartbeat; it must not keep the graph alive
     steps = hand.steps_of(world)
     origin = steps.find() if batch is None else steps.name(batch)
     # Data of no loader cannot be distinguished, so each backward pass on it counts as a new microbatch.

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import NUM_PROCESSES, RICH, Script
+from zygotes import zygote_pid
 
 from unisono.launch.spawn import spawn
-from unisono.launch.starting import zygote_client
 from unisono.world import current_world
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def test_a_fresh_interpreter_runs_what_the_caller_defines_and_what_starts_it_has
     found = spawn(work, args=("argument",), nprocs=2, start_method="spawn")
     plain = (False, os.environ.get("OPENBLAS_NUM_THREADS"), False)
     assert found == [(10, 1, "argument", plain), (11, 1, "argument", plain)]
-    assert zygote_client.zygote_pid("spawn") not in (None, zygote_client.zygote_pid())
+    assert zygote_pid("spawn") not in (None, zygote_pid())
 
 
 def test_a_death_and_an_error_are_reported_as_ever_and_the_group_is_restarted_between():

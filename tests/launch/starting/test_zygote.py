@@ -13,6 +13,7 @@ import pytest
 import torch
 import warm_scripts
 from faults import SOON_S, Script, grandchild, stand_still, survivors
+from zygotes import zygote_pid
 
 from unisono.errors import ClosedError, UnisonoError, WorkerDiedError
 from unisono.launch.spawn import spawn
@@ -50,7 +51,7 @@ def running(line, ear):
 @pytest.mark.slow
 def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
     context, pids = running
-    zygote = zygote_client.zygote_pid()
+    zygote = zygote_pid()
     escaped = [pid for pid in pids if os.getsid(pid) == pid and pid not in context.pids()]
     os.kill(zygote, signal.SIGKILL)
     began = time.monotonic()
@@ -61,7 +62,7 @@ def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
     for pid in escaped:  # what left its session is out of reach when its reaper was killed
         os.kill(pid, signal.SIGKILL)
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
-    assert zygote_client.zygote_pid() not in (None, zygote)
+    assert zygote_pid() not in (None, zygote)
 
 
 @pytest.mark.slow
@@ -69,10 +70,10 @@ def test_a_killed_zygote_is_an_error_and_the_next_spawn_works(running):
 def test_a_signal_to_everything_at_once_leaves_the_zygote_to_serve(signum):
     """As a scheduler sends it, or a terminal: it means the workers, and the zygote ends with its caller."""
     spawn(lambda index: index, nprocs=2)
-    zygote = zygote_client.zygote_pid()
+    zygote = zygote_pid()
     os.kill(zygote, signum)
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
-    assert zygote_client.zygote_pid() == zygote
+    assert zygote_pid() == zygote
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def test_a_zygote_that_ends_at_its_start_is_an_error(faulty):
 def test_a_fork_that_fails_stops_the_group_and_costs_no_descriptor(faulty):
     _, count = faulty
     assert spawn(lambda index: index, nprocs=2) == [0, 1]
-    zygote = psutil.Process(zygote_client.zygote_pid())
+    zygote = psutil.Process(zygote_pid())
     fds = zygote.num_fds()
     for forks in (0, 1):
         count.write_text(str(forks))
@@ -246,13 +247,13 @@ def test_workers_find_imported_what_was_preloaded_also_in_the_zygote_that_replac
     def look(index):
         return [sys.modules[name].pid for name in ("preloaded_one", "preloaded_two")]
 
-    first = zygote_client.zygote_pid()
+    first = zygote_pid()
     assert spawn(look, nprocs=2) == [[first] * 2] * 2
     os.kill(first, signal.SIGKILL)
     zygote_client._clients["zygote"]._process.wait()
     warm()
-    assert spawn(look, nprocs=2) == [[zygote_client.zygote_pid()] * 2] * 2
-    assert zygote_client.zygote_pid() != first
+    assert spawn(look, nprocs=2) == [[zygote_pid()] * 2] * 2
+    assert zygote_pid() != first
 
 
 @pytest.mark.slow
@@ -282,4 +283,4 @@ def test_an_import_that_fails_or_starts_threads_is_reported_and_workers_start_al
 def test_what_cannot_be_preloaded_is_an_error_at_once(preloading, options, error, message):
     with pytest.raises(error, match=message):
         warm(**options)
-    assert zygote_client.zygote_pid() is None
+    assert zygote_pid() is None

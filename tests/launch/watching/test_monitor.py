@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.launch.reports import Pulse
-from unisono.launch.watching import clock
 from unisono.launch.watching import monitor as monitor_module
-from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample, own_samples, read_samples
+from unisono.launch.watching import run_directory as clock
+from unisono.launch.watching.monitor import SAMPLES_PATH, Monitor, Sample, own_samples
 
 MIB = 1 << 20
 A_SAMPLE = Sample(1, 12.5, 99.0, 3 * MIB, None, 77)
@@ -119,9 +119,9 @@ def test_what_a_worker_tells_of_itself_stands_in_its_later_samples(monitors):
     with running(IDLE) as worker:
         monitor.watch(0, worker.pid)
         samples_to_come(monitor, 0, 1)
-        monitor.tell_pulse(0, Pulse(1, device_bytes=5 * MIB, step=3, samples_per_s=8.0, loss=0.5))
+        monitor.tell_pulse(0, Pulse(1, device_bytes=5 * MIB, step=3))
         sample = samples_to_come(monitor, 0, 1)[-1]
-        assert (sample.device_bytes, sample.step, sample.samples_per_s, sample.loss) == (5 * MIB, 3, 8.0, 0.5)
+        assert (sample.device_bytes, sample.step) == (5 * MIB, 3)
         assert monitor.curve(0)[0].device_bytes is None
 
 
@@ -191,7 +191,7 @@ def test_samples_are_appended_to_the_file_as_they_are_in_memory(monitors, tmp_pa
         monitor.watch(2, worker.pid)
         samples_to_come(monitor, 2, 2)
     monitor.close()
-    assert read_samples(path) == monitor.curve(2)
+    assert [*map(Sample.from_line, path.read_text().splitlines())] == monitor.curve(2)
     first = json.loads(path.read_text().splitlines()[0])
     assert first["time"] == clock.to_text(monitor.curve(2)[0].at)
 
@@ -209,11 +209,14 @@ def test_a_file_that_cannot_be_written_is_told_once_and_ends_nothing(monitors, t
 def test_a_line_that_is_cut_off_anywhere_or_of_another_version_is_left_out(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("samples") / "samples.jsonl"
     monitor = Monitor(path)
-    monitor._write([A_SAMPLE, replace(A_SAMPLE, rank=2)])
+    own = replace(A_SAMPLE, pid=os.getpid())
+    monitor._write([own, replace(A_SAMPLE, rank=2)])
     content = path.read_text()
     end = content.index("\n") + 1
     path.write_text('{"rank": 1}\nnonsense\n[1]\n' + content[: data.draw(st.integers(end, len(content) - 1))])
-    assert read_samples(path) == [A_SAMPLE]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SAMPLES_PATH, str(path))
+        assert own_samples(own.rank) == [own]
 
 
 def test_a_worker_finds_its_own_samples_by_the_environment(tmp_path, monkeypatch):

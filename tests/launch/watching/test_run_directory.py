@@ -6,11 +6,17 @@ import logging
 import os
 import re
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
+import torch
 from recorded_runs import read_run
 
+from unisono.errors import WorkerDiedError
+from unisono.launch.options import Output
+from unisono.launch.spawn import spawn
+from unisono.launch.watching import run_directory as clock
 from unisono.launch.watching.run_directory import RunDirectory
 
 
@@ -122,3 +128,22 @@ def test_a_directory_that_cannot_be_written_any_more_is_told_once_and_ends_nothi
     assert [record.getMessage() for record in caplog.records] == [
         f"{run.path} is incomplete from here on, the run continues: [Errno 28] No space left on device"
     ]
+
+
+def test_there_is_one_clock():
+    at = 1_795_000_000.125
+    assert clock.to_text(at) == datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    assert clock.to_seconds(clock.to_text(at)) == at
+    assert abs(clock.to_seconds(clock.now()) - time.time()) < 60
+
+
+def test_a_run_says_its_versions_its_end_and_its_exit_code(tmp_path):
+    with pytest.raises(WorkerDiedError):
+        spawn(lambda index: os._exit(3), nprocs=2, output=Output(tmp_path))
+    run = read_run(tmp_path / "latest")
+    assert run.facts["versions"]["torch"] == torch.__version__
+    assert run.facts["exit_code"] == 3
+    assert {**run.events[-1], "time": ""}.items() >= {"event": "finished", "state": "failed", "exit_code": 3}.items()
+    spawn(lambda index: None, nprocs=2, output=Output(tmp_path))
+    run = read_run(tmp_path / "latest")
+    assert (run.facts["exit_code"], run.events[-1]["state"]) == (0, "finished")

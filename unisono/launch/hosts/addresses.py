@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+from collections.abc import Iterator
 
 import psutil
 
@@ -57,6 +59,14 @@ def interface_of(address: str) -> str | None:
         if any(_bare(each.address) == _bare(address) for each in found):
             return name
     return None
+
+
+def unknown_interfaces() -> Iterator[str]:
+    """Yield the variables by which gloo or NCCL would look for an interface that this machine does not have."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = [each.strip() for each in os.environ.get(name, "").lstrip("^=").split(",") if each.strip()]
+        if wanted and not any(here.startswith(each) for each in wanted for here in psutil.net_if_addrs()):
+            yield f"{name}={os.environ[name]} names no network interface of this machine"
 
 
 def _bare(address: str) -> str:

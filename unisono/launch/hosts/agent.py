@@ -280,8 +280,7 @@ class Agent(SimpleElasticAgent):
         setattr(self, REMAINING_RESTARTS, remaining)
         if remaining > 0:
             restart_count = group.spec.max_restarts - remaining + 1
-            level = logging.WARNING if self.others.is_spokesman() else logging.INFO
-            tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory, level)
+            tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory)
         return RunResult(WorkerState.FAILED)
 
     def _wait(self) -> RunResult:

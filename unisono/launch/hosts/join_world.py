@@ -15,8 +15,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,12 +25,10 @@ import torch.distributed as dist
 from unisono import preemption
 from unisono.backends import NAMES, pick_backend
 from unisono.backends.cores import fair_num_threads
-from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.errors import StoppedError
 from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place, take, within
-from unisono.launch.hosts.joint_return import return_together
 from unisono.launch.process_group import depart, join
 from unisono.launch.script_group import install
 from unisono.launch.worker import exit_error
@@ -46,7 +43,6 @@ def join_world(
     timeout: float | timedelta = 1800.0,
     backend: str | None = None,
     *,
-    checked: bool = False,
     process_group: Literal["gloo"] | None = None,
 ) -> World:
     """Join the world that this process's launcher (torchrun, SLURM, Kubernetes, mpirun) has announced.
@@ -59,9 +55,6 @@ def join_world(
     Args:
         timeout: how long to wait for the peers, now and in each collective, a last resort: seconds, or a timedelta.
         backend: the device family, "cpu", "cuda", ...; None picks one, accelerators first.
-        checked: compare every collective across the ranks before it runs, at the cost of an additional small
-            collective. A mismatch names the ranks and their calls. Workers of `spawn`, on one machine, always check, at
-            a lower cost.
         process_group: how torch.distributed reduces: None uses memory shared between the ranks of one machine, and NCCL
             on CUDA; "gloo" sends over the network.
 
@@ -79,7 +72,7 @@ def join_world(
             if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
                 torch.set_num_threads(fair_num_threads(place.local_world_size))
             limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-            world = join(place, pick_backend(backend), limit, checked, process_group)
+            world = join(place, pick_backend(backend), limit, process_group)
             set_process_world(world)
             take(place)
             free_reducers_before_groups()
@@ -119,8 +112,9 @@ def run_announced(
         )
     world = join_world(timeout, family.name, process_group=process_group)
     try:
-        with within(), _returning_together(world, timeout):
+        with within():
             result = preemption.call(fn, world.rank, *args)
+        world.comm.announce("the end of fn")
         results = _gather(world, result)
     except BaseException as error:
         failure = exit_error(error, world.rank) if isinstance(error, SystemExit) else error
@@ -136,21 +130,6 @@ def run_announced(
             logger.warning("%s", stopped)
         raise stopped
     return results
-
-
-def _returning_together(world: World, timeout: timedelta) -> AbstractContextManager[None]:
-    """A block that all ranks end, or none: a peer that is still in fn, and waits for a rank that is back in a
-    collective, is told why that will not come."""
-    comm = world.comm
-    if isinstance(comm, ProcessCommunicator) and not comm.compares_calls:
-        return return_together(comm, timeout)
-    return _announced_end(world)
-
-
-@contextlib.contextmanager
-def _announced_end(world: World) -> Iterator[None]:
-    yield
-    world.comm.announce("the end of fn")
 
 
 @functools.cache

@@ -165,15 +165,6 @@ class OtherMachines:
             return f"node {number} ({host}) {_silence(for_s)}"
         return ""
 
-    def is_spokesman(self) -> bool:
-        """Whether, of the machines that are heard of, this one has the lowest number: it alone reports what concerns
-        all."""
-        if (current := self._round) is None:
-            return True
-        silent = self._silent(_SILENCE_S)
-        others = {each.machine for each in self._reports() if not each.is_leaving} - silent.keys()
-        return all(current.own.machine < number for number in others)
-
     @contextlib.contextmanager
     def attended(self, is_host: bool) -> Iterator[None]:
         """End all communication when the block ends.

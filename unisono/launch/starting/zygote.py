@@ -219,13 +219,6 @@ class Zygote:
             gc.freeze()  # collections never write to existing objects, so their pages stay shared
             # Imports had turned it off; workers inherit the setting.
             gc.enable()
-            self._remember()
-
-    def _remember(self) -> None:
-        if self.start_method == "zygote":
-            from unisono.launch.settings import remember_settings
-
-            remember_settings()
 
     def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
         """In the child: cut all ties to the zygote except the parent-death signal, then run the worker."""

@@ -59,11 +59,6 @@ class ZygoteClient:
         self._control = ours
         _sockets.add(ours)
 
-    @property
-    def pid(self) -> int:
-        """The zygote's process id."""
-        return self._process.pid
-
     def is_alive(self) -> bool:
         """Whether it can still serve requests."""
         return self._process.poll() is None
@@ -174,12 +169,6 @@ def _close() -> None:
     """Runs at interpreter exit, after the non-daemon threads have been joined: only daemon groups are still running."""
     while _clients:
         _clients.popitem()[1].close()
-
-
-def zygote_pid(start_method: str = "zygote") -> int | None:
-    """The pid of the running zygote for that start method; None if there is none."""
-    client = _clients.get(start_method)
-    return client.pid if client is not None and client.is_alive() else None
 
 
 def _forget_in_child() -> None:

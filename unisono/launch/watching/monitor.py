@@ -29,7 +29,7 @@ import psutil
 
 from unisono.launch.reports import Pulse
 from unisono.launch.starting.process_ends import trees_of
-from unisono.launch.watching import clock
+from unisono.launch.watching.run_directory import to_seconds, to_text
 
 SAMPLES_PATH = "UNISONO_SAMPLES"
 """In a worker's environment: the file with its group's samples."""
@@ -51,7 +51,7 @@ class Sample:
         rss: bytes of memory; memory shared by several of the processes is counted for each.
         device_bytes: memory on the worker's device, if the worker has reported it.
         pid: the worker's process id.
-        step, samples_per_s, loss: from the worker's latest pulse.
+        step: from the worker's latest pulse.
     """
 
     rank: int
@@ -61,19 +61,17 @@ class Sample:
     device_bytes: int | None = None
     pid: int = 0
     step: int = 0
-    samples_per_s: float = 0.0
-    loss: float | None = None
 
     def to_line(self) -> str:
         """As a line of the file."""
         facts = asdict(self)
-        return json.dumps({"time": clock.to_text(facts.pop("at")), **facts}) + "\n"
+        return json.dumps({"time": to_text(facts.pop("at")), **facts}) + "\n"
 
     @classmethod
     def from_line(cls, line: str) -> Sample:
         """Parse a line of the file; ValueError, TypeError or KeyError if it is not a complete line of this version."""
         facts = json.loads(line)
-        return cls(at=clock.to_seconds(facts.pop("time")), **facts)
+        return cls(at=to_seconds(facts.pop("time")), **facts)
 
 
 @dataclass
@@ -163,28 +161,14 @@ def _sample(monitor: Monitor) -> None:
         rest = max(monitor._interval_s, _REST * (time.thread_time() - spent))
 
 
-def read_samples(path: Path) -> list[Sample]:
-    """Read the samples that a monitor has written, oldest first. A line that is still being written is skipped.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    samples = []
-    for line in path.read_text().splitlines(keepends=True):
-        with suppress(ValueError, TypeError, KeyError, AttributeError):
-            if line.endswith("\n"):
-                samples.append(Sample.from_line(line))
-    return samples
-
-
 def own_samples(rank: int) -> list[Sample]:
-    """The samples of the calling process as the worker of that rank; empty if it is not monitored."""
-    path = os.environ.get(SAMPLES_PATH)
-    if not path:
-        return []
+    """The samples of the calling process as the worker of that rank, oldest first; empty if it is not monitored."""
+    found = []
     with suppress(OSError):
-        return [sample for sample in read_samples(Path(path)) if (sample.rank, sample.pid) == (rank, os.getpid())]
-    return []
+        for line in Path(os.environ.get(SAMPLES_PATH, "")).read_text().splitlines():
+            with suppress(ValueError, TypeError, KeyError, AttributeError):  # it is still being written
+                found.append(Sample.from_line(line))
+    return [sample for sample in found if (sample.rank, sample.pid) == (rank, os.getpid())]
 
 
 def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
@@ -204,8 +188,6 @@ def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:
         device_bytes=watched.pulse.device_bytes,
         pid=tree[0].pid,
         step=watched.pulse.step,
-        samples_per_s=watched.pulse.samples_per_s,
-        loss=watched.pulse.loss,
     )
 
 

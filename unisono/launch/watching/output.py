@@ -29,13 +29,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from unisono.launch.watching.json_lines import describe_line
+from unisono.launch import options
 from unisono.launch.watching.lines import LineMixer, LineSplitter
 from unisono.launch.watching.run_directory import RunDirectory, Stream
 
@@ -44,32 +42,14 @@ logger = logging.getLogger(__name__)
 _CHUNK = 65536  # bytes per read
 _TAIL = 16384  # the number of bytes of each stderr to remember
 _HOLD_S = 0.2
-_POLL_MS = 100  # between two looks at the deadline, while nobody reads
-_DRAIN_S = 1.0  # for what the pipes still hold, after it
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """What is shown of the workers' streams.
-
-    Attributes:
-        prefix: put "[rank 1] " at the start of each line; None does so on stderr only.
-        log_ranks: show only these ranks; None shows all. Files contain every rank's output.
-        is_json: show each line as a JSON object (`json_lines.py`), which needs no prefix.
-    """
-
-    prefix: bool | None = None
-    log_ranks: tuple[int, ...] | None = None
-    is_json: bool = False
+_END_S = 1.0  # to pass on what has been read
 
 
 class _CallersStream:
     """One of the caller's own streams, by a descriptor of ours, since the caller may close its own."""
 
-    def __init__(self, descriptor: int, end_at: Callable[[], float | None]) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.mixer = LineMixer()
-        self._end_at = end_at
-        self.is_given_up = False  # nobody has read it up to the end
         self.is_marked = False  # whether lines have got prefixes
         try:
             self.fd = os.dup(descriptor)
@@ -77,19 +57,12 @@ class _CallersStream:
             self.fd = os.open(os.devnull, os.O_WRONLY)
 
     def write(self, data: bytes) -> None:
-        """Write everything, or nothing more once the stream is broken, or nobody has read it up to the end."""
-        poll = select.poll()
-        if self.fd >= 0:
-            poll.register(self.fd, select.POLLOUT)
-        while data and self.fd >= 0 and not self.is_given_up:
-            if not poll.poll(_POLL_MS):
-                end_at = self._end_at()
-                self.is_given_up = end_at is not None and time.monotonic() >= end_at
-                continue
+        """Write everything, or nothing more once the stream is broken. Waits for who reads it."""
+        while data and self.fd >= 0:
             try:
-                data = data[os.write(self.fd, data[: select.PIPE_BUF]) :]  # so many do not block
+                data = data[os.write(self.fd, data) :]
             except BlockingIOError:  # another holder of the stream has made it non-blocking
-                pass
+                select.select([], [self.fd], [])
             except OSError:
                 self.close()
 
@@ -107,7 +80,6 @@ class _Source:
     prefix: bytes
     shown_on: _CallersStream | None  # None: not shown
     path: Path | None  # the file that it is saved to
-    describe: Callable[[bytes], bytes] | None = None  # formats a line for display; None shows it unchanged
     log: int = -1  # that file's descriptor
     tail: bytes = b""
     release_at: float | None = None  # when to show what is held
@@ -118,8 +90,7 @@ class _Source:
         self._write(pieces)
         if pieces:
             self.release_at = None
-        # With `describe`, a fragment would become an object of its own.
-        if self.splitter.held and self.release_at is None and self.describe is None:
+        if self.splitter.held and self.release_at is None:
             self.release_at = time.monotonic() + _HOLD_S
 
     def release(self) -> None:
@@ -131,8 +102,7 @@ class _Source:
     def _write(self, pieces: list[bytes]) -> None:
         if self.shown_on is not None:
             self.shown_on.is_marked |= bool(self.prefix)
-            texts = pieces if self.describe is None else map(self.describe, pieces)
-            self.shown_on.write(b"".join(self.shown_on.mixer.add(self, self.prefix, text) for text in texts))
+            self.shown_on.write(b"".join(self.shown_on.mixer.add(self, self.prefix, each) for each in pieces))
 
     def close_log(self) -> None:
         if self.log >= 0:
@@ -144,20 +114,20 @@ class Output:
     """The streams of one group of workers, from `open` for each of them to `close`.
 
     Args:
-        options: what is shown.
+        wanted: what is shown.
         run: saves the streams to its files; None saves nothing.
         stdout, stderr: the caller's own descriptors.
     """
 
     def __init__(
-        self, options: OutputOptions, run: RunDirectory | None = None, stdout: int = 1, stderr: int = 2
+        self, wanted: options.Output, run: RunDirectory | None = None, stdout: int = 1, stderr: int = 2
     ) -> None:
-        self._options = options
+        self._wanted = wanted
         self._run = run
         self._stdout = stdout
         self._callers = {
-            "stdout": _CallersStream(stdout, lambda: self._deadline),
-            "stderr": _CallersStream(stderr, lambda: self._deadline),
+            "stdout": _CallersStream(stdout),
+            "stderr": _CallersStream(stderr),
         }
         self._write_ends: dict[int, list[int]] = {}
         self._of_stderr: dict[int, _Source] = {}
@@ -170,8 +140,7 @@ class Output:
     def open(self, rank: int) -> tuple[int, int]:
         """Return the descriptors for a worker's stdout and stderr; they remain ours, see `handed_over`."""
         self._write_ends[rank] = []
-        options = self._options
-        is_captured = options.prefix is True or options.is_json or self._run is not None or not self._is_shown(rank)
+        is_captured = self._wanted.prefix is True or self._run is not None or not self._is_shown(rank)
         stdout = self._capture(rank, "stdout") if is_captured else self._stdout
         return stdout, self._capture(rank, "stderr")
 
@@ -201,21 +170,20 @@ class Output:
         if self._deadline is None:
             self._deadline = time.monotonic() + timeout_s
             self._wake()
-            self._thread.join(timeout_s + 2 * _DRAIN_S)
+            self._thread.join(timeout_s + _END_S)  # a stopped terminal may hold it for good
 
     def _is_shown(self, rank: int) -> bool:
-        return self._options.log_ranks is None or rank in self._options.log_ranks
+        return self._wanted.ranks is None or rank in self._wanted.ranks
 
     def _capture(self, rank: int, name: Stream) -> int:
-        is_marked = name == "stderr" if self._options.prefix is None else self._options.prefix
+        is_marked = name == "stderr" if self._wanted.prefix is None else self._wanted.prefix
         reading, writing = os.pipe()
         self._write_ends[rank].append(writing)
         source = _Source(
             fd=reading,
-            prefix=f"[rank {rank}] ".encode() if is_marked and not self._options.is_json else b"",
+            prefix=f"[rank {rank}] ".encode() if is_marked else b"",
             shown_on=self._callers[name] if self._is_shown(rank) else None,
             path=None if self._run is None else self._run.log(rank, name),
-            describe=partial(describe_line, rank, name) if self._options.is_json else None,
         )
         if name == "stderr":
             self._of_stderr[rank] = source
@@ -251,9 +219,7 @@ class Output:
         if self._deadline is None:
             return False
         is_done = len(selector.get_map()) == 1 and self._news.empty()  # what is left is what wakes this thread
-        # The files get what is left, also where nobody reads the caller's streams.
-        more_s = _DRAIN_S if any(each.is_given_up for each in self._callers.values()) else 0.0
-        return is_done or time.monotonic() >= self._deadline + more_s
+        return is_done or time.monotonic() >= self._deadline
 
     def _take_news(self, selector: selectors.BaseSelector) -> None:
         self._wake_r.recv(64)

@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import count
@@ -31,7 +32,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.errors import StoppedError
-from unisono.launch.watching import clock
 from unisono.outcome import Outcome
 
 State = Literal["running", "finished", "failed", "stopped"]
@@ -40,12 +40,27 @@ Stream = Literal["stdout", "stderr"]
 logger = logging.getLogger(__name__)
 
 
+def now() -> str:
+    """The current time, as "2026-11-21T17:46:01.250+00:00": the format of all files of a run."""
+    return to_text(time.time())
+
+
+def to_text(at: float) -> str:
+    """Format a time as returned by `time.time`."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+
+
+def to_seconds(text: str) -> float:
+    """The inverse of `to_text`, exact to the millisecond."""
+    return datetime.fromisoformat(text).timestamp()
+
+
 class RunDirectory:
     """One run's directory, for the process that writes it; see `create`."""
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path = path
-        self._facts = {**facts, "state": "running", "started_at": clock.now(), "ended_at": None}
+        self._facts = {**facts, "state": "running", "started_at": now(), "ended_at": None}
         self._lock = threading.Lock()
         self._has_warned = False
         self._write_facts()
@@ -88,7 +103,7 @@ class RunDirectory:
 
     def event(self, name: str, /, **facts: Any) -> None:
         """Append an event: time, name ("started", "failed", "restarted", "finished") and facts."""
-        line = _to_json({"time": clock.now(), "event": name, **facts}) + "\n"
+        line = _to_json({"time": now(), "event": name, **facts}) + "\n"
         with self._warning_once():
             descriptor = os.open(self.path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             with open(descriptor, "wb", buffering=0) as file:
@@ -103,7 +118,7 @@ class RunDirectory:
         """Record how the run has ended, and further facts known by then: the last event, and the state."""
         self.event("finished", state=state, exit_code=facts.get("exit_code"))
         with self._lock, self._warning_once():
-            self._facts |= {**facts, "state": state, "ended_at": clock.now()}
+            self._facts |= {**facts, "state": state, "ended_at": now()}
             self._write_facts()
 
     def finish_with(self, verdict: Outcome[Any], exit_code: int, is_asked: bool) -> None:
