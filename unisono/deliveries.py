@@ -45,10 +45,14 @@ class Batch:
         number: its number in the loop, from 1 on.
         at: a logical time, counted over all deliveries of the process.
         is_summed: whether the total is to be summed over the ranks before it is used.
+        is_guess: whether it may have other rows than samples, made by a `collate_fn`.
         is_used: whether a pass with gradients was computed from it.
     """
 
-    __slots__ = ("at", "dealt", "is_summed", "is_used", "loop", "mark", "number", "rows", "samples", "total")
+    __slots__ = (
+        *("at", "dealt", "is_guess", "is_summed", "is_used", "loop"),
+        *("mark", "number", "rows", "samples", "total"),
+    )
 
     def __init__(
         self,
@@ -60,11 +64,12 @@ class Batch:
         dealt: int = 1,
         is_sized: bool = True,
         is_summed: bool = False,
+        is_guess: bool = False,
     ) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
         self.rows, self.dealt = samples + repeated if is_sized else None, dealt
         self.number, self.at = loop.num_batches, next(_clock)
-        self.is_summed, self.is_used = is_summed, False
+        self.is_summed, self.is_guess, self.is_used = is_summed, is_guess, False
 
     @property
     def counts(self) -> tuple[int, int | None]:
@@ -183,18 +188,19 @@ class Deliveries:
         dealt: int = 1,
         is_sized: bool = True,
         is_summed: bool = False,
+        is_guess: bool = False,
     ) -> Batch:
         """Register a batch that is being delivered, in the loop's thread.
 
         Args:
             values: the batch itself, tensors in any nesting.
-            samples, total, mark, dealt, is_summed: as for `Batch`.
+            samples, total, mark, dealt, is_summed, is_guess: as for `Batch`.
             repeated: the number of rows that follow the samples and do not count.
             is_sized: whether the number of its rows is known.
         """
         loop.rows.count(samples, repeated, is_sized)
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
-        batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized, is_summed)
+        batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized, is_summed, is_guess)
         loop.kinds.setdefault((batch.counts, batch.rows), batch)
         loop.batches.append(batch)
         loop.lags = False

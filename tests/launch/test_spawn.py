@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from faults import grandchild, survivors
 from modes import preload
+from zygotes import zygote_pid
 
 from unisono.errors import ClosedError
 from unisono.launch.spawn import ProcessContext, spawn
@@ -120,13 +121,13 @@ def test_workers_can_spawn_and_their_zygote_goes_with_them():
     def outer(index):
         found = spawn(inner, args=(index,), nprocs=2) if index == 1 else spawn(inner, args=(index,), nprocs=1)
         # The outer world still works.
-        return found, current_world().comm.all_reduce(torch.tensor([1])).item(), zygote_client.zygote_pid()
+        return found, current_world().comm.all_reduce(torch.tensor([1])).item(), zygote_pid()
 
     (first, first_sum, no_zygote), (second, second_sum, zygote) = spawn(outer, nprocs=2)
     assert first == [(0, 0, 1)]
     assert second == [(1, 0, 3), (1, 1, 3)]
     assert (first_sum, second_sum, no_zygote) == (2, 2, None)
-    assert zygote not in (None, zygote_client.zygote_pid())
+    assert zygote not in (None, zygote_pid())
     assert survivors([zygote]) == []
 
 
@@ -214,7 +215,7 @@ def test_a_forked_child_of_the_caller_spawns_from_a_zygote_of_its_own(line, ear)
     child = os.fork()
     if child == 0:
         try:
-            line.say(spawn(lambda index: index, nprocs=2), zygote_client.zygote_pid())
+            line.say(spawn(lambda index: index, nprocs=2), zygote_pid())
         finally:
             zygote_client._close()
             os._exit(0)
@@ -234,7 +235,7 @@ def preloaded():
 
 
 def test_the_zygote_has_one_thread_and_torch_is_warm_in_its_workers(preloaded):
-    assert psutil.Process(zygote_client.zygote_pid()).num_threads() == 1
+    assert psutil.Process(zygote_pid()).num_threads() == 1
 
 
 def test_workers_begin_where_the_callers_generators_stand(preloaded):

@@ -204,10 +204,17 @@ def _keep(samples: Any) -> Any:
         (lambda samples: tuple(default_collate(_keep(samples)[:2])) * 2, 2),
         (lambda samples: _keep(samples), None),
         (lambda samples: default_collate(_keep(samples)), 3),
-        (lambda samples: [default_collate(_keep(samples)), torch.ones(7, 3), 1.0], 4),  # sizes differ: the indices
+        (lambda samples: [default_collate(_keep(samples)), torch.ones(7, 3), 1.0], None),
+        (lambda samples: {"x": torch.ones(3, 5), "mean": torch.ones(4)}, None),  # as many as samples, by chance
+        (lambda samples: (torch.ones(3, 5), torch.ones(3, 5), torch.ones(3, 5), torch.ones(3, 5)), 3),
+        (lambda samples: [torch.ones(3, 5), torch.ones(3, 5), torch.ones(3, 5), torch.ones(3, 5)], None),
+        (lambda samples: (torch.ones(1, 4), torch.ones(1, 1)), 1),
+        (lambda samples: ({"x": torch.ones(3, 5)}, {"y": torch.ones(3)}), 3),
+        (lambda samples: ([torch.ones(3, 5), torch.ones(3, 5)], torch.ones(3)), 3),
+        (lambda samples: [torch.ones(size, 5) for size in range(1, 5)], 4),  # of different sizes
         (lambda samples: torch.stack([x for x, _ in samples], 1), None),  # 4 samples along dimension 1, or 5 rows
         (lambda samples: [torch.ones(8, 3)], 8),
-        (lambda samples: [x for x, _ in samples], 4),  # as they are
+        (lambda samples: [x for x, _ in samples], None),  # 4 samples, or 4 fields of 5 rows
         (lambda samples: None, 0),
         (lambda samples: object(), 4),
     ],
@@ -218,12 +225,28 @@ def test_the_rows_of_what_collate_fn_returns(collate: Any, expected: int) -> Non
     assert [loader.valid_samples for _ in loader] == [expected]
 
 
-def test_a_list_that_may_hold_samples_or_parts_of_all_is_an_error_where_it_matters() -> None:
-    samples = [(torch.zeros(5), torch.zeros(5)) for _ in range(8)]
-    loader = DataLoader(samples, 4, collate_fn=lambda batch: batch[1:])
-    assert len(list(DeviceLoader(loader))) == 2
-    with pytest.raises(ValueError, match="a list from 4 samples, which may be of another"):
-        THREADS_2.loop(list, loader)
+def test_where_the_rows_are_not_known_their_number_is_asked_for_and_taken() -> None:
+    samples = [(torch.full((5,), index + 1.0), torch.zeros(5)) for index in range(8)]
+
+    def body(is_given: bool) -> list[float]:
+        accelerator = Accelerator()
+        network = torch.nn.Linear(5, 1, bias=False)
+        network, _, loader = accelerator.prepare(
+            network,
+            torch.optim.SGD(network.parameters(), 1.0),
+            DataLoader(samples, 4, collate_fn=lambda batch: batch[accelerator.process_index :]),
+        )
+        for batch in loader:
+            inputs = torch.stack([x for x, _ in batch])
+            accelerator.backward(network(inputs).mean(), weight=len(batch) if is_given else None)
+            return network.weight.grad[0].tolist()
+        return []
+
+    with pytest.raises(ValueError, match=r"how many rows this batch has.* weight=number"):
+        THREADS_2.run(partial(body, False))
+    rows = torch.tensor([1.0, 2, 3, 4, 6, 7, 8])
+    for found in THREADS_2.run(partial(body, True)):
+        torch.testing.assert_close(torch.tensor(found), rows.mean().repeat(5))
 
 
 @pytest.mark.parametrize("options", [{"tail": "pad"}, {"fixed_batch_size": True}], ids=str)

@@ -28,6 +28,7 @@ of its work."""
 # Shown only if nothing else differs.
 _ROUND = re.compile(r", round [0-9a-f]{8}")
 CALLED = "called "
+_OF_STEPS = re.compile(r"the gradients of|(?:a|the) (?:for|back)ward pass|came to (?:step|attempt)|new buckets")
 _RATES = re.compile(r" at lr \S+$")
 _IN_PLACE = ("all_reduce", "broadcast")
 
@@ -158,9 +159,14 @@ def check_scatter(tensor: torch.Tensor, size: int) -> None:
         )
 
 
-def broken(rank: int, call: Entry, message: str) -> BrokenWorldError:
-    """The error of a rank whose call the world can no longer complete."""
-    return BrokenWorldError(f"rank {rank} cannot complete {call}: {message}")
+def broken(rank: int, call: Entry, message: str, place: str = "") -> BrokenWorldError:
+    """The error of a rank whose call the world can no longer complete.
+
+    Args:
+        place: the user's call, as `describe_call` returns it; named if it is another one.
+    """
+    by = f", called by {place}" if place and not str(call).startswith(place.partition("(")[0]) else ""
+    return BrokenWorldError(f"rank {rank} cannot complete {call}{by}: {message}")
 
 
 def left(rank: int, call: Entry) -> BrokenWorldError:
@@ -176,7 +182,8 @@ def departure(last_actions: Mapping[int, str]) -> str:
     if len(last_actions) > 1 or not actions:
         return has
     return (
-        f"{has} after it {actions.pop()}: it returned, or left its loop, while others continue; end loops on all ranks"
+        f"{has} after it {actions.pop()}: it returned, or left its loop, while others continue; end loops on all ranks, "
+        "and make a call that all ranks must make outside of `if is_rank_zero():`"
     )
 
 
@@ -208,12 +215,12 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
         rule = "step the scheduler, set learning rates, and load optimizer states alike: not under `if is_rank_zero():`"
     elif len(gathered) > 1 and are_by_hand and all(each.partition("(")[0].endswith("all_gather") for each in gathered):
         rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
-    elif all(have_purpose):
+    elif all(map(_OF_STEPS.search, groups)):
         rule = (
             "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop "
             "over each loader equally often, in the same order"
         )
-    elif any(have_purpose):
+    elif any(have_purpose):  # also calls that are announced, such as save_state
         rule = (
             "make the same calls and take the same steps, in the same order: make a call that all ranks must make "
             "outside of `if is_rank_zero():`, and leave a loop on all ranks or on none"

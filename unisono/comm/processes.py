@@ -289,7 +289,7 @@ class ProcessCommunicator:
     def _broken_error(self, call: Entry) -> BrokenWorldError:
         assert self._broken is not None, "a call that has failed notes the reason"
         message, cause = self._broken
-        error = broken(self.rank, call, message)
+        error = broken(self.rank, call, message, describe_call(own_frames()))
         error.__cause__ = cause
         return error
 

@@ -64,7 +64,7 @@ def rendezvous() -> Iterator[Path]:
         # Errors are ignored: the zygote, or a sweep, may be removing it at the same time.
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         with contextlib.suppress(OSError):  # without locks, nothing is swept here either
-            _lock(Path(directory), stack)
+            _lock(Path(directory), stack, waits=True)  # for a sweep that has just looked at it
         yield Path(directory)
 
 
@@ -78,10 +78,10 @@ def sweep(parent: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _lock(directory: Path, stack: contextlib.ExitStack) -> None:
+def _lock(directory: Path, stack: contextlib.ExitStack, waits: bool = False) -> None:
     """Lock a directory until the stack ends; OSError if another process has, or the file system has no locks."""
     import fcntl  # Unix only
 
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     stack.callback(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))

@@ -9,13 +9,13 @@ count samples, so the order and a resume do not depend on rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import NoneType
 from typing import Any, NamedTuple
+
+from torch.nn.utils.rnn import PackedSequence
 
 from unisono.loaders.fetcher import Request, few
 from unisono.loaders.sharding import Claim, Piece, Rule
-from unisono.tree import PLAIN, can_cut, children, is_array, is_container, may_list_samples, nodes, pick, size_along
+from unisono.tree import PLAIN, can_cut, children, is_array, is_container, may_list_samples, pick, size_along, tensors
 
 
 class Job(NamedTuple):
@@ -36,37 +36,50 @@ Made = tuple[Job, Any]
 def num_rows(batch: Any, samples: int, dim: int = 0) -> int | None:
     """The number of rows of a batch that was made of so many samples; None if it may be one or another.
 
-    It is that of the samples if anything in the batch has this size, or if nothing shows a size. Else it is the size of
-    the tensors and arrays; or the length of a list of samples; or, without tensors, that of the lists of texts and
-    numbers.
+    What a mapping, a dataclass, a tuple or a list holds are fields: a tensor or an array has rows along `dim`, a list
+    in a field has one of each row. All fields must agree; lists of texts and numbers count only if they decide. A list
+    may hold samples instead, as they are, or `zip(*samples)`. If nothing shows a size, there is a row of each sample.
     """
-    sizes, lists, texts, is_across = set(), set(), set(), dim == 0
-    for node in nodes(batch):
+    if batch is None or (is_container(batch) and not children(batch)):
+        return 0
+    held = children(batch) if type(batch) in (list, tuple) else []
+    if held and (may_list_samples(batch) or all(type(each) in (list, tuple) for each in held)):
+        whole = {size_along(each, dim) for each in tensors(batch)}
+        found = _lengths_of_lists(batch) | (whole if len(whole) == 1 else set())
+        return samples if samples in found else found.pop() if len(found) == 1 else None
+    sizes, texts, is_across = _sizes_in_fields(batch, samples, dim)
+    if len(held) > 1 and type(batch) is list and len({*map(_kind, held)}) == 1 and sizes != {samples}:
+        return samples if len(held) == samples and len(sizes) > 1 else None  # of several sizes; or may be fields
+    if len(sizes) > 1 and len(sizes & texts) == 1:
+        sizes &= texts
+    sizes = sizes or texts or {samples}
+    return None if len(sizes) > 1 or (is_across and sizes != {samples}) else sizes.pop()
+
+
+def _sizes_in_fields(batch: Any, samples: int, dim: int) -> tuple[set[int], set[int], bool]:
+    """The numbers of rows that tensors and lists show, and lists of texts and numbers; and whether, along the dimension
+    after theirs, all tensors have one of each sample, as with `batch_dim=1` left out."""
+    sizes, texts, is_across = set[int](), set[int](), dim == 0
+    left = children(batch) if is_container(batch) else [batch]
+    while left:
+        node = left.pop()
         if (size := size_along(node, dim)) is not None:
             sizes.add(size)
             is_across = is_across and size_along(node, 1) == samples
+        elif isinstance(node, PackedSequence):
+            sizes.add(int(node.batch_sizes[0]))
         elif type(node) in (list, tuple) and node:
-            if len(node) == samples and _are_alike(node):
-                if samples > 2 or not is_array(node[0]):
-                    return samples
-                lists.add(samples)  # the images of one or two samples, or the tensors of all
-            elif all(isinstance(each, PLAIN) for each in node):
+            parts = {size_along(each, dim) for each in node}
+            if all(isinstance(each, PLAIN) for each in node):
                 texts.add(len(node))
-        if samples in sizes:
-            return samples
-    if batch is None or (is_container(batch) and not children(batch)):
-        return 0
-    if sizes and is_across:  # with `batch_dim=1` left out
-        lists.add(samples)
-    if type(batch) in (list, tuple) and all(map(is_container, batch)):
-        lists |= _lengths_of_lists(batch)
-    found = lists | (sizes if len(sizes) == 1 else set()) or (set() if sizes else texts)
-    return samples if not found else found.pop() if len(found) == 1 else None
-
-
-def _are_alike(held: Sequence[Any]) -> bool:
-    is_one = len({*map(type, held)} - {NoneType}) < 2
-    return is_one and (not is_array(held[0]) or len({*map(_kind, held)} - {NoneType}) < 2)
+            elif None in parts or len(parts) > 1:
+                sizes.add(len(node))
+            else:  # one of each row, or fields
+                left.extend(node if len(node) not in (samples, *sizes) else [])
+                sizes |= {len(node)} if len(node) in (samples, *sizes) else set()
+        elif is_container(node):
+            left.extend(children(node))
+    return sizes, texts, is_across and bool(sizes)
 
 
 def _kind(node: Any) -> Any:
@@ -78,7 +91,7 @@ def _lengths_of_lists(batch: Any) -> set[int]:
     found = {len(batch)} if may_list_samples(batch) else set()
     if all(type(each) in (list, tuple) for each in batch):
         kinds = [[*map(_kind, part)] for part in batch]
-        if all(each == kinds[0] for each in kinds):
+        if type(batch) is list and all(each == kinds[0] for each in kinds):
             found.add(len(batch))
         if all(len({*each}) == 1 and len(each) == len(kinds[0]) for each in kinds):
             found.add(len(kinds[0]))
@@ -123,14 +136,8 @@ class RowCounter:
         rows = num_rows(piece.batch, samples, self._dim)
         if rows == samples:
             return piece
-        if rows is None and self._is_alone:  # where nothing is weighed by it
-            return piece._replace(claim=claim._replace(samples=1, total=1, is_sized=False))
         if rows is None:
-            raise ValueError(
-                f"collate_fn made a {type(piece.batch).__name__} from {samples} samples, which may be of another number"
-                " of rows: the lengths of its lists and tensors do not agree; let it return tensors with the rows along"
-                " their first dimension, or pass batch_dim="
-            )
+            return piece._replace(claim=claim._replace(samples=1, total=1, is_sized=False, is_guess=True))
         what = f"collate_fn returned {rows} rows of {samples} samples ({few(request.indices)})"
         if self._rule.tail == "pad" or self._rule.fixed_batch_size:
             raise ValueError(

@@ -127,7 +127,7 @@ class Claim(NamedTuple):
     samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
     the round. If `is_sized` is False, the samples are batches, each of which counts as one: some batch of the round
     does not say how many samples it holds. If `is_summed`, the total is unknown only until a pass claims the batch: it
-    is then summed over the ranks.
+    is then summed over the ranks. If `is_guess`, the batch may have another number of rows than samples were asked for.
     """
 
     samples: int
@@ -137,6 +137,7 @@ class Claim(NamedTuple):
     dealt: int = 1
     is_sized: bool = True
     is_summed: bool = False
+    is_guess: bool = False
 
     @property
     def valid_samples(self) -> int | None:

@@ -303,6 +303,12 @@ class Steps:
             check_counts(origin.candidates, self.world, step.every > 1, self.is_sum)
         if 1 < step.every < math.inf and not is_named:
             self._check_microbatch(origin)
+        if weight is None and batch is not None and batch.is_guess and (self._size > 1 or step.every > 1):
+            raise ValueError(
+                "it is not known how many rows this batch has: a collate_fn made it, and its tensors and lists do not "
+                "agree, or may be samples or fields; let it return a tuple or a dict of tensors with the rows along "
+                "their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
+            )
         claim = origin.claim if weight is None else claim_of(batch, weight, self.world, self.is_sum)
         self.origin = None
         if known is not None:
