@@ -182,8 +182,8 @@ def departure(last_actions: Mapping[int, str]) -> str:
     if len(last_actions) > 1 or not actions:
         return has
     return (
-        f"{has} after it {actions.pop()}: it returned, or left its loop, while others continue; end loops on all ranks, "
-        "and make a call that all ranks must make outside of `if is_rank_zero():`"
+        f"{has} after it {actions.pop()}: it returned, or left its loop, while others continue; end loops on all ranks,"
+        " and make a call that all ranks must make outside of `if is_rank_zero():`"
     )
 
 
