@@ -462,7 +462,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             state: with the names of the module that was given to `prepare`; what other ranks than zero pass is ignored.
         """
         if isinstance(prepared, Optimizer):
-            load_optimizer_state(prepared, self._prepared.modules(), state, self.world)
+            load_optimizer_state(prepared, self._prepared.modules(), state, self.world, may_differ=False)
         else:
             load_model_state(self.unwrap_model(prepared), state, self.world)
 

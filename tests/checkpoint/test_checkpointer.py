@@ -523,3 +523,7 @@ def test_the_state_of_an_optimizer_of_another_class_is_refused_unless_it_is_mean
     assert made.param_groups[0]["lr"] == 0.1
     load(tmp_path / "one", model=model, optimizer=made, allow_other_optimizer=True)
     assert made.param_groups[0]["lr"] == 0.5
+    accelerator = Accelerator()
+    _, prepared = accelerator.prepare(model, getattr(torch.optim, other)(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=f"of an optimizer of another class than {other}"):
+        accelerator.load_state_dict(prepared, saved.state_dict())

@@ -199,7 +199,7 @@ class PreparedObjects:
         ):
             raise TypeError(
                 f"the object at position {where} is of type {name}, which cannot be prepared; pass models, optimizers, "
-                "schedulers, DataLoaders, lists of them, or None"
+                "schedulers, DataLoaders, lists of them, or None; a list of batches as DeviceLoader(list)"
             )
 
     def _check_shared(self, where: str, module: nn.Module, others: Sequence[Any]) -> None:

@@ -145,13 +145,18 @@ def optimizer_parts(optimizer: Optimizer, world: World) -> dict[tuple[int, str],
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any], world: World | None = None
+    optimizer: Optimizer,
+    models: Sequence[nn.Module],
+    state: Mapping[str, Any],
+    world: World | None = None,
+    may_differ: bool = True,
 ) -> None:
     """Load rank zero's plain state on every rank.
 
     Args:
         optimizer, models, world: as for `optimizer_state`.
         state: the state of an optimizer for the same parameters in the same groups.
+        may_differ: whether it may be of another class, as far as its groups show that.
 
     Raises:
         ValueError: it is not such a state, or its groups differ; raised on every rank. Or as for `optimizer_state`.
@@ -163,6 +168,8 @@ def load_optimizer_state(
     # What is no state is broadcast as None, so that all ranks raise.
     groups = world.comm.broadcast_object(numbered(state["param_groups"]) if is_given else None)
     _check_groups(groups, optimizer)
+    if not may_differ:
+        _check_class(groups, optimizer)
     parameters = parameters_of(optimizer)
     kept = set(parameters_of(optimizer.optim) if is_divided(optimizer) else parameters)
     entries = {}
@@ -267,6 +274,22 @@ def _check_owned(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
                 f"parameter {place} of the {type(optimizer).__name__}, shape {list(parameter.shape)}, belongs to none "
                 f"of the {len(models)} models; pass the models that it trains, and after sharding a model make the "
                 "optimizer use its new parameters"
+            )
+
+
+_DECOUPLED = "decoupled_weight_decay"  # of AdamW, in the place of Adam's
+# What torch adds to the groups of states that were saved before it had these.
+_LATER = {"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize", "nesterov", _DECOUPLED}
+
+
+def _check_class(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    for group in groups:
+        lacking = [name for name in optimizer.defaults if name not in group and name not in _LATER]
+        if lacking or group.get(_DECOUPLED, False) != optimizer.defaults.get(_DECOUPLED, group.get(_DECOUPLED, False)):
+            what = f"its groups have no {lacking[0]!r}" if lacking else "its weight decay is of another kind"
+            raise ValueError(
+                f"the state is of an optimizer of another class than {type(optimizer).__name__}: {what}; load it into "
+                "one of the class that was saved, or begin without a state"
             )
 
 
