@@ -27,6 +27,7 @@ from unisono.foreign_names import ON_ARGUMENTS, advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel.backward import Passes
+from unisono.parallel.batch_norm import warn_of_single_samples
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.prepared.builder import Builder
@@ -183,6 +184,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
                 of no prepared model.
         """
         made = self._prepared.prepare(objects)
+        for each in objects:
+            warn_of_single_samples(self._prepared.modules(), each, self.world, self.split_batches)
         return made[0] if len(made) == 1 else tuple(made)
 
     def free_memory(self) -> None:

@@ -383,3 +383,26 @@ def test_update_bn_takes_all_samples_if_the_average_is_synchronized_or_the_loade
     for found in mode.run(body):
         for variance in found:
             torch.testing.assert_close(variance, expected.module.running_var)
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "loading", "warns"),
+    [
+        (10, {}, {}, True),  # 8, and one of two for each rank
+        (11, {}, {}, True),
+        (12, {}, {}, False),
+        (10, {"sync_batchnorm": True}, {}, False),
+        (10, {}, {"drop_last": True}, False),
+        (10, {}, {"shuffle": False}, False),  # perhaps an evaluation
+        (10, {"split_batches": True}, {}, True),
+    ],
+)
+def test_a_last_batch_of_one_sample_is_announced_where_the_loader_is_prepared(samples, options, loading, warns, caplog):
+    def body() -> None:
+        accelerator = Accelerator(**options)
+        network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        loader = DataLoader(TensorDataset(torch.ones(samples, 2)), 4, **{"shuffle": True, **loading})
+        accelerator.prepare(network, loader)
+
+    THREADS_2.run(body)
+    assert any("BatchNorm gets one sample" in each.getMessage() for each in caplog.records) == warns

@@ -30,7 +30,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,10 +39,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.data import DataLoader, RandomSampler
 
 from unisono.protocols import Communicator
 from unisono.torch_private import CHECK_INPUT_DIM, BatchNorm, disable_dynamo
 from unisono.world import World
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,30 @@ class _Statistics(NamedTuple):
     number: torch.Tensor
     mean: torch.Tensor
     deviations: torch.Tensor
+
+
+def warn_of_single_samples(modules: Sequence[nn.Module], loader: Any, world: World, splits: bool) -> None:
+    """Warn if BatchNorm will have one sample on some rank at the end of each epoch, which torch refuses.
+
+    Args:
+        modules: those of the prepared models.
+        loader: as given; a DataLoader that shuffles is taken for one to train on.
+        splits: whether its batches are those of all ranks.
+    """
+    size = world.world_size
+    parts = [part for each in modules for part in each.modules() if isinstance(part, BatchNorm)]
+    is_trained = isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)
+    if size == 1 or world.rank or not is_trained or loader.drop_last or (loader.batch_size or 1) == 1:
+        return
+    rest = len(loader.sampler) % (loader.batch_size * (1 if splits else size))
+    if 0 < rest < 2 * size and any(not isinstance(part, SyncBatchNorm) for part in parts):
+        logger.warning(
+            "the last batch of an epoch has %d samples for %d ranks, so that BatchNorm gets one sample on some rank, "
+            "which has no variance, and is an error of torch; pass Accelerator(sync_batchnorm=True), or "
+            "DataLoader(drop_last=True)",
+            rest,
+            size,
+        )
 
 
 class SyncBatchNorm(BatchNorm):
