@@ -219,6 +219,13 @@ def test_the_traceback_of_the_other_side_is_the_cause():
     assert "outcome.py" not in shown.replace("test_outcome.py", "")
 
 
+def test_an_error_that_was_never_raised_itself_ends_its_traceback_with_that_of_its_cause():
+    died = WorkerDiedError("rank 1 called sys.exit(3)", 1, 3)
+    died.__cause__ = captured(SystemExit(3)).error
+    arrived = Outcome.from_bytes(Outcome.failure(died).to_bytes()).error
+    assert str(arrived.__cause__).endswith("SystemExit: 3\n")
+
+
 def test_an_error_that_is_passed_on_keeps_the_traceback_of_where_it_was_raised():
     first = travelled(ValueError("bad"))
     passed_on = Outcome.from_bytes(Outcome.failure(first).to_bytes()).error

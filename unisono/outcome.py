@@ -33,6 +33,7 @@ P = ParamSpec("P")
 
 # Excludes SIGABRT, with which a transport may end the peers of a rank that has failed.
 _DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
+_CAUSED = "The above exception was the direct cause of the following exception:"
 _NEWS_S = 1.0  # the longest delay until the death of a worker is noticed
 
 
@@ -101,8 +102,9 @@ class Outcome(Generic[T]):
                 error = RemoteError(f"{fields['type']}: {fields['message']}")
             if fields["traceback"]:
                 text = fields["traceback"]
-                message = "".join(traceback.format_exception_only(error))  # which Python shows after it, once more
-                error.__cause__ = RemoteTraceback(text, fold_frames(text).removesuffix(message))
+                # Python shows the error itself once more, after it.
+                shown = fold_frames(text).removesuffix("".join(traceback.format_exception_only(error))).rstrip()
+                error.__cause__ = RemoteTraceback(text, shown.removesuffix(_CAUSED).rstrip() + "\n")
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
         try:
             return Outcome(value=pickle.loads(fields["payload"]), where=where, at=at)
