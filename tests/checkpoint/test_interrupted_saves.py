@@ -150,6 +150,7 @@ def test_an_error_of_the_disk_is_raised_and_what_was_there_still_loads(tmp_path:
         else:
             assert isinstance(error, OSError)
             assert error.errno == errno.ENOSPC
+            assert any(f"while writing {root}" in each for each in error.__notes__)
             assert loaded(root / place) in (1, 2)
         way(root, 3)
         assert loaded(root / place) == 3

@@ -53,7 +53,7 @@ from unisono.checkpoint.writer import ENDED, FAILED, Writer
 from unisono.comm.operations import HOST
 from unisono.errors import NoCheckpointError
 from unisono.launch.gloo_output import suppress_greetings
-from unisono.outcome import Outcome
+from unisono.outcome import Outcome, add_note_once
 from unisono.parallel.strategies.shard_files import ShardGroup
 from unisono.parallel.strategies.sharded import is_sharded
 from unisono.parallel.strategies.states import broadcast_entries
@@ -303,10 +303,12 @@ class Saver:
         try:
             with place.folder.lock():
                 commit(place, write, manifest, mark)
-        except BaseException:
+        except BaseException as error:
             if group is not None and not has_met:
                 # The other ranks are waiting in `group.write` for this one.
                 group.abandon()
+            if isinstance(error, OSError):  # its own message names no path if the disk is full
+                add_note_once(error, f"while writing {place.folder.location}; the checkpoint before it is as it was")
             raise
 
     # Loading.
