@@ -28,7 +28,9 @@ of its work."""
 # Shown only if nothing else differs.
 _ROUND = re.compile(r", round [0-9a-f]{8}")
 CALLED = "called "
-_OF_STEPS = re.compile(r"the gradients of|(?:a|the) (?:for|back)ward pass|came to (?:step|attempt)|new buckets")
+_OF_STEPS = re.compile(
+    r"the gradients of|the end of step|(?:a|the) (?:for|back)ward pass|came to (?:step|attempt)|new buckets"
+)
 _RATES = re.compile(r" at lr \S+$")
 _IN_PLACE = ("all_reduce", "broadcast")
 

@@ -52,7 +52,7 @@ def attach_hook(
         scale: returns this rank's factor; called once in each reducing backward pass.
         options: for "powersgd" those of torch's PowerSGDState.
         finish: called when the last bucket of a backward pass is sent.
-        watchers: called with each bucket before it is sent.
+        watchers: called with each dense bucket before it is sent.
 
     Raises:
         ValueError: the hook or option does not exist, or an option's value or the model is unsuitable. In a backward
@@ -82,9 +82,9 @@ def attach_hook(
         # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
         if factor != 1:
             scale_in_place(gradients, factor)
-        for watch in watchers:
-            watch(gradients)
         is_dense = gradients.layout is torch.strided
+        for watch in watchers if is_dense else ():
+            watch(gradients)
         sent = begin_average(gradients, group) if is_dense and name is None else None
         if sent is None:
             # Half precision and low ranks support only dense gradients; a sparse one is sent uncompressed.
