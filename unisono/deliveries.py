@@ -305,8 +305,10 @@ class Deliveries:
                 others = [each.batches[-1] for each in loops]
                 found |= {each: None for each in others if not each.is_used or each.samples != last.samples}
                 return [each for each in found if rows is None or each.rows in (rows, None)]
-            # Of another number of rows: of no loader, or computed from any batch of the loops.
-            return [None, *(each for loop in loops for each in loop.kinds.values())]
+            # Of another number of rows: of no loader, or computed from any batch of the loops, or of an ended one.
+            kinds = [each for loop in self._loops if not loop.is_open for each in loop.kinds.values()]
+            kept = self._kept_of([each for each in kinds if each.rows == rows and each.loop.is_trained])
+            return [None, *(each for loop in loops for each in loop.kinds.values()), *kept]
         # No loop is open: a replay of a batch of the last one, or data of no loader.
         ended = next((each for each in reversed(self._loops) if each.batches and each.is_trained), None)
         if ended is None:
@@ -331,10 +333,15 @@ class Deliveries:
             for each in loop.kinds.values()
             if ((each.rows == rows and each.samples != last.samples) if is_known else each.counts != last.counts)
         ]
-        if not any(each.loop is not last.loop for each in kinds):
-            return dict.fromkeys(kinds)
+        own = [each for each in kinds if each.loop is last.loop]
+        return dict.fromkeys([*own, *self._kept_of([each for each in kinds if each.loop is not last.loop])])
+
+    def _kept_of(self, kinds: Sequence[Batch]) -> list[Batch]:
+        """Those kinds of which a batch that was not used is still in memory."""
+        if not kinds:
+            return []
         held = {(one.loop, one.counted) for each in self._by_memory.values() for one in each if not one.is_used}
-        return {each: None for each in kinds if each.loop is last.loop or (each.loop, each.counted) in held}
+        return [each for each in kinds if (each.loop, each.counted) in held]
 
     def _taken_before(self, inputs: Sequence[torch.Tensor], batch: Batch) -> dict[Batch, None]:
         """The batch that the same computed inputs were taken for before, if they have not changed; now for `batch`."""
