@@ -1,7 +1,8 @@
 """Find the first parameter whose gradient is not finite, and its rank.
 
-The largest absolute value of what each rank adds to the sum is computed where the gradients are flat already, for a
-bucket at once. If the sum of these over the ranks is small, all gradients are finite; only otherwise they are searched.
+The norm of what each rank adds to the sum is computed where the gradients are flat already, for a bucket at once. If
+the sum of these over the ranks is small, all gradients are finite; only otherwise they are searched. (Not the largest
+value: the maximum of XLA passes over NaN.)
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def check_finite(parameters: Sequence[torch.Tensor], norms: Sequence[torch.Tenso
 
     Args:
         parameters: the parameters, with reduced gradients.
-        norms: the largest absolute values of this rank's part of all these gradients, before the reduction; empty if
-            they were reduced otherwise, or not at all.
+        norms: those of this rank's part of all these gradients, before the reduction; empty if they were reduced
+            otherwise, or not at all.
 
     Raises:
         NonFiniteGradientError: a gradient is not finite.
@@ -38,8 +39,8 @@ def check_finite(parameters: Sequence[torch.Tensor], norms: Sequence[torch.Tenso
     has_all = bool(norms) and not any(is_sparse(gradient) for _, gradient in held)
     if not has_all:
         parts = [values_of(gradient.to_local() if is_distributed(gradient) else gradient) for _, gradient in held]
-        norms = [*norms, get_total_norm([each for each in parts if each.numel()], torch.inf)]
-    own = _largest(norms, world)
+        norms = [*norms, get_total_norm([each for each in parts if each.numel()])]
+    own = _norm(norms, world)
     if world.comm.all_reduce(torch.tensor(own, dtype=torch.float64, device=HOST)).item() < _SAFE:
         return
     bad = next((each for each, gradient in reversed(held) if not _is_finite(gradient)), None)  # as backward passes go
@@ -58,10 +59,11 @@ def check_finite(parameters: Sequence[torch.Tensor], norms: Sequence[torch.Tenso
     )
 
 
-def _largest(norms: Sequence[torch.Tensor], world: World) -> float:
+def _norm(norms: Sequence[torch.Tensor], world: World) -> float:
     dtype = reduce(torch.promote_types, [each.dtype for each in norms])
     # Those of offloaded gradients are on another device.
-    return torch.stack([each.to(world.device, dtype, non_blocking=True) for each in norms]).max().item()
+    together = torch.stack([each.to(world.device, dtype, non_blocking=True) for each in norms])
+    return float(torch.linalg.vector_norm(together))
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:

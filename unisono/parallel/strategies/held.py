@@ -66,7 +66,7 @@ class HeldGradients:
         known: of each trained parameter, the gradient that passes have left, and torch's count of writes to it; None
             if torch.autograd.grad was not asked for others since the last step.
         watchers: called with each bucket before its reduction.
-        norms: the largest absolute value of each of these buckets, after `watch_norms`.
+        norms: the norm of each of these buckets, after `watch_norms`.
     """
 
     def __init__(self, members: Members, world: World, steps: Steps) -> None:
@@ -110,9 +110,9 @@ class HeldGradients:
             self.look_again()
 
     def watch_norms(self) -> None:
-        """Note the largest absolute values from now on."""
+        """Note the norms from now on."""
         norms = self.norms
-        self.watchers.append(lambda flat: norms.append(torch.linalg.vector_norm(flat, torch.inf)))
+        self.watchers.append(lambda flat: norms.append(torch.linalg.vector_norm(flat)))
 
     def note_others(self) -> None:
         """Note that torch.autograd.grad is asked for gradients of parameters: they may be assigned, or added."""
