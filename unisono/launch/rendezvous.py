@@ -72,6 +72,8 @@ def sweep(parent: Path) -> None:
     """Remove what killed processes of this user have left in that directory; never raises."""
     for path in parent.glob("unisono-*-*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            if path.lstat().st_uid != os.geteuid():  # root could open, and remove, those of others
+                continue
             _lock(path, stack)
             # The kernel releases a lock when its holder dies, however it dies; a job is written by who holds one.
             if _NAME.match(path.name) and (path / "job").exists():
