@@ -202,6 +202,7 @@ def _keep(samples: Any) -> Any:
         (lambda samples: tuple(zip(*_keep(samples), strict=True)), None),  # 3 tensors and labels, or 5 rows of 3
         (lambda samples: tuple(zip(*[(torch.zeros(n, n), n) for _, n in _keep(samples)], strict=True)), 3),
         (lambda samples: tuple(default_collate(_keep(samples)[:2])) * 2, 2),
+        (lambda samples: ((torch.ones(4), torch.ones(4)), (torch.ones(4), torch.ones(4))), None),  # 2 rows of 4, or 4
         (lambda samples: _keep(samples), None),
         (lambda samples: default_collate(_keep(samples)), 3),
         (lambda samples: [default_collate(_keep(samples)), torch.ones(7, 3), 1.0], None),

@@ -45,8 +45,9 @@ def num_rows(batch: Any, samples: int, dim: int = 0) -> int | None:
     held = children(batch) if type(batch) in (list, tuple) else []
     if held and (may_list_samples(batch) or all(type(each) in (list, tuple) for each in held)):
         whole = {size_along(each, dim) for each in tensors(batch)}
-        found = _lengths_of_lists(batch) | (whole if len(whole) == 1 else set())
-        return samples if samples in found else found.pop() if len(found) == 1 else None
+        lengths = _lengths_of_lists(batch)
+        found = lengths | (whole if len(whole) == 1 else set())
+        return samples if samples in lengths else found.pop() if len(found) == 1 else None
     sizes, texts, is_across = _sizes_in_fields(batch, samples, dim)
     if len(held) > 1 and type(batch) is list and len({*map(_kind, held)}) == 1 and sizes != {samples}:
         return samples if len(held) == samples and len(sizes) > 1 else None  # of several sizes; or may be fields
