@@ -156,7 +156,8 @@ MPI_OWN = (
     "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE",
 )
 MPI_SHARED = ("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",)
-_RANKS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")  # of launchers that tell no more here
+# The rank alone, where a launcher says no more.
+_RANKS = ("RANK", "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
 
 def announcement(environ: Mapping[str, str]) -> str | None:
@@ -169,13 +170,20 @@ def announcement(environ: Mapping[str, str]) -> str | None:
     for _, size, *_ in (names.split() for names in (*MPI_OWN, *MPI_SHARED)):
         if _is_several(count := environ.get(size, "1")):
             return f"{size}={count} is set: mpirun has started several of these processes"
-    for name in _RANKS:
-        if environ.get(name, "0") != "0":
-            return f"{name}={environ[name]} is set: a launcher has started several of these processes"
+    if "WORLD_SIZE" not in environ and (rank := lone_rank(environ)):
+        return rank
     pods = environ.get("PET_NNODES", "1")
     # Elastic launchers also accept a range, such as "1:4".
     if pods not in ("", "1"):
         return f"PET_NNODES={pods} is set: Kubernetes has started several of these pods"
+    return None
+
+
+def lone_rank(environ: Mapping[str, str]) -> str | None:
+    """Describe the variable that gives this process a rank other than 0, whatever the number of ranks is."""
+    for name in _RANKS:
+        if environ.get(name, "0") != "0":
+            return f"{name}={environ[name]} is set: a launcher has started several of these processes"
     return None
 
 

@@ -134,12 +134,18 @@ def test_on_one_machine_the_ranks_of_mpirun_meet_at_a_port_of_their_job():
     assert (place.address, place.rank, place.node_rank) == ("127.0.0.1", 3, 0)
     assert 20000 <= place.port < 30000
     assert place.port != other.port
-    assert announced_place({**alone, "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert announced_place({**alone, "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}) is None
 
 
-@pytest.mark.parametrize("environ", [MPIRUN, HYDRA, {"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}], ids=str)
+LONE = [{"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}, {"LOCAL_RANK": "1"}, {"RANK": "3"}]
+
+
+@pytest.mark.parametrize("environ", [MPIRUN, HYDRA, *LONE], ids=str)
 def test_a_process_that_a_launcher_has_started_beside_others_does_not_train_alone(environ):
     assert "has started several of these processes" in (announcement(environ) or "")
+    if environ in LONE:
+        with pytest.raises(NoWorldError, match="but not how many"):
+            announced_place(environ)
 
 
 @pytest.mark.slow

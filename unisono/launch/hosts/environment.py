@@ -21,7 +21,7 @@ from zlib import crc32
 
 from unisono.errors import NoWorldError
 from unisono.launch.starting.marks import OUTER_DIRECTORY
-from unisono.world import MPI_OWN, MPI_SHARED, is_slurm_step
+from unisono.world import MPI_OWN, MPI_SHARED, is_slurm_step, lone_rank
 
 TAKEN = "UNISONO_TAKEN"
 """The variable that records which process has taken which place."""
@@ -84,7 +84,8 @@ def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
 
     Raises:
         ValueError: a variable is missing or invalid; the message names it.
-        NoWorldError: this is the only process of its machine, and is meant to start several ranks there.
+        NoWorldError: this is the only process of its machine, and is meant to start several ranks there; or a launcher
+            gives it a rank, and says nothing of the others.
     """
     if environ is None:
         if _is_within:
@@ -101,7 +102,13 @@ def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
         or _slurm_place(environ)
         or _mpi_place(environ, MPI_SHARED)
     )
-    if place is None or _is_of_another(place, environ.get(TAKEN, "")):
+    taken = environ.get(TAKEN, "")
+    if place is None and not taken and "WORLD_SIZE" not in environ and (rank := lone_rank(environ)):
+        raise NoWorldError(
+            f"{rank}, but not how many, and how to reach the first of them; set RANK, WORLD_SIZE, LOCAL_RANK, "
+            "MASTER_ADDR and MASTER_PORT for each, or start one process, and pass spawn(nprocs=) the number of ranks"
+        )
+    if place is None or _is_of_another(place, taken):
         return None
     return _check_place(place)
 
