@@ -237,7 +237,7 @@ def test_an_agent_s_place_is_read_from_kubernetes():
     expected = AgentPlace("the PET_ variables", "2", 1, "job-node-0-0.job:29400", "job", nproc=8, max_restarts=2)
     assert announced_agent(environ) == expected
     elastic = {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "worker-0:23456", "PET_NPROC_PER_NODE": "auto"}
-    assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None)
+    assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None, "auto")
 
 
 def test_without_a_launcher_there_is_no_agent_s_place():

@@ -63,7 +63,7 @@ class AgentPlace:
     node_rank: int | None
     endpoint: str
     run_id: str | None
-    nproc: int | None = None
+    nproc: int | str | None = None
     max_restarts: int | None = None
 
 
@@ -210,20 +210,20 @@ def _pod_place(environ: Mapping[str, str]) -> Place | None:
         rank, world_size, address, port = 0, 0, "", 0
     else:
         return None
+    if world_size == 1:
+        return None  # an ordinary process, which may start its ranks itself
     if (num_ranks.isdecimal() and int(num_ranks) > 1) or world_size == 0:
         raise NoWorldError(
             f"PET_NNODES={num_pods} and PET_NPROC_PER_NODE={num_ranks} ask for an agent in this pod, which starts its "
             "ranks; let the pod run `unisono run script.py` (or torchrun), which reads these variables"
         )
-    if world_size == 1:
-        return None
     is_pod = "KUBERNETES_SERVICE_HOST" in environ or any(name.startswith("PET_") for name in environ)
     launcher = "a Kubernetes pod" if is_pod else "the variables RANK and WORLD_SIZE"
     return Place(launcher, rank, world_size, 0, 1, rank, address, port)
 
 
 def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:
-    if not ({"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"} & environ.keys()):
+    if not ({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"} & environ.keys()):
         return None
     address = environ.get("PET_MASTER_ADDR", "")
     port = _number(environ, "PET_MASTER_PORT", _TORCH_PORT)
@@ -234,8 +234,7 @@ def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:
         node_rank=_number(environ, "PET_NODE_RANK") if "PET_NODE_RANK" in environ else None,
         endpoint=environ.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else ""),
         run_id=environ.get("PET_RDZV_ID"),
-        # it may also be "auto", "gpu" or "cpu"
-        nproc=_number(environ, "PET_NPROC_PER_NODE") if nproc.isdecimal() else None,
+        nproc=int(nproc) if nproc.isdecimal() else nproc or None,
         max_restarts=_number(environ, "PET_MAX_RESTARTS") if "PET_MAX_RESTARTS" in environ else None,
     )
 
