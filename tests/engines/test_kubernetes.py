@@ -1,4 +1,4 @@
-"""The job files of docs/several_machines.md: their fields are those of Kubeflow's API, their commands train together."""
+"""The job files of docs/several_machines.md: their fields are those of Kubeflow's API; their pods train together."""
 
 from __future__ import annotations
 
