@@ -280,7 +280,7 @@ def _adopted_world() -> World:
         world_size=dist.get_world_size(),
         local_rank=local_rank,
         local_world_size=local_world_size,
-        node_rank=int(os.environ.get("GROUP_RANK", 0)),
+        node_rank=int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", 0))),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )
 
