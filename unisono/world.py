@@ -149,10 +149,11 @@ def current_world() -> World:
     return _solo
 
 
-# The variables of a rank, a size, a local rank and a local size, that MPI's launchers set: those of Open MPI and of
-# MVAPICH are theirs alone; those of MPICH and Intel MPI are set by srun, too.
+# The variables of a rank, a size, a local rank, a local size and perhaps a job, as MPI's launchers and submitit's local one
+# set them: those of Open MPI, submitit and MVAPICH are theirs alone; those of MPICH and Intel MPI are set by srun, too.
 MPI_OWN = (
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE PMIX_NAMESPACE",
+    "SUBMITIT_LOCAL_GLOBALID SUBMITIT_LOCAL_NTASKS SUBMITIT_LOCAL_LOCALID SUBMITIT_LOCAL_NTASKS SUBMITIT_LOCAL_JOB_ID",
     "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE",
 )
 MPI_SHARED = ("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",)
@@ -169,7 +170,7 @@ def announcement(environ: Mapping[str, str]) -> str | None:
         return f"SLURM_STEP_NUM_TASKS={tasks} is set: srun has started several of these processes"
     for _, size, *_ in (names.split() for names in (*MPI_OWN, *MPI_SHARED)):
         if _is_several(count := environ.get(size, "1")):
-            return f"{size}={count} is set: mpirun has started several of these processes"
+            return f"{size}={count} is set: a launcher has started several of these processes"
     if "WORLD_SIZE" not in environ and (rank := lone_rank(environ)):
         return rank
     pods = environ.get("PET_NNODES", "1")

@@ -137,6 +137,13 @@ def test_on_one_machine_the_ranks_of_mpirun_meet_at_a_port_of_their_job():
     assert announced_place({**alone, "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}) is None
 
 
+def test_the_local_tasks_of_submitit_are_one_world():
+    task = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"}
+    place = announced_place({**task, "SUBMITIT_LOCAL_JOB_ID": "7"})
+    assert place == Place("submitit", 1, 2, 1, 2, 0, "127.0.0.1", place.port if place else 0)
+    assert announced_place({**task, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"}) is None
+
+
 LONE = [{"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}, {"LOCAL_RANK": "1"}, {"RANK": "3"}]
 
 

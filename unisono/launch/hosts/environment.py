@@ -176,13 +176,13 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _mpi_place(environ: Mapping[str, str], implementations: Sequence[str]) -> Place | None:
-    for rank, size, local_rank, local_size in (names.split() for names in implementations):
+    for rank, size, local_rank, local_size, *job in (names.split() for names in implementations):
         if rank not in environ or (world_size := _number(environ, size)) == 1:
             continue
         own, local_count = _number(environ, rank), _number(environ, local_size)
         address, port = environ.get("MASTER_ADDR", ""), _number(environ, "MASTER_PORT", _TORCH_PORT)
-        if not address and local_count == world_size and (job := environ.get("PMIX_NAMESPACE")):
-            address, port = "127.0.0.1", 20000 + crc32(job.encode()) % 10000  # differs between jobs on this machine
+        if not address and local_count == world_size and job and job[0] in environ:
+            address, port = "127.0.0.1", 20000 + crc32(environ[job[0]].encode()) % 10000  # differs between local jobs
         elif not address:
             raise NoWorldError(
                 f"{rank}={own} of {size}={world_size} says that mpirun has started this process, and not where the "
@@ -190,7 +190,8 @@ def _mpi_place(environ: Mapping[str, str], implementations: Sequence[str]) -> Pl
                 "(with MPICH and Intel MPI: -genv MASTER_ADDR host1 -genv MASTER_PORT 29500)"
             )
         node_rank = own // local_count  # where machines have equally many ranks, one after the other
-        return Place("mpirun", own, world_size, _number(environ, local_rank), local_count, node_rank, address, port)
+        launcher = "submitit" if rank.startswith("SUBMITIT") else "mpirun"
+        return Place(launcher, own, world_size, _number(environ, local_rank), local_count, node_rank, address, port)
     return None
 
 
