@@ -149,8 +149,8 @@ def current_world() -> World:
     return _solo
 
 
-# The variables of a rank, a size, a local rank, a local size and perhaps a job, as MPI's launchers and submitit's local one
-# set them: those of Open MPI, submitit and MVAPICH are theirs alone; those of MPICH and Intel MPI are set by srun, too.
+# The variables of a rank, a size, a local rank, a local size and perhaps a job. Those of Open MPI, of submitit's local
+# tasks and of MVAPICH are theirs alone; those of MPICH and Intel MPI are set by srun, too.
 MPI_OWN = (
     "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE PMIX_NAMESPACE",
     "SUBMITIT_LOCAL_GLOBALID SUBMITIT_LOCAL_NTASKS SUBMITIT_LOCAL_LOCALID SUBMITIT_LOCAL_NTASKS SUBMITIT_LOCAL_JOB_ID",
