@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -46,12 +45,7 @@ def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) 
     from unisono.launch.spawn import check_nprocs, make_job
 
     bundle: Bundle = pickle.loads(data)
-    with suppress(OSError):
-        os.chdir(bundle.caller.directory)
-    os.environ.update(bundle.caller.environ)
-    sys.path.extend(each for each in bundle.caller.path if each not in sys.path and os.path.isdir(each))
-    sys.argv[:] = bundle.caller.argv
-    caller = replace(bundle.caller, environ=dict(os.environ), directory=os.getcwd(), path=list(sys.path))
+    caller = bundle.take_over()
     family = pick_backend(bundle.options.backend)
     check_nprocs(per_machine, family, bundle.options.process_group)
     job = replace(make_job(bundle.call, per_machine, family, bundle.options), caller=caller)

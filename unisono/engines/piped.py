@@ -36,7 +36,7 @@ class PipedMachine:
         self._endpoint: SimpleQueue[str] = SimpleQueue()
         # A session of its own: Ctrl-C is the caller's, who asks.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._thread = threading.Thread(target=self._read, name="unisono-machine", daemon=True)
+        self._thread = threading.Thread(target=_read, args=(self,), name="unisono-machine", daemon=True)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
         """Send the machine what it runs, as for `run_machine`; `endpoint` may be its own host's name alone.
@@ -87,8 +87,7 @@ class PipedMachine:
         """End the local process at once."""
         self._process.kill()
 
-    def _read(self) -> None:
-        """Body of the thread."""
+    def _hear(self) -> None:
         outcome = None
         stream = self._process.stdout
         assert stream is not None
@@ -111,6 +110,11 @@ class PipedMachine:
             lost = UnisonoError(f"{self._where} {describe_exit(code)}, and has sent no result")
             outcome = Outcome[None].failure(lost).to_bytes()
         self._on_end(outcome)
+
+
+def _read(machine: PipedMachine) -> None:
+    """Body of the thread."""
+    machine._hear()
 
 
 class PipedRun:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from unisono.launch.hosts.environment import node_of_step
 
 def main() -> None:
     directory, per_machine = Path(sys.argv[1]), int(sys.argv[2])
-    number, count, endpoint = node_of_step(os.environ)
+    number, count, endpoint = node_of_step()
     outcome = run_machine((directory / "bundle").read_bytes(), number, count, per_machine, endpoint)
     # By renaming: the caller must not read half of it.
     written = directory / f".outcome-{number}"

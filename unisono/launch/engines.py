@@ -14,7 +14,8 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any
 from uuid import uuid4
@@ -45,6 +46,16 @@ class Bundle:
     options: Options
     caller: Caller
     run_id: str = field(default_factory=lambda: uuid4().hex)
+
+    def take_over(self) -> Caller:
+        """Make this process, an agent, the caller of its machine's workers: with the directory and the paths that are
+        here, too."""
+        with suppress(OSError):
+            os.chdir(self.caller.directory)
+        os.environ.update(self.caller.environ)
+        sys.path.extend(each for each in self.caller.path if each not in sys.path and os.path.isdir(each))
+        sys.argv[:] = self.caller.argv
+        return replace(self.caller, environ=dict(os.environ), directory=os.getcwd(), path=list(sys.path))
 
 
 def find_engine(engine: str | Engine) -> Engine:

@@ -296,8 +296,9 @@ def _tasks_on(environ: Mapping[str, str], node_rank: int) -> int:
     return counts[node_rank] if node_rank < len(counts) else _number(environ, "SLURM_NTASKS_PER_NODE", 1)
 
 
-def node_of_step(environ: Mapping[str, str]) -> tuple[int, int, str]:
+def node_of_step() -> tuple[int, int, str]:
     """The number of this node of a SLURM step, the number of nodes, and where their agents meet, host:port."""
+    environ = os.environ
     count = _number(environ, "SLURM_STEP_NUM_NODES", 1)
     return _number(environ, "SLURM_NODEID"), count, f"{_first_host(environ)}:{_slurm_port(environ)}"
 
