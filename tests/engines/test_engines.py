@@ -31,6 +31,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_
 cluster.add_node(num_cpus=2)
 print(cluster.address, flush=True)
 sys.stdin.read()
+cluster.shutdown()
 """
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -106,16 +107,12 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 def ray() -> Iterator[Ground]:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray: pip install ray")
-    cluster = subprocess.Popen(
-        [sys.executable, "-c", RAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # No descendant of this process: Ray starts and ends processes at any time.
+    command = ["setsid", "--fork", sys.executable, "-c", RAY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as cluster:
         assert cluster.stdout is not None
         yield Ground("Ray()", environ={"RAY_ADDRESS": cluster.stdout.readline().strip()})
-    finally:
-        for process in [*psutil.Process(cluster.pid).children(recursive=True), cluster]:
-            process.kill()
-        cluster.wait()
 
 
 @pytest.fixture(scope="module")
