@@ -60,7 +60,6 @@ class Job:
         first_rank, world_size, node_rank: the place of this machine's workers among all; a world size of 0 means that
             these are all.
         address, port, store: where the ranks meet, as in `Place`; without an address, it is in the group's directory.
-        samples: the path of the monitor's samples.
     """
 
     call: bytes
@@ -77,7 +76,6 @@ class Job:
     address: str = ""
     port: int = 0
     store: str = ""
-    samples: str = ""
 
     @property
     def ranks(self) -> range:

@@ -49,7 +49,6 @@ from unisono.launch.script_group import let_scripts_initialise
 from unisono.launch.settings import Settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import name_process
-from unisono.launch.watching.monitor import SAMPLES_PATH
 from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
@@ -74,7 +73,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         if not place.address:
             place = replace(place, store=os.path.join(directory, "store"))
         os.environ.clear()
-        os.environ.update({**job.caller.environ, OUTER_DIRECTORY: directory, SAMPLES_PATH: job.samples})
+        os.environ.update({**job.caller.environ, OUTER_DIRECTORY: directory})
         _adopt_caller(job.caller, place, directory)
         world = _join_world(job, place)
         set_process_world(world)

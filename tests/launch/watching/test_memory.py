@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from unisono.backends.cgroups import cgroup_directories
 from unisono.errors import WorkerDiedError
+from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import OomWatch, memory_limit
-from unisono.launch.watching.monitor import Monitor, Sample, own_samples
+from unisono.launch.watching.monitor import Monitor, Sample
 from unisono.world import current_world
 
 GIB = 1 << 30
@@ -189,22 +190,23 @@ def test_a_kill_by_hand_is_not_taken_for_the_killers():
     )
 
 
-def test_a_worker_that_the_killer_has_ended_is_told_with_the_story_of_its_memory(group, monkeypatch):
+def test_a_worker_that_the_killer_has_ended_is_told_with_the_story_of_its_memory(group, monkeypatch, tmp_path):
     monkeypatch.setattr("unisono.launch.watching.monitor._REST", 0)
     confine(group)
 
     def grow(index):
+        samples = tmp_path / "latest" / "samples.jsonl"
         if index == 1:
             (group / "cgroup.procs").write_text(str(os.getpid()))
             held = []
             for num_samples in (1, 3):  # one from before it grows, one that began after
-                until(lambda wanted=num_samples: len(own_samples(index)) >= wanted)
+                until(lambda wanted=num_samples: samples.read_text().count('"rank": 1,') >= wanted)
                 held += [bytearray(b"x") * STEP for _ in range(LIMIT // STEP // 2)]
             while True:
                 held.append(bytearray(b"x") * STEP)
         current_world().comm.barrier()
 
     with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL before fn returned; .*out-of-memory") as e:
-        spawn(grow, nprocs=2)
+        spawn(grow, nprocs=2, output=Output(tmp_path))
     assert "its memory grew from " in str(e.value)
     assert "a smaller batch, fewer loader workers" in str(e.value)

@@ -280,7 +280,7 @@ class Agent(SimpleElasticAgent):
         setattr(self, REMAINING_RESTARTS, remaining)
         if remaining > 0:
             restart_count = group.spec.max_restarts - remaining + 1
-            tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory)
+            tell_restart(self.verdict, restart_count, group.spec.max_restarts)
         return RunResult(WorkerState.FAILED)
 
     def _wait(self) -> RunResult:
