@@ -42,7 +42,7 @@ _LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # names in code that may 
 
 
 @dataclass(frozen=True)
-class Call:
+class PickledCall:
     """A function and its arguments, rebuilt by `loads_call`."""
 
     fn: Callable[..., Any]
@@ -94,7 +94,7 @@ def pickled_before_failure(value: Any) -> list[Any]:
     return []
 
 
-def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> Call:
+def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> PickledCall:
     """Rebuild the call given to `dumps_call`; define the names that were sent with it in this process's `__main__`.
 
     Args:
@@ -112,7 +112,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
             main[name] = each
     for file, text in lines.items():
         linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not checked against the disk
-    return Call(fn, args)
+    return PickledCall(fn, args)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations

@@ -44,7 +44,7 @@ from unisono.launch.starting.process_ends import kill_marked
 from unisono.launch.starting.zygote_client import open_group
 from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.monitor import Monitor
-from unisono.launch.watching.output import Output
+from unisono.launch.watching.output import WorkerOutput
 from unisono.launch.worker import TELL_STACKS
 from unisono.outcome import Outcome, first_cause, this_process
 
@@ -74,7 +74,7 @@ class Group:
         job: Job,
         directory: Path,
         hang_watch: HangWatch,
-        output: Output,
+        output: WorkerOutput,
         monitor: Monitor,
         on_started: Callable[[], None],
         others: OtherMachines | None = None,

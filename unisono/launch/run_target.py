@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from unisono import preemption
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.exit_codes import exit_code_of
-from unisono.launch.hosts.environment import TAKEN, Place, announce, take
+from unisono.launch.hosts.environment import TAKEN, RankPlace, announce, take
 from unisono.world import World, current_world
 
 _LOCAL = "127.0.0.1"
@@ -157,9 +157,9 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _place_of(world: World, variables: Mapping[str, str] | None = None) -> Place:
+def _place_of(world: World, variables: Mapping[str, str] | None = None) -> RankPlace:
     variables = variables or {}
-    return Place(
+    return RankPlace(
         "unisono run",
         rank=world.rank,
         world_size=world.world_size,

@@ -33,7 +33,7 @@ from unisono.launch.job import Job
 from unisono.launch.rendezvous import rendezvous
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.watching.monitor import Monitor
-from unisono.launch.watching.output import Output
+from unisono.launch.watching.output import WorkerOutput
 from unisono.launch.watching.run_directory import RunDirectory
 from unisono.outcome import Outcome
 from unisono.stacks import frames_of
@@ -228,7 +228,7 @@ class Supervisor:
         job = self._job if self._job.address else replace(self._job, restart_count=restart_count)
         # Each attempt has its own; its samples are appended to those of the earlier ones.
         monitor = Monitor(None if self._run is None else self._run.samples)
-        output = Output(self._options.output, self._run)
+        output = WorkerOutput(self._options.output, self._run)
         watch = HangWatch(self._options.hang_timeout_s, self._options.timeout_s, self._others is None)
         with contextlib.closing(monitor), contextlib.closing(output):
             self._group = Group(job, directory, watch, output, monitor, partial(self._note_start, job), self._others)

@@ -39,7 +39,7 @@ from unisono.comm.processes import is_of_transport
 from unisono.comm.selection import translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.heartbeat import beating, count_of
-from unisono.launch.hosts.environment import Place
+from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import Caller, Job
 from unisono.launch.process_group import depart, join
@@ -173,7 +173,7 @@ def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) ->
         reporter.send(Kind.NOTE, text.encode())
 
 
-def _adopt_caller(caller: Caller, place: Place, directory: str) -> None:
+def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
     main = sys.modules["__main__"]
     for name in ("sys", "main"):  # names from the command line that started the zygote
         vars(main).pop(name, None)
@@ -235,7 +235,7 @@ def mark_records(rank: int) -> None:
     logging.setLogRecordFactory(make_marked)
 
 
-def _join_world(job: Job, place: Place) -> World:
+def _join_world(job: Job, place: RankPlace) -> World:
     if job.cores is not None:
         os.sched_setaffinity(0, job.cores[place.local_rank])  # before any thread exists: threads inherit it
     torch.set_num_threads(job.num_threads)

@@ -25,7 +25,7 @@ from unisono.loaders import fetcher
 from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.resume import is_stateful
 from unisono.loaders.sharding import fingerprint, mark_of
-from unisono.loaders.stream_position import Cutter, Position, Read, Taken
+from unisono.loaders.stream_position import Cutter, Position, Read, StreamPosition
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
@@ -67,7 +67,7 @@ class PartReader(IterableDataset[Packed]):
     rank: int
     by: Cutter
     seed: int
-    taken: Taken
+    taken: StreamPosition
 
     def __post_init__(self) -> None:
         # On the CPU even if the user has set another default device.

@@ -61,7 +61,7 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Taken:
+class StreamPosition:
     """A position in a stream.
 
     Attributes:
@@ -75,12 +75,12 @@ class Taken:
     states: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
-    def nothing(cls, by: Cutter, ranks: int, workers: int) -> Taken:
+    def nothing(cls, by: Cutter, ranks: int, workers: int) -> StreamPosition:
         """The beginning."""
         return cls(by, (Layer(ranks, workers, (Position(),) * (ranks * workers)),))
 
     @classmethod
-    def of_state(cls, state: State) -> Taken:
+    def of_state(cls, state: State) -> StreamPosition:
         """Read what `to_state` returned.
 
         Raises:
@@ -127,20 +127,20 @@ class Taken:
         """Whether the reader of this part must read samples that were taken before."""
         return (len(self.layers) > 1 or self.here.parts[part].taken > 0) and part not in self.states
 
-    def after(self, reads: Iterable[Read]) -> Taken:
+    def after(self, reads: Iterable[Read]) -> StreamPosition:
         """The position after these batches."""
         parts, states, by = list(self.here.parts), dict(self.states), self.by
         for read in reads:
             by, parts[read.part] = read.by, read.position
             if read.state is not None:
                 states[read.part] = read.state
-        return Taken(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))), states)
+        return StreamPosition(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))), states)
 
-    def cut_again(self, ranks: int, workers: int) -> Taken:
+    def cut_again(self, ranks: int, workers: int) -> StreamPosition:
         """The same position, with what is left cut for these numbers of ranks and workers."""
         if self.here[:2] == (ranks, workers):
             return self
-        return replace(self, layers=self.layers + Taken.nothing(self.by, ranks, workers).layers, states={})
+        return replace(self, layers=self.layers + StreamPosition.nothing(self.by, ranks, workers).layers, states={})
 
     def check_cut(self, by: Cutter) -> None:
         """Check that no sample is lost if `by` cuts the stream from here on.

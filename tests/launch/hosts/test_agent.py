@@ -25,7 +25,7 @@ from unisono.launch.hosts import endpoint as endpoints
 from unisono.launch.hosts.addresses import address_towards, interface_of, is_this_machine
 from unisono.launch.hosts.agent import MachineOptions, rendezvous_settings
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
-from unisono.launch.hosts.other_machines import MachineReport, OtherMachines, _Round
+from unisono.launch.hosts.other_machines import MachineReport, OtherMachines, _AgentRound
 from unisono.outcome import Outcome
 
 pytestmark = [
@@ -530,7 +530,7 @@ def test_a_machine_says_why_others_have_failed_those_first_that_are_no_victims()
         MachineReport(2, "c", verdict=victim.to_bytes()),
         MachineReport(3, verdict=cause.to_bytes()),
     ]
-    others._round = _Round("name", 5, MachineReport(0), {word.machine: (word, 0.0) for word in words})
+    others._round = _AgentRound("name", 5, MachineReport(0), {word.machine: (word, 0.0) for word in words})
     assert [str(each.error) for each in others.failures()] == ["bad", "node 1 (b) has left the run", "rank 0 failed"]
     assert not others.are_done()
     others._round.heard = {

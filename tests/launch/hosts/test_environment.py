@@ -15,7 +15,14 @@ import warm_scripts
 from agents import free_port
 
 from unisono.errors import NoWorldError
-from unisono.launch.hosts.environment import OUTER_DIRECTORY, AgentPlace, Place, announced_agent, announced_place, take
+from unisono.launch.hosts.environment import (
+    OUTER_DIRECTORY,
+    AgentPlace,
+    RankPlace,
+    announced_agent,
+    announced_place,
+    take,
+)
 from unisono.world import announcement
 
 TORCHRUN = {
@@ -63,10 +70,10 @@ TRAINER = {
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
-        (TORCHRUN, Place("torchrun", 3, 4, 1, 2, 1, "node1", 1234, 2, is_store_there=True)),
-        (SLURM, Place("a SLURM step", 4, 5, 0, 1, 2, "node07", 20000 + 777 + 997)),
-        (POD, Place("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)),
-        (TRAINER, Place("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)),
+        (TORCHRUN, RankPlace("torchrun", 3, 4, 1, 2, 1, "node1", 1234, 2, is_store_there=True)),
+        (SLURM, RankPlace("a SLURM step", 4, 5, 0, 1, 2, "node07", 20000 + 777 + 997)),
+        (POD, RankPlace("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)),
+        (TRAINER, RankPlace("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)),
     ],
     ids=["torchrun", "SLURM", "a pod", "a pod of the Kubeflow trainer"],
 )
@@ -118,9 +125,9 @@ HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 def test_mpirun_is_recognised_and_needs_an_address_between_machines():
     address = {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
-    assert announced_place({**MPIRUN, **address}) == Place("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
-    assert announced_place({**HYDRA, **address}) == Place("mpirun", 1, 2, 1, 2, 0, "node1", 1234)
-    assert announced_place({**SLURM, **MPIRUN, **address}) == Place("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
+    assert announced_place({**MPIRUN, **address}) == RankPlace("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
+    assert announced_place({**HYDRA, **address}) == RankPlace("mpirun", 1, 2, 1, 2, 0, "node1", 1234)
+    assert announced_place({**SLURM, **MPIRUN, **address}) == RankPlace("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
     for environ in (MPIRUN, HYDRA):
         with pytest.raises(NoWorldError, match="mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500"):
             announced_place(environ)

@@ -68,7 +68,7 @@ class MachineReport:
 
 
 @dataclass
-class _Round:
+class _AgentRound:
     """One start of all workers."""
 
     name: str  # the same for all agents, and for no other round
@@ -104,7 +104,7 @@ class OtherMachines:
         self._beat_s = min(beat_s, _BEAT_S, patience_s / 5)
         self._on_report, self._on_lost, self._on_cut_off = on_report, on_lost, on_cut_off
         self._answered_at = time.monotonic()
-        self._round: _Round | None = None
+        self._round: _AgentRound | None = None
         self._lock = threading.Lock()  # covers this machine's own report
         self._has_news = threading.Event()
         self._is_over, self._is_closed = threading.Event(), threading.Event()
@@ -122,7 +122,7 @@ class OtherMachines:
         """Begin a round: the agents have met and start workers. Takes this machine's number, and the number of
         machines."""
         # A new object, not a change of the old one, which the first thread may be reading.
-        self._round = _Round(f"unisono/machines/{name}", count, MachineReport(number))
+        self._round = _AgentRound(f"unisono/machines/{name}", count, MachineReport(number))
         if self._threads[0].ident is None:
             self._answered_at = time.monotonic()
             for thread in self._threads:
@@ -213,7 +213,7 @@ class OtherMachines:
             # Reached only if the store has answered.
             self._answered_at = time.monotonic()
 
-    def _listen(self, store: dist.distributed_c10d.Store, current: _Round) -> None:
+    def _listen(self, store: dist.distributed_c10d.Store, current: _AgentRound) -> None:
         for number in set(range(current.count)) - {current.own.machine}:
             key = f"{current.name}/{number}"
             # `get` alone would wait until the key exists.

@@ -110,7 +110,7 @@ class _Source:
             self.log = -1
 
 
-class Output:
+class WorkerOutput:
     """The streams of one group of workers, from `open` for each of them to `close`.
 
     Args:
@@ -260,7 +260,7 @@ class Output:
             )
 
 
-def _pass_on(output: Output) -> None:
+def _pass_on(output: WorkerOutput) -> None:
     """Body of the output's thread: runs until it is asked to end, and has passed on everything."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])  # a broken pipe must not end the caller
     with output._wake_r, output._wake_w, selectors.DefaultSelector() as selector:
