@@ -69,11 +69,8 @@ class Place:
 
 
 def check_place(place: Place) -> None:
-    """Check that the folder, whose contents would be replaced, holds nothing but a checkpoint.
-
-    Raises:
-        FileExistsError: it is not a checkpoint.
-    """
+    """Check that the folder, whose contents would be replaced, holds nothing but a checkpoint; FileExistsError if it is
+    not a checkpoint."""
     folder = place.folder
     if not _is_ours(folder):
         what = "holds numbered checkpoints" if list(numbered_in(folder)) else "is no checkpoint"

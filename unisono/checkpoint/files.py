@@ -146,10 +146,7 @@ def sync(path: Path) -> None:
 @contextmanager
 def lock_directory(path: Path) -> Iterator[None]:
     """Hold the directory's lock, which ends with the process, however that ends. Some file systems have none (NFS).
-
-    Raises:
-        FileExistsError: another process or thread holds it.
-    """
+    FileExistsError if another process or thread holds it."""
     import fcntl  # not on Windows
 
     directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -30,11 +30,8 @@ Held = dict[str, torch.Tensor]
 
 
 def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
-    """The microbatches of the unfinished step; None between steps.
-
-    Raises:
-        CheckpointError: its gradients are reduced, but no optimizer has stepped on them.
-    """
+    """The microbatches of the unfinished step; None between steps; CheckpointError if its gradients are reduced, but no
+    optimizer has stepped on them."""
     step = steps.step
     if step.state == TAKEN or not step.visits:
         return None

@@ -112,11 +112,8 @@ def remove_files(directory: Path) -> None:
 
 
 def take_files(directory: Path, checkpoint: Path) -> dict[str, Checksum]:
-    """Move the files into a checkpoint that is being written, and return their checksums by name.
-
-    Raises:
-        FileExistsError: the checkpoint has a file of that name.
-    """
+    """Move the files into a checkpoint that is being written, and return their checksums by name. FileExistsError if
+    the checkpoint has a file of that name."""
     found: dict[str, Checksum] = {}
     for each in sorted(directory.iterdir()):
         target = checkpoint / each.name

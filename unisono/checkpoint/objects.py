@@ -45,11 +45,8 @@ _OF_ZERO1 = "ZeroRedundancyOptimizer"  # the class in checkpoints that earlier v
 
 
 def kind_of(name: str, each: Any) -> str:
-    """How an object is handled: "model", "optimizer", "loader", "generator" or "state".
-
-    Raises:
-        TypeError: it cannot be saved.
-    """
+    """How an object is handled: "model", "optimizer", "loader", "generator" or "state"; TypeError if it cannot be
+    saved."""
     if isinstance(each, DeviceLoader | DeviceIterator | ParallelLoader):
         return "loader"
     if isinstance(each, Optimizer):
@@ -102,11 +99,7 @@ def own_states(objects: Objects) -> dict[str, Any]:
 
 
 def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
-    """On rank zero, copies of all other states; {} on others. A collective.
-
-    Raises:
-        TypeError: a state is not plain data.
-    """
+    """On rank zero, copies of all other states; {} on others. A collective. TypeError if a state is not plain data."""
     modules, own_copy = modules_of(objects), copy if world.rank == 0 else None
     states: dict[str, Any] = {}
     for name, each in objects.items():

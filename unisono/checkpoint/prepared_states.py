@@ -124,11 +124,8 @@ class PreparedStates:
         self._saver.close()
 
     def _check_optimizers(self) -> None:
-        """Refuse to leave out the state of an optimizer that trains one of the models.
-
-        Raises:
-            CheckpointError: there is such an optimizer.
-        """
+        """Refuse to leave out the state of an optimizer that trains one of the models; CheckpointError if there is such
+        an optimizer."""
         for engine in self._prepared_engines():
             for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_unprepared):
                 if each is not None and not any(each is other for other in self._registered):

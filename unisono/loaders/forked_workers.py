@@ -143,11 +143,8 @@ def _without_ours(lines: list[str]) -> list[str]:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Keep other threads from starting loader workers during the block: they would inherit half-made pipes.
-
-    Raises:
-        BusyError: another thread has been starting its own for a minute.
-    """
+    """Keep other threads from starting loader workers during the block: they would inherit half-made pipes. BusyError
+    if another thread has been starting its own for a minute."""
     if not _lock.acquire(timeout=2 * sum(_PATIENCE_S)):
         raise BusyError("another thread of this process has been starting loader workers for a minute")
     try:

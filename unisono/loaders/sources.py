@@ -180,11 +180,8 @@ class PlainSource:
         return Begun(epoch, position, pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`.
-
-        Raises:
-            StateError: the position does not say how many batches precede it.
-        """
+        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how many batches
+        precede it."""
         if "batches" not in position and position["offset"]:
             raise StateError("the state lacks the number of batches: it was saved by another kind of loader")
         self.epoch, self._position = epoch, {**_START, **position}
@@ -234,11 +231,8 @@ class ItemSource(PlainSource):
         return self._items.length
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`.
-
-        Raises:
-            StateError: the position does not say how many items precede it, or there are fewer.
-        """
+        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how many items
+        precede it, or there are fewer."""
         # What is a batch here is one sample for the inner source.
         self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
         super().seek(epoch, position, rule)

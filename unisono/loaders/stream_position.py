@@ -81,11 +81,7 @@ class StreamPosition:
 
     @classmethod
     def of_state(cls, state: State) -> StreamPosition:
-        """Read what `to_state` returned.
-
-        Raises:
-            StateError: it is not a position in a stream.
-        """
+        """Read what `to_state` returned; StateError if it is not a position in a stream."""
         try:
             layers = tuple(
                 Layer(ranks, workers, tuple(Position(taken, mark) for taken, mark in parts))
@@ -172,11 +168,7 @@ class SameStream:
         self._marks: dict[tuple[int, int], int] = {}  # by the row's first part and the number; the latest last
 
     def compare(self, read: Read) -> None:
-        """Add the position that one batch has left.
-
-        Raises:
-            RuntimeError: another reader has seen another stream.
-        """
+        """Add the position that one batch has left; RuntimeError if another reader has seen another stream."""
         row = self._here.row_of(read.by, read.part // self._here.workers, read.part)
         if self._marks.setdefault((row.start, read.position.taken), read.position.mark) != read.position.mark:
             raise RuntimeError(

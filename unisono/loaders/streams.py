@@ -100,11 +100,8 @@ class StreamSource:
         return Begun(epoch, taken.to_state(offset), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`.
-
-        Raises:
-            StateError: the position does not say how much was read of each part.
-        """
+        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how much was read
+        of each part."""
         if position["offset"]:
             StreamPosition.of_state(position)
         self.epoch, self._position = epoch, position if position["offset"] else {"offset": 0}

@@ -206,11 +206,8 @@ class _Wait:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let only this pass communicate with the workers during the block.
-
-        Raises:
-            BusyError: a later pass owns them, or another thread has kept waiting for them for `_BUSY_S`.
-        """
+        """Let only this pass communicate with the workers during the block; BusyError if a later pass owns them, or
+        another thread has kept waiting for them for `_BUSY_S`."""
         self.asked_at, self.has_warned = time.monotonic(), False
         if self._turn is None:
             yield

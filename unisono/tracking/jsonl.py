@@ -60,11 +60,7 @@ class JsonLines:
         return self.path
 
     def log(self, values: Mapping[str, Value], step: int | None) -> None:
-        """Write one line.
-
-        Raises:
-            OSError: the line cannot be written.
-        """
+        """Write one line; OSError if the line cannot be written."""
         elapsed_s = round(monotonic() - self._began, 3)
         self._write({"step": step, "time": elapsed_s, "values": _name_non_finite(values)})
 

@@ -49,11 +49,7 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def plain_step(step: Any) -> int | None:
-    """The step as an integer, or None.
-
-    Raises:
-        TypeError: the step is not an integer.
-    """
+    """The step as an integer, or None; TypeError if the step is not an integer."""
     if step is None:
         return None
     if isinstance(step, bool) or not hasattr(step, "__index__"):

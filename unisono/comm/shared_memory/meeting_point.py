@@ -148,11 +148,8 @@ class MeetingPoint:
                 futex.wake(self._address + at)
 
     def check_presence(self, rank: int) -> None:
-        """Raise if that rank will never arrive, whatever it is waited for.
-
-        Raises:
-            DistNetworkError: it has left or ended, or this rank has.
-        """
+        """Raise if that rank will never arrive, whatever it is waited for; DistNetworkError if it has left or ended, or
+        this rank has."""
         if self._is_closed:
             self._refuse()
         if reason := self._absence_of(rank):
