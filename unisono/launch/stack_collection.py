@@ -85,11 +85,8 @@ class StackCollection:
             self._due = now
 
     def examine(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
-        """Request the stacks; on a later call, unless a rank has moved, return the error that names the late ranks.
-
-        Args:
-            running: the workers on this machine that have not ended.
-        """
+        """Request the stacks of `running`, which have not ended; on a later call, unless a rank has moved, return the
+        error that names the late ranks."""
         if self._due is None:
             self._request_stacks(now, running)
             if self._others is not None:

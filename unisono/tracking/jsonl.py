@@ -32,12 +32,9 @@ from unisono.tracking.tracker import Value
 
 
 class JsonLines:
-    """The file `metrics.jsonl` of a run; `metrics-2.jsonl` and so on if earlier runs have left theirs.
+    """The file `metrics.jsonl` of a run, at `path`; `metrics-2.jsonl` and so on if earlier runs have left theirs.
 
     Numbers that JSON cannot represent are written as strings: "NaN", "Infinity", "-Infinity".
-
-    Attributes:
-        path: the path of the file.
     """
 
     name = "jsonl"

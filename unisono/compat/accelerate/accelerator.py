@@ -309,11 +309,7 @@ class Accelerator(Native):
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Like the native one.
-
-        Args:
-            log_kwargs: arguments for the trackers' libraries; they have no effect.
-        """
+        """Like the native one. `log_kwargs`, arguments for the trackers' libraries, have no effect."""
         super().log(values, step)
 
     # Profiling and precision.

@@ -29,11 +29,7 @@ _preloaded: list[str] = []  # the modules that the user wants every zygote to im
 
 
 class ZygoteClient:
-    """A running zygote.
-
-    Args:
-        start_method: "zygote" forks workers from its own image, "spawn" starts a fresh interpreter for each.
-    """
+    """A running zygote, for a start method of `spawn`."""
 
     def __init__(self, start_method: str) -> None:
         ours, theirs = wire.socket_pair()

@@ -111,13 +111,8 @@ class _Source:
 
 
 class WorkerOutput:
-    """The streams of one group of workers, from `open` for each of them to `close`.
-
-    Args:
-        wanted: what is shown.
-        run: saves the streams to its files; None saves nothing.
-        stdout, stderr: the caller's own descriptors.
-    """
+    """The streams of one group of workers, from `open` for each of them to `close`. `run` saves them to its files; None
+    saves nothing. `stdout` and `stderr` are the caller's own descriptors."""
 
     def __init__(
         self, wanted: options.Output, run: RunDirectory | None = None, stdout: int = 1, stderr: int = 2
@@ -160,11 +155,8 @@ class WorkerOutput:
         return [line.decode(errors="replace") for line in shown]
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Pass on what is left, and end; all writers must be dead. Idempotent.
-
-        Args:
-            timeout_s: seconds to wait for a pipe that a stray process holds, and for a stopped terminal.
-        """
+        """Pass on what is left, and end; all writers must be dead. A pipe that a stray process holds, and a stopped
+        terminal, are waited for that many seconds. Idempotent."""
         for rank in list(self._write_ends):
             self.handed_over(rank)
         if self._deadline is None:

@@ -61,16 +61,13 @@ class RunDirectory:
 
     @classmethod
     def create(cls, log_dir: str | Path, facts: dict[str, Any], name: str = "") -> RunDirectory:
-        """Create a new directory for a run in `log_dir`, which is created if it is missing.
+        """Create a new directory for a run in `log_dir`, which is created if it is missing; OSError if it cannot hold
+        it.
 
         Args:
-            log_dir: where runs are stored, one directory each.
             facts: what the run is (its command, number of workers, versions, ...); JSON, or else converted to strings.
             name: included in the directory's name; of several machines, each passes its own, since they may share
                 `log_dir`.
-
-        Raises:
-            NotADirectoryError, PermissionError, OSError: `log_dir` cannot hold it.
         """
         parent = Path(log_dir).absolute()  # a later chdir must not change it
         try:
