@@ -177,12 +177,8 @@ def check_fit(
     where: str,
     allow_other_optimizer: bool = False,
 ) -> None:
-    """Check that a checkpoint holds these objects, before anything is changed.
-
-    Raises:
-        CheckpointMismatchError: the message has the first names that are missing, unexpected or of another shape, or
-            both classes of an optimizer.
-    """
+    """Check that a checkpoint holds these objects, before anything is changed. A CheckpointMismatchError has the first
+    names that are missing, unexpected or of another shape, or both classes of an optimizer."""
     for name, (kind, own_class) in kinds_of(objects).items():
         if name not in saved:
             raise CheckpointMismatchError(
@@ -237,13 +233,8 @@ def _shape_of(value: Any) -> list[int] | None:
 def restore(
     objects: Objects, states: Mapping[str, Any], others: Mapping[str, Any], own: Mapping[str, Any], world: World
 ) -> None:
-    """Load the states. A collective.
-
-    Args:
-        states: of models and optimizers, on rank zero; {} on others.
-        others: of objects whose state is the same on all ranks.
-        own: of this rank's loaders and generators.
-    """
+    """Load the states: on rank zero those of models and optimizers, on all ranks `others`, and of each its `own`: those
+    of its loaders and generators. A collective."""
     modules = modules_of(objects)
     for name, each in objects.items():
         kind = kind_of(name, each)

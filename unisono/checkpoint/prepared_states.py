@@ -34,18 +34,7 @@ _FOLDER = "checkpoints"
 
 
 class PreparedStates:
-    """The state of one Accelerator, as saved in its checkpoints.
-
-    Args:
-        prepared: what the Accelerator has prepared.
-        steps: its steps.
-        scaler: that of its loss.
-        project_dir: None uses "runs" in the working directory.
-        total_limit: the number of numbered checkpoints to keep; None keeps all.
-
-    Attributes:
-        save_hooks, load_hooks: called before each save, and before each load.
-    """
+    """The state of one Accelerator, as saved in its checkpoints."""
 
     def __init__(
         self,

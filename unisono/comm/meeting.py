@@ -38,12 +38,8 @@ class _Exchange:
 
 
 class Meeting:
-    """A place where `size` threads meet repeatedly.
-
-    Args:
-        size: the number of ranks.
-        timeout: how long a rank waits for the others before it breaks the world; a last resort.
-    """
+    """A place where `size` threads meet repeatedly. A rank that waits longer than the time-out, a last resort, breaks
+    the world."""
 
     def __init__(self, size: int, timeout: timedelta) -> None:
         self.size = size
@@ -56,11 +52,7 @@ class Meeting:
 
     def exchange(self, rank: int, call: Call, value: Any, combine: Callable[[list[Any]], R]) -> R:
         """Contribute `value`, wait for every rank's, and return `combine(values in rank order)`, the same object to
-        all.
-
-        Raises:
-            BrokenWorldError: a rank failed or departed, now or before.
-            CollectiveMismatchError: another rank made another call.
+        all. BrokenWorldError if a rank failed or departed, CollectiveMismatchError if another rank made another call.
         """
         with self._changed:
             if rank in self._departed:

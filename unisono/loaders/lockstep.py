@@ -230,11 +230,8 @@ class Lockstep:
 
 
 def check_offers(offers: list[_Offer]) -> None:
-    """Check that the ranks can take these rounds. All of them see the same offers, so all raise or none does.
-
-    Raises:
-        As `Lockstep.receive`.
-    """
+    """Check that the ranks can take these rounds; raises as `Lockstep.receive`. All of them see the same offers, so all
+    raise or none does."""
     for rank, offer in enumerate(offers):
         if offer.failure is not None:
             raise BrokenWorldError(f"the loader of rank {rank} failed with {offer.failure}")

@@ -62,13 +62,11 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 
 
 def warn_of_repetition(loader: Iterable[Any], source: Source) -> None:
-    """Warn once that a pass begins in the order of epoch 0 again: its reader was created again for each epoch.
+    """Warn once that a pass, of this source, begins in the order of epoch 0 again: its reader was created again for
+    each epoch.
 
     That is the case if another source has begun epoch 0 over the same dataset in the same order, was the last to do so,
     and is gone. Readers that exist side by side each count their own epochs, and evaluation may repeat its order.
-
-    Args:
-        source: that of the loader whose pass is about to begin.
     """
     if not makes_batches_alike(loader) or not torch.is_grad_enabled():
         return

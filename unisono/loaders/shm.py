@@ -40,7 +40,6 @@ class Room:
     """The shared memory for the loader workers of one pool, and whether it is sufficient; the first batch decides.
 
     Args:
-        num_workers, prefetch_factor: the number of workers, and of batches that each prefetches.
         waiting: the largest number of received batches that wait for the loop.
 
     Attributes:

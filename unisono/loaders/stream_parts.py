@@ -32,12 +32,8 @@ from unisono.world import answer_as_one_rank
 
 
 class Made(NamedTuple):
-    """A batch of one part.
-
-    Attributes:
-        samples: their number; None if only the batch itself shows it.
-        read: what it leaves; None if there is no batch, because drop_last has left the samples out.
-    """
+    """A batch of one part, its number of samples, if that is known without looking at it, and what it leaves. Where
+    drop_last has left the samples out, there is neither a batch nor a `read`."""
 
     batch: Any
     samples: int | None

@@ -139,12 +139,8 @@ class StreamPosition:
         return replace(self, layers=self.layers + StreamPosition.nothing(self.by, ranks, workers).layers, states={})
 
     def check_cut(self, by: Cutter) -> None:
-        """Check that no sample is lost if `by` cuts the stream from here on.
-
-        Raises:
-            StateError: something else has cut it before; or the numbers of ranks and workers have changed, and it is
-                not cut by stride.
-        """
+        """Check that no sample is lost if `by` cuts the stream from here on. StateError if something else has cut it
+        before; or if the numbers of ranks and workers have changed, and it is not cut by stride."""
         here = self.here[:2]
         # A stream that the dataset cut for a rank is cut by stride among its workers, so their number may change.
         numbers = {(layer.ranks, layer.workers if by != "dataset" else here[1]) for layer in self.layers}

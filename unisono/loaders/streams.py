@@ -39,15 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class StreamSource:
-    """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is not modified.
+    """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is neither modified nor kept alive:
+    the caller of `begin` holds it. If `seed` is None, it is that of the loader's generator, or 0.
 
     *Threads:* several may begin a pass.
-
-    Args:
-        loader: the user's loader. It is not kept alive: the caller of `begin` holds it.
-        rank, ranks: the rank that reads from this source, and the number of ranks.
-        dim: the sample dimension of a batch.
-        seed: for the generators of loader workers; None uses the seed of the loader's generator, or 0 if it has none.
     """
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, dim: int, seed: int | None) -> None:

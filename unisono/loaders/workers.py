@@ -66,12 +66,8 @@ class RemoteFetcher:
 
 
 class WorkerStart:
-    """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code the user's dataset.
-
-    Args:
-        dataset: the value for `torch.utils.data.get_worker_info().dataset`.
-        init: the user's own worker_init_fn.
-    """
+    """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code, also their own `init`, the
+    user's dataset."""
 
     def __init__(self, dataset: Any, init: Callable[[int], None] | None) -> None:
         self._dataset = dataset
@@ -189,13 +185,8 @@ class _Turn:
 
 
 class _Wait:
-    """A pass's wait for its next batch, and the limit on it.
-
-    Args:
-        timeout_s: the longest wait for a batch; 0 for no limit.
-        turn: shared by the passes if the workers are persistent, else None.
-        describe: as for `WorkerPool.serve`.
-    """
+    """A pass's wait for its next batch, `timeout_s` at most unless that is 0. `turn` is shared by the passes if the
+    workers are persistent; `describe` is as for `WorkerPool.serve`."""
 
     def __init__(self, timeout_s: float, turn: _Turn | None, describe: Callable[[int], str]) -> None:
         self.describe = describe
