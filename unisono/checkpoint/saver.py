@@ -82,7 +82,7 @@ class Loaded(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What was loaded; the facts of each rank; on rank zero the accumulated gradients of each, or None between steps."""
+    """What was loaded; the facts of each rank; on rank zero the accumulated gradients of each, None between steps."""
 
     loaded: Loaded
     facts: Sequence[Any]
