@@ -38,12 +38,11 @@ from unisono.backends import get_backend
 from unisono.comm.processes import is_of_transport
 from unisono.comm.selection import translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.launch.heartbeat import beating, count_of
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import Caller, Job
 from unisono.launch.process_group import depart, join
-from unisono.launch.reports import Kind, Reporter
+from unisono.launch.reports import Kind, Reporter, beating, count_of
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.script_group import let_scripts_initialise
 from unisono.launch.settings import Settings

@@ -95,15 +95,12 @@ class PartialState(RankView):
         if self.is_local_main_process:
             print(*values, **options)
 
-    def set_device(self) -> None:
-        """Do nothing: the device was bound where the rank was started."""
-
-    def destroy_process_group(self, group: Any = None) -> None:
-        """Do nothing: all ranks leave the world together when their processes end."""
-
     @staticmethod
     def _reset_state(*_: Any) -> None:
-        """Do nothing: there is no state to reset."""
+        """Do nothing: there is no state to reset, the device was bound where the rank was started, and all ranks leave
+        the world together when their processes end."""
+
+    set_device = destroy_process_group = _reset_state
 
     def __repr__(self) -> str:
         return (
@@ -167,9 +164,7 @@ class GradientState:
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self._world = joined_world()
 
-    @staticmethod
-    def _reset_state() -> None:
-        """Do nothing: there is no state to reset."""
+    _reset_state = PartialState._reset_state
 
     @property
     def sync_gradients(self) -> bool:

@@ -27,9 +27,9 @@ from unisono.backends import NAMES, pick_backend
 from unisono.backends.cores import fair_num_threads
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.errors import StoppedError
-from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place, take, within
 from unisono.launch.process_group import depart, join
+from unisono.launch.reports import count_of
 from unisono.launch.script_group import install
 from unisono.launch.worker import exit_error
 from unisono.outcome import Outcome, add_note_once
