@@ -52,13 +52,6 @@ def test_facts_state_and_times_are_told_while_it_runs_and_after(tmp_path):
     assert ended["started_at"] == begun.facts["started_at"] <= ended["ended_at"]
 
 
-@pytest.mark.parametrize("torn", [b'{"rss": 1', b'{"rss": "\xc3', b"[1, 2]", b"12"])
-def test_a_line_that_was_not_written_to_its_end_is_passed_over(tmp_path, torn):
-    run = RunDirectory.create(tmp_path, {})
-    run.samples.write_bytes(b'{"rss": 1}\n{"rss": 2}\n' + torn)
-    assert read_run(run.path).samples == [{"rss": 1}, {"rss": 2}]
-
-
 def test_a_reader_finds_whole_facts_at_any_moment(tmp_path):
     run = RunDirectory.create(tmp_path, {"text": "x" * 100_000})
     has_read = threading.Event()
