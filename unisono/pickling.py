@@ -64,11 +64,7 @@ def block_of(storage: Any) -> Any:
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
-    """Pickle a call for a process without the contents of this `__main__`.
-
-    Args:
-        first: an object that is rebuilt before the call.
-    """
+    """Pickle a call for a process without the contents of this `__main__`; `first` is rebuilt before it."""
     with io.BytesIO() as file:
         # One pickler for both dumps: its memo keeps shared objects shared.
         pickler = _ByValue(file)
@@ -96,10 +92,7 @@ def pickled_before_failure(value: Any) -> list[Any]:
 
 def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> PickledCall:
     """Rebuild the call given to `dumps_call`; define the names that were sent with it in this process's `__main__`.
-
-    Args:
-        take_first: called with `first`, before the modules that the call needs are imported.
-    """
+    `take_first` is called with `first`, before the modules that the call needs are imported."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
     fn, args, looked_up, names, lines = unpickler.load()

@@ -61,10 +61,7 @@ class Group:
     """The workers of one attempt: all of them, or those of this machine.
 
     Args:
-        job: what they run.
         directory: theirs, where they meet.
-        hang_watch: decides when the group hangs.
-        output, monitor: handle the workers' streams, and sample their processes.
         on_started: called when all workers have a pid.
         others: the other machines, if the workers have peers there.
     """

@@ -31,10 +31,8 @@ class StackCollection:
     """The collection for one group, from the first doubt to the error, or to the next progress.
 
     Args:
-        watch: decides when the group hangs.
         here: the ranks of this machine.
-        directory: where they write their stacks.
-        ask: sends the workers the signal to write them.
+        ask: sends the workers the signal to write their stacks, into that directory.
         others: the other machines, if the group has ranks there.
     """
 

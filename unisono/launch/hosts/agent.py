@@ -157,10 +157,7 @@ def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's agent, whose workers are one of our groups.
-
-    Args:
-        run: writes the files of the run.
+    """Torch's agent, whose workers are one of our groups; `run` writes the files of the run.
 
     Attributes:
         others: the other machines.

@@ -167,11 +167,8 @@ class OtherMachines:
 
     @contextlib.contextmanager
     def attended(self, is_host: bool) -> Iterator[None]:
-        """End all communication when the block ends.
-
-        Args:
-            is_host: whether this machine serves the endpoint, so that the last reports are lost when it exits.
-        """
+        """End all communication when the block ends. If this machine serves the endpoint, its last reports are lost
+        when it exits."""
         try:
             yield
         finally:

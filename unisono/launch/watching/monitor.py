@@ -76,12 +76,8 @@ class _Watched:
 
 
 class Monitor:
-    """Samples the workers that are added to it, until it is closed.
-
-    Args:
-        path: where samples are appended, one JSON object per line; None keeps them in memory only.
-        interval_s: the least number of seconds from one round of samples to the next.
-    """
+    """Samples the workers that are added to it, until it is closed, at intervals of at least that many seconds. Samples
+    are appended to `path`, one JSON object per line; None keeps them in memory only."""
 
     def __init__(self, path: Path | None, interval_s: float = 1.0) -> None:
         self._path = path
