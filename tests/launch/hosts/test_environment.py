@@ -73,6 +73,7 @@ MPIRUN = {
     "PMIX_RANK": "3",
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SUBMITIT = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"}
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
 ONE_WORKER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
@@ -101,7 +102,8 @@ PLACES = {
     "a job of SLURM without a step": ({**SLURM, "SLURM_STEP_ID": ""}, None),
     "a step of one task": ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, None),
     "one pod": ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, None),
-    "one process of mpirun": ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"}, None),
+    "one process of mpirun": ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
+    "one task of submitit": ({**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"}, None),
     "a worker of spawn": ({**TORCHRUN, OUTER_DIRECTORY: "/tmp/x"}, None),
     "nothing": ({}, None),
     "a rank alone": ({"RANK": "0"}, None),
@@ -116,17 +118,25 @@ def test_the_place_that_a_launcher_announces(environ, place):
         assert announcement(environ) is None
 
 
-def test_on_one_machine_the_ranks_of_mpirun_meet_at_a_port_of_their_job():
+def test_on_one_machine_the_ranks_of_mpirun_and_submitit_meet_at_a_port_of_their_job():
     alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
     place, other = announced_place(alone), announced_place({**alone, "PMIX_NAMESPACE": "5"})
     assert (place.address, place.rank, place.node_rank) == ("127.0.0.1", 3, 0)
     assert 20000 <= place.port < 30000
     assert place.port != other.port
+    task = announced_place({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "7"})
+    assert task == RankPlace("submitit", 1, 2, 1, 2, 0, "127.0.0.1", task.port)
 
 
-@pytest.mark.parametrize("environ", [MPIRUN, HYDRA, {"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}], ids=str)
+LONE = [{"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}, {"LOCAL_RANK": "1"}, {"RANK": "3"}]
+
+
+@pytest.mark.parametrize("environ", [MPIRUN, HYDRA, *LONE], ids=str)
 def test_a_process_that_a_launcher_has_started_beside_others_does_not_train_alone(environ):
     assert "has started several of these processes" in (announcement(environ) or "")
+    if environ in LONE:
+        with pytest.raises(NoWorldError, match="but not how many"):
+            announced_place(environ)
 
 
 @pytest.mark.slow
@@ -199,7 +209,7 @@ def test_an_agent_s_place_is_read_from_a_step_with_one_task_on_each_node_or_from
     expected = AgentPlace("the PET_ variables", "2", 1, "job-node-0-0.job:29400", "job", nproc=8, max_restarts=2)
     assert announced_agent(pod) == expected
     elastic = {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "worker-0:23456", "PET_NPROC_PER_NODE": "auto"}
-    assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None)
+    assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None, "auto")
     assert announced_agent({}) is None is announced_agent(POD)
 
 
