@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
 
 from unisono.loaders.indexed import IndexedSource, is_indexed
 from unisono.loaders.sources import ItemSource, PlainSource, Source, makes_batches_alike
@@ -71,8 +70,6 @@ def warn_of_repetition(loader: Iterable[Any], source: Source) -> None:
     if not makes_batches_alike(loader) or not torch.is_grad_enabled():
         return
     dataset: Any = loader.dataset
-    while type(dataset) is Subset:  # a fold, created again like its DataLoader
-        dataset = dataset.dataset
     if id(dataset) not in first_epochs:
         try:
             # By identity: the dataset need not be hashable, and equal datasets are distinct.

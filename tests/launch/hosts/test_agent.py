@@ -39,28 +39,16 @@ OTHER = "192.0.2.7"  # nobody has it
 # The endpoint.
 
 
-def test_the_agent_whose_machine_the_endpoint_names_serves_it():
-    assert serves_endpoint(f"127.0.0.1:{free_port()}")
-    assert serves_endpoint(f"localhost:{free_port()}")
-    for found in psutil.net_if_addrs().values():
-        for each in found:
-            if each.family == socket.AF_INET:
-                assert serves_endpoint(f"{each.address}:{free_port()}")
+def test_the_agent_whose_machine_the_endpoint_names_serves_it_unless_it_is_served_or_another_is_the_first(monkeypatch):
+    port = free_port()
+    own = [each.address for found in psutil.net_if_addrs().values() for each in found if each.family == socket.AF_INET]
+    assert all(serves_endpoint(f"{host}:{port}") for host in ("127.0.0.1", "localhost", *own))
     assert not serves_endpoint(f"{OTHER}:29400")
-
-
-def test_a_second_agent_of_a_machine_does_not_serve_what_is_served():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert not serves_endpoint(f"127.0.0.1:{server.getsockname()[1]}")
-
-
-def test_where_machines_are_numbered_only_the_first_serves(monkeypatch):
-    port = free_port()
-    assert serves_endpoint(f"localhost:{port}", node_rank=0)
-    assert not serves_endpoint(f"localhost:{port}", node_rank=1)
+    assert [serves_endpoint(f"localhost:{port}", node_rank=number) for number in range(2)] == [True, False]
     monkeypatch.setattr(endpoints, "addresses_of", lambda host: [])
-    assert serves_endpoint("pod-0.not-yet-known:29400", node_rank=0)
-    assert not serves_endpoint("pod-0.not-yet-known:29400", node_rank=1)
+    assert [serves_endpoint("pod-0.not-yet-known:29400", node_rank=number) for number in range(2)] == [True, False]
 
 
 def test_an_address_is_the_one_on_the_way_to_the_endpoint():
