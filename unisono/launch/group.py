@@ -129,7 +129,7 @@ class Group:
 
     def hear(self, report: MachineReport) -> None:
         """Handle a report of another machine: its workers' progress, or that its part of the group has failed."""
-        self._standstill.hear(report, time.monotonic(), self._running_workers())
+        self._standstill.hear(report, time.monotonic())
         if report.verdict:
             verdict: Outcome[Any] = Outcome.from_bytes(report.verdict)
             self.give_up(verdict, _SETTLE_S if verdict.is_secondary else 0.0)

@@ -48,8 +48,7 @@ class MachineReport:
         beats: how many times it has reported; it changes even if nothing else does.
         pulses: for each of its ranks that has not ended, its progress and its current collective.
         returned: its ranks that have returned.
-        num_asks: how many times it has asked where all ranks are.
-        stacks: where its own ranks are.
+        stacks: where its own ranks are, once none of all ranks has moved for too long.
         verdict: why its part of the group has failed, an `Outcome` as bytes.
         is_done: whether its part has ended successfully.
         is_leaving: whether its agent is ending in an orderly way.
@@ -60,7 +59,6 @@ class MachineReport:
     beats: int = 0
     pulses: dict[int, tuple[int, str]] = field(default_factory=dict)
     returned: Sequence[int] = ()
-    num_asks: int = 0
     stacks: dict[int, str] = field(default_factory=dict)
     verdict: bytes = b""
     is_done: bool = False
@@ -136,13 +134,8 @@ class OtherMachines:
             if (current := self._round) is None or (report := replace(current.own, **facts)) == current.own:
                 return
             current.own = report
-        if any(facts.get(name) for name in ("num_asks", "stacks", "verdict", "is_done", "is_leaving")):
+        if any(facts.get(name) for name in ("stacks", "verdict", "is_done", "is_leaving")):
             self._has_news.set()
-
-    def ask(self) -> None:
-        """Ask where all ranks are."""
-        if (current := self._round) is not None:
-            self.say(num_asks=current.own.num_asks + 1)
 
     def failures(self) -> list[Outcome[Any]]:
         """Why other parts of the group have failed; primary causes first, victims last."""
