@@ -43,6 +43,7 @@ _WORKER = "torch.utils.data._utils.worker"
 _AGENT = "torch.distributed.elastic.agent.server.SimpleElasticAgent"
 _GROUPS = "torch.distributed.distributed_c10d"
 _SCHEDULER = "torch.optim.lr_scheduler"
+_FRAMES = "torch._C._dynamo.eval_frame"
 
 NAMES = {  # ours: (torch's, what we do by it)
     # Backward passes.
@@ -78,16 +79,10 @@ NAMES = {  # ours: (torch's, what we do by it)
     "CHECK_INPUT_DIM": ("torch.nn.BatchNorm1d._check_input_dim", "checks the input of a synchronised BatchNorm"),
     # torch.compile.
     "disable_dynamo": ("torch._compile._disable_dynamo", "keeps collectives out of compiled graphs"),
-    "set_code_strategy": (
-        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
-        "keeps prepared models out of compiled graphs",
-    ),
-    "CodeStrategy": (
-        "torch._C._dynamo.eval_frame._FrameExecStrategy",
-        "keeps prepared models out of compiled graphs",
-    ),
-    "CodeAction": ("torch._C._dynamo.eval_frame._FrameAction", "keeps prepared models out of compiled graphs"),
-    "set_lru_cache": ("torch._C._dynamo.eval_frame._set_lru_cache", "keeps the order of compiled graphs"),
+    "set_code_strategy": (f"{_FRAMES}.set_code_exec_strategy", "keeps prepared models out of compiled graphs"),
+    "CodeStrategy": (f"{_FRAMES}._FrameExecStrategy", "keeps prepared models out of compiled graphs"),
+    "CodeAction": (f"{_FRAMES}._FrameAction", "keeps prepared models out of compiled graphs"),
+    "set_lru_cache": (f"{_FRAMES}._set_lru_cache", "keeps the order of compiled graphs"),
     "compile_session_context": ("torch.compiler._compile_session_context", "compiles while other replicas run"),
     "compile_counters": ("torch._dynamo.utils.counters", "sees whether a call has compiled something"),
     "functorch_config": ("torch._functorch.config", "compiles the backward graph with the forward one"),

@@ -118,11 +118,8 @@ class RowCounter:
 
     def count(self, made: list[Made]) -> list[Piece]:
         """The pieces of a round, with the rows that they have. On one of several ranks, a batch without any becomes a
-        row that was made before, if there was one; it does not count.
-
-        Raises:
-            ValueError: the number of rows is not known, or not allowed.
-        """
+        row that was made before, if there was one; it does not count. ValueError if the number of rows is not known, or
+        not allowed."""
         pieces = [self._count(job.request, job.piece(batch)) for job, batch in made]
         if not self._is_alone:
             self._spare = self._spare or next((self._one_row(each) for each in pieces if _has_rows(each)), None)
