@@ -74,7 +74,7 @@ def loop(loader: DeviceLoader, most: int | None = None) -> Got:
     iterator = iter(loader)
     batches, valid = [], []
     for batch in iterator:
-        batches.append(batch.tolist())
+        batches.append((batch[0] if isinstance(batch, list) else batch).tolist())  # without labels
         valid.append(iterator.valid_samples)
         if len(batches) == most:
             break

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -178,7 +179,7 @@ def test_the_state_tells_what_was_delivered_though_all_was_read(reads_ahead):
     while len(dataset.reads) < COUNT:  # the reader needs nobody to continue
         threading.Event().wait(0.001)
     state = loader.state_dict()
-    assert (state["epoch"], state["offset"], state["layers"]) == (0, SIZE, [[1, 1, [[SIZE, ANY]]]])
+    assert (state["epoch"], state["offset"], state["layers"]) == (0, SIZE, [[1, 1, [[SIZE, ANY, 0]]]])
     list(iterator)
     after = loader.state_dict()
     assert (after["epoch"], after["offset"]) == (1, 0)
@@ -262,6 +263,32 @@ def test_what_was_delivered_in_another_order_is_refused_whoever_cuts_the_stream(
     errors = refused(mode, lambda: make(2), None, state=first[0][0].state, **options)
     assert [type(error) for error in errors] == [StateError] * mode.ranks
     assert all(re.match("the state was saved over another stream: what was delivered", str(each)) for each in errors)
+
+
+class Labelled(Reordered):
+    """Gives a sample's number, to which `noise` adds a fraction, and its label."""
+
+    def __init__(self, seed: int, cuts_itself: bool, labels: int, noise: float = 0) -> None:
+        super().__init__(seed, cuts_itself)
+        self.labels, self.noise = labels, noise
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        for number in super().__iter__():
+            yield float(number) + self.noise, number % self.labels
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cuts_itself", [False, True], ids=["by stride", "by itself"])
+@stand_ins()
+def test_other_values_are_compared_only_where_labels_tell_no_samples_apart(cuts_itself, workers):
+    def resume(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[Any]:
+        first, rest = (DeviceLoader(loader_of(Labelled(*each), workers)) for each in (before, after))
+        rest.load_state_dict(through_json(loop(first, 3).state))
+        return loop(rest).batches
+
+    with pytest.raises(StateError, match="over another stream"):
+        resume((1, cuts_itself, 1), (2, cuts_itself, 1))
+    assert resume((1, cuts_itself, COUNT // 3), (1, cuts_itself, COUNT // 3, 0.5))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,12 @@ class ShuffledPrivately(Stream):
         yield from random.Random(f"{self.place}/{os.getpid()}").sample(range(10**9), self.count)
 
 
+class OneLabel(ShuffledPrivately):
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        for number in super().__iter__():
+            yield float(number), 0
+
+
 class OfItsRank(Stream):
     """Cuts itself by rank, and says so to nobody."""
 
@@ -93,7 +99,11 @@ def test_asking_for_the_workers_too_late_is_an_error():
 @pytest.mark.parametrize(
     ("dataset", "mode", "workers"),
     [
-        *[(ShuffledPrivately, *how) for how in ((SOLO, 2), (THREADS_2, 0), (THREADS_2, 1))],
+        *[
+            (each, *how)
+            for each in (ShuffledPrivately, OneLabel)
+            for how in ((SOLO, 2), (THREADS_2, 0), (THREADS_2, 1))
+        ],
         *[(each, THREADS_2, 0) for each in (Fractions, BytesOfFiles, DiffersLater, OfItsRank)],
     ],
 )

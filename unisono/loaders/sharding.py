@@ -349,7 +349,12 @@ def glimpse(batch: Any) -> list[Any]:
 
 def fingerprint(sample: Any) -> list[Any]:
     """As `glimpse`; from a sample with neither integers nor texts, some of its fractions and bytes."""
-    return glimpse(sample) or [_spread_over(leaf) for leaf in islice(leaves(sample), 4)]
+    return glimpse(sample) or spread(sample)
+
+
+def spread(sample: Any) -> list[Any]:
+    """Return some values of a sample, of any kind, spread over it."""
+    return [_spread_over(leaf) for leaf in islice(leaves(sample), 4)]
 
 
 def _spread_over(leaf: Any) -> Any:

@@ -24,7 +24,7 @@ from unisono.errors import StateError
 from unisono.loaders import fetcher
 from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.resume import is_stateful
-from unisono.loaders.sharding import fingerprint, mark_of
+from unisono.loaders.sharding import fingerprint, mark_of, spread
 from unisono.loaders.stream_position import Cutter, Position, Read, StreamPosition
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
@@ -148,7 +148,8 @@ class PartSamples:
         self._rows: list[range] = []  # for each layer; known with `_by`
         self._has_ended = False
         self._position = reader.taken.here.parts[part]
-        self._seen = [(0, 0)] * len(reader.taken.layers)  # the samples that have reached each layer, and their mark
+        # For each layer: the samples that have reached it, their marks, and a mark of the first of them.
+        self._seen = [(0, 0, 0, 0)] * len(reader.taken.layers)
         self._seed = seed_of(reader.seed, epoch)
         self._own_seed = seed_of(reader.seed, epoch, part)
         if asked is not None:
@@ -202,7 +203,7 @@ class PartSamples:
         """The dataset's iterator, after the samples that precede a state of `_dataset_state`."""
         if state is None:
             return iter(self._dataset)
-        self._seen = [(number, mark) for number, mark in state["seen"]]
+        self._seen = [tuple(each) for each in state["seen"]]
         if state["dataset"] is None:
             self._has_ended = True
             return iter(())
@@ -234,14 +235,17 @@ class PartSamples:
         part, position = self._part, self._position
         for place, (layer, row) in enumerate(zip(self._reader.taken.layers, self._rows, strict=True)):
             # Each layer numbers the samples that the layers before it left over; its parts take turns.
-            number, mark = self._seen[place]
+            number, mark, rest, first = self._seen[place]
             turn, part = number // len(row), row[number % len(row)]
             if part == row.start:
-                mark = mark_of(mark, fingerprint(sample))
-            self._seen[place] = number + 1, mark
-            position, before = Position(turn + 1, mark), layer.parts[part]
+                known = fingerprint(sample)
+                mark, own = mark_of(mark, known), mark_of(known)
+                first = first or own
+                rest = mark_of(rest, spread(sample)) if own == first and (rest or not number) else 0
+            self._seen[place] = number + 1, mark, rest, first
+            position, before = Position(turn + 1, mark, rest), layer.parts[part]
             if position.taken <= before.taken:
-                if position.taken == before.taken and position != before:
+                if position.taken == before.taken and position.is_of_another(before):
                     raise StateError(self._explain_other(part))
                 return False
         if part == self._part:
@@ -252,7 +256,7 @@ class PartSamples:
         """Check that the stream was as long as what was delivered of it."""
         if self._by is None:
             self._see_who_cuts()
-        for (number, _), layer, row in zip(self._seen, self._reader.taken.layers, self._rows, strict=True):
+        for (number, *_), layer, row in zip(self._seen, self._reader.taken.layers, self._rows, strict=True):
             for turn, part in enumerate(row):
                 if number <= (layer.parts[part].taken - 1) * len(row) + turn:
                     raise StateError(self._explain_other(part))

@@ -2,7 +2,8 @@
 
 A part has an address and a position. The address is its number (part w of rank r is number `r * workers + w`) and the
 row of parts that take turns in one stream: all of them, if it is cut by stride. The position is the number of its
-samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows.
+samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows. It
+is of integers and texts; `rest` marks the other values, as long as those are the same in all of these samples.
 
 Invariants:
 1. A position counts samples that were delivered, not those that were read ahead.
@@ -24,13 +25,20 @@ Cutter = Literal["caller", "dataset", "worker", "stride"]
 """What cuts a stream into parts; `streams.py` explains which of them does when."""
 
 _REMEMBERED = 1024  # positions; more than one reader is ahead of another
+_ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
 
 
 class Position(NamedTuple):
-    """The number of a part's samples that were delivered, and the mark of its stream up to there."""
+    """The number of a part's samples that were delivered, and the marks of its stream up to there. `rest` is 0 if the
+    mark alone tells the samples apart: other values may be augmented at random."""
 
     taken: int = 0
     mark: int = 0
+    rest: int = 0
+
+    def is_of_another(self, other: Position) -> bool:
+        """Whether the two, at the same number, are positions of different streams."""
+        return self.mark != other.mark or (self.rest != other.rest and 0 not in (self.rest, other.rest))
 
 
 class Layer(NamedTuple):
@@ -84,7 +92,7 @@ class StreamPosition:
         """Read what `to_state` returned; StateError if it is not a position in a stream."""
         try:
             layers = tuple(
-                Layer(ranks, workers, tuple(Position(taken, mark) for taken, mark in parts))
+                Layer(ranks, workers, tuple(Position(*each) for each in parts))
                 for ranks, workers, parts in state["layers"]
             )
             found = cls(state["by"], layers, {int(part): each for part, each in state.get("states", {}).items()})
@@ -161,12 +169,13 @@ class SameStream:
 
     def __init__(self, here: Layer) -> None:
         self._here = here
-        self._marks: dict[tuple[int, int], int] = {}  # by the row's first part and the number; the latest last
+        self._marks: dict[tuple[int, int], Position] = {}  # by the row's first part and the number; the latest last
 
     def compare(self, read: Read) -> None:
         """Add the position that one batch has left; RuntimeError if another reader has seen another stream."""
         row = self._here.row_of(read.by, read.part // self._here.workers, read.part)
-        if self._marks.setdefault((row.start, read.position.taken), read.position.mark) != read.position.mark:
+        position = read.position if read.position.taken >= _ALIKE else read.position._replace(rest=0)
+        if self._marks.setdefault((row.start, position.taken), position).is_of_another(position):
             raise RuntimeError(
                 "the ranks or loader workers read different streams (their samples differ), so cutting them by stride "
                 "would lose some samples and repeat others; shuffle by the epoch (set_epoch), or with the global "
