@@ -93,7 +93,8 @@ class CheckpointMethods:
             input_dir: a checkpoint, or a directory of numbered ones, of which the latest is used; None uses
                 `project_dir/checkpoints`. Damaged ones are skipped with a warning.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
-            allow_other_optimizer: load the state of an optimizer of another class as it is; otherwise it is an error.
+            allow_other_optimizer: load what fits of the state of an optimizer of another class, which is an error
+                otherwise: options that it lacks stay, and parameters for which it lacks values begin without any.
 
         Returns:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.

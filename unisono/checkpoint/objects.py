@@ -193,7 +193,7 @@ def check_fit(
             if not allow_other_optimizer and saved[name][1] not in (own_class, _OF_ZERO1):
                 raise CheckpointMismatchError(
                     f"{name} in {where} is the state of {saved[name][1]}, and this is {own_class}, which reads other "
-                    f"numbers in it, or misses some; make {saved[name][1]}, or load it as it is: "
+                    f"numbers in it, or misses some; make {saved[name][1]}, or load what fits: "
                     "allow_other_optimizer=True"
                 )
             own = [len(group["params"]) for group in objects[name].param_groups]

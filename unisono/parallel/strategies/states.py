@@ -13,7 +13,10 @@ at a time, and each tensor is sharded on arrival; the states passed by other ran
 
 from __future__ import annotations
 
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from unisono.errors import CheckpointMismatchError
 from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.elsewhere import Elsewhere
 from unisono.parallel.strategies.sharded import is_distributed
@@ -156,9 +160,11 @@ def load_optimizer_state(
     Args:
         optimizer, models, world: as for `optimizer_state`.
         state: the state of an optimizer for the same parameters in the same groups.
-        may_differ: whether it may be of another class, as far as its groups show that.
+        may_differ: whether it may be of another class, as far as the state shows that. Options that it lacks stay as
+            they are, and parameters for which it lacks values begin without any.
 
     Raises:
+        CheckpointMismatchError: it is of another class.
         ValueError: it is not such a state, or its groups differ; raised on every rank. Or as for `optimizer_state`.
     """
     world = world or current_world()
@@ -168,15 +174,23 @@ def load_optimizer_state(
     # What is no state is broadcast as None, so that all ranks raise.
     groups = world.comm.broadcast_object(numbered(state["param_groups"]) if is_given else None)
     _check_groups(groups, optimizer)
+    plain = optimizer.optim if is_divided(optimizer) else optimizer
     if not may_differ:
-        _check_class(groups, optimizer)
-    parameters = parameters_of(optimizer)
-    kept = set(parameters_of(optimizer.optim) if is_divided(optimizer) else parameters)
-    entries = {}
+        _check_class(groups, plain)
+    pairs = zip(optimizer.param_groups, groups, strict=True)
+    groups = [{**{name: own[name] for name in own if name not in _LATER}, **group} for own, group in pairs]
+    parameters, kept = parameters_of(optimizer), set(parameters_of(plain))
+    entries: dict[tuple[int, str], Any] = {}
+    held: dict[int, set[str]] = defaultdict(set)
     for (number, name), value in broadcast_entries(_flat(state) if world.rank == 0 else {}, world):
+        held[number].add(name)
         # Every rank receives each value; with ZeRO-1 only the rank that steps the parameter keeps it.
         if parameters[number] in kept:
             entries[number, name] = _cut_like(parameters[number], value)
+    lacking = _lacking_values(plain, groups, held, parameters)
+    if lacking and not may_differ:
+        raise _other_class(plain, f"it has no {min(lacking.values())!r} of a parameter")
+    entries = {key: value for key, value in entries.items() if key[0] not in lacking}
     loaded = {"state": by_parameter(entries), "param_groups": groups}
     if is_divided(optimizer):
         load_local(optimizer, loaded)
@@ -287,10 +301,44 @@ def _check_class(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> N
         lacking = [name for name in optimizer.defaults if name not in group and name not in _LATER]
         if lacking or group.get(_DECOUPLED, False) != optimizer.defaults.get(_DECOUPLED, group.get(_DECOUPLED, False)):
             what = f"its groups have no {lacking[0]!r}" if lacking else "its weight decay is of another kind"
-            raise ValueError(
-                f"the state is of an optimizer of another class than {type(optimizer).__name__}: {what}; load it into "
-                "one of the class that was saved, or begin without a state"
-            )
+            raise _other_class(optimizer, what)
+
+
+def _other_class(optimizer: Optimizer, what: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"the state is of an optimizer of another class than {type(optimizer).__name__}: {what}; load it into one of "
+        "the class that was saved, or begin without a state"
+    )
+
+
+def _lacking_values(
+    optimizer: Optimizer, groups: Sequence[Any], held: Mapping[int, set[str]], parameters: Sequence[torch.Tensor]
+) -> dict[int, str]:
+    """For each parameter of which a state holds some values, and not all that a step needs, one that is missing."""
+    needed: dict[tuple[int, int], set[str]] = {}
+    lacking = {}
+    for number, place in enumerate(place for place, group in enumerate(groups) for _ in group["params"]):
+        key = place, parameters[number].ndim
+        if number in held and key not in needed:
+            needed[key] = _values_of_step(optimizer, groups[place], key[1])
+        if number in held and not needed[key] <= held[number]:
+            lacking[number] = min(needed[key] - held[number])
+    return lacking
+
+
+def _values_of_step(optimizer: Optimizer, group: Mapping[str, Any], ndim: int) -> set[str]:
+    """The names of what a step keeps for a parameter: by a trial on one number, for torch's own classes."""
+    trial = shallow_copy(optimizer)
+    parameter = torch.zeros((1,) * ndim, device="cpu", requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
+    trial.param_groups, trial.state = [{**optimizer.defaults, **group, "params": [parameter]}], defaultdict(dict)
+    try:
+        if type(optimizer).__module__.startswith("torch.optim."):
+            with torch.no_grad():
+                inspect.unwrap(type(optimizer).step)(trial)  # without the hooks of steps
+    except Exception:
+        return set()  # LBFGS needs a closure, for example
+    return set(trial.state[parameter])
 
 
 def _check_groups(groups: Sequence[Mapping[str, Any]] | None, optimizer: Optimizer) -> None:
