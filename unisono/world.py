@@ -156,8 +156,11 @@ MPI_OWN = (
     "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE",
 )
 MPI_SHARED = ("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",)
-# The rank alone, where a launcher says no more.
-_RANKS = ("RANK", "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
+# The rank alone, where a launcher says no more, or no more than the size.
+_RANKS = dict.fromkeys(("RANK", "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID"), "") | {
+    "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
+    "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",
+}
 
 
 def announcement(environ: Mapping[str, str]) -> str | None:
@@ -180,8 +183,10 @@ def announcement(environ: Mapping[str, str]) -> str | None:
 
 
 def lone_rank(environ: Mapping[str, str]) -> str | None:
-    """Describe the variable that gives this process a rank other than 0, whatever the number of ranks is."""
-    for name in _RANKS:
+    """Describe the variable that gives this process a rank other than 0, or rank 0 of several, by launchers that do not
+    say where the ranks meet."""
+    for rank, size in _RANKS.items():
+        name = size if rank in environ and _is_several(environ.get(size, "1")) else rank
         if environ.get(name, "0") != "0":
             return f"{name}={environ[name]} is set: a launcher has started several of these processes"
     return None

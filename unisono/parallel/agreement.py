@@ -118,8 +118,8 @@ def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int 
         foreach_copy_(group, [part.view_as(each) for each, part in zip(group, parts, strict=True)])
 
 
-def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
-    """Warn on rank zero if its buffers are about to replace others of the ranks, which have other values. Those of
+def warn_of_unequal_buffers(module: nn.Module, world: World) -> bool:
+    """Return whether the buffers of the ranks differ. Warn on rank zero if its buffers are about to replace others of the ranks, which have other values. Those of
     BatchNorm always have, unless it is synchronised (docs/limits.md). A collective."""
     named: dict[str, torch.Tensor] = {
         f"the buffer {f'{path}.{name}' if path else name!r}": buffer
@@ -127,7 +127,8 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
         if not isinstance(part, BatchNorm)
         for name, buffer in part.named_buffers(recurse=False)
     }
-    if named and (found := _first_difference(named, world)) is not None and world.rank == 0:
+    found = _first_difference(named, world) if named else None
+    if found is not None and world.rank == 0:
         logger.warning(
             "%s of the %s is %s after a step: forward() updates it from each rank's own data, and rank zero's replaces "
             "the others'; reduce what updates it (unisono.all_reduce), or keep each rank's by the strategy's "
@@ -136,6 +137,7 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
             type(module).__name__,
             found.holders(),
         )
+    return found is not None
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:

@@ -107,6 +107,7 @@ PLACES = {
     "a worker of spawn": ({**TORCHRUN, OUTER_DIRECTORY: "/tmp/x"}, None),
     "nothing": ({}, None),
     "a rank alone": ({"RANK": "0"}, None),
+    "one task of Flux": ({"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, None),
     "a number alone": ({"WORLD_SIZE": "2"}, None),
 }
 
@@ -129,13 +130,14 @@ def test_on_one_machine_the_ranks_of_mpirun_and_submitit_meet_at_a_port_of_their
 
 
 LONE = [{"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}, {"LOCAL_RANK": "1"}, {"RANK": "3"}]
+LONE += [{"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"}, {"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0"}]
 
 
 @pytest.mark.parametrize("environ", [MPIRUN, HYDRA, *LONE], ids=str)
 def test_a_process_that_a_launcher_has_started_beside_others_does_not_train_alone(environ):
     assert "has started several of these processes" in (announcement(environ) or "")
     if environ in LONE:
-        with pytest.raises(NoWorldError, match="but not how many"):
+        with pytest.raises(NoWorldError, match="but not where they meet"):
             announced_place(environ)
 
 

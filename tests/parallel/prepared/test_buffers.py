@@ -30,8 +30,8 @@ class Centred(nn.Module):
         return inputs - self.mean
 
 
-def train(first: nn.Module, strategy: Any = "ddp") -> tuple[list[str], list[torch.Tensor]]:
-    """What is said in three steps, and the buffers after them."""
+def train(first: nn.Module, strategy: Any = "ddp", samples: int = 12) -> tuple[list[str], list[torch.Tensor]]:
+    """What is said in the steps (three), and the buffers after them."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -40,7 +40,7 @@ def train(first: nn.Module, strategy: Any = "ddp") -> tuple[list[str], list[torc
     try:
         accelerator = Accelerator(strategy=strategy)
         network = nn.Sequential(first, nn.Linear(5, 2)).double()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(12, 2))
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(samples, 2))
         for inputs, _, _ in loader:
             accelerator.backward(network(inputs).pow(2).mean())
             optimizer.step()
@@ -58,6 +58,22 @@ def test_a_buffer_that_differs_between_the_ranks_is_said_once(mode: Mode, strate
     assert len(about) == len(said) == 1
     assert "rank zero's replaces the others'; reduce what updates it (unisono.all_reduce)" in said[0]
     torch.testing.assert_close(own, others, rtol=0, atol=0)
+
+
+class CentredLater(Centred):
+    """Agrees between the ranks in its first steps."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.reduces = self.calls < 5
+        return super().forward(inputs)
+
+
+def test_a_buffer_that_differs_later_is_said_too() -> None:
+    (said, _), _ = THREADS_2.run(lambda: train(CentredLater(True), samples=40))
+    assert len(said) == 1
 
 
 @EVERY

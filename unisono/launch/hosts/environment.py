@@ -105,7 +105,7 @@ def announced_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
     taken = environ.get(TAKEN, "")
     if place is None and not taken and "WORLD_SIZE" not in environ and (rank := lone_rank(environ)):
         raise NoWorldError(
-            f"{rank}, but not how many, and how to reach the first of them; set RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"{rank}, but not where they meet; set RANK, WORLD_SIZE, LOCAL_RANK, "
             "MASTER_ADDR and MASTER_PORT for each, or start one process, and pass spawn(nprocs=) the number of ranks"
         )
     if place is None or _is_of_another(place, taken):

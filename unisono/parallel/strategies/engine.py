@@ -88,7 +88,7 @@ class Engine:
         self._world, self._steps = world, steps
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
         self._is_agreed = False  # whether the ranks have compared their models
-        self._has_compared = False  # their buffers
+        self._shared, self._has_warned = 0, False  # how often buffers were shared, and whether they have differed
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
         self._trained = self.trained()  # in the last forward pass
@@ -193,9 +193,9 @@ class Engine:
 
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
-        if not self._has_compared:
-            self._has_compared = True
-            warn_of_unequal_buffers(self.module, self._world)
+        self._shared += 1
+        if not self._has_warned and str(self._shared).rstrip("0") == "1":  # 1, 10, 100, ...
+            self._has_warned = warn_of_unequal_buffers(self.module, self._world)
         broadcast_together(self.members.buffers(), self._world)
 
     def complete(self) -> None:
