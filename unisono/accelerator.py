@@ -25,7 +25,7 @@ from unisono.checkpoint.objects import user_module
 from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import ON_ARGUMENTS, advice_on
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
+from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader, rule_of
 from unisono.parallel.backward import Passes
 from unisono.parallel.batch_norm import warn_of_single_samples
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
@@ -185,7 +185,10 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """
         made = self._prepared.prepare(objects)
         for each in objects:
-            warn_of_single_samples(self._prepared.modules(), each, self.world, self.split_batches)
+            rule = rule_of(each)
+            if rule is None or rule.tail == "split":
+                splits = self.split_batches if rule is None else rule.shares_batches
+                warn_of_single_samples(self._prepared.modules(), each, self.world, splits)
         return made[0] if len(made) == 1 else tuple(made)
 
     def free_memory(self) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, DataParallel, current_world
+from unisono import Accelerator, DataParallel, DeviceLoader, current_world
 from unisono.errors import BrokenWorldError
 from unisono.parallel.batch_norm import SyncBatchNorm2d, synchronize_batch_norm
 from unisono.world import solo_world
@@ -395,13 +395,18 @@ def test_update_bn_takes_all_samples_if_the_average_is_synchronized_or_the_loade
         (10, {}, {"drop_last": True}, False),
         (10, {}, {"shuffle": False}, False),  # perhaps an evaluation
         (10, {"split_batches": True}, {}, True),
+        (14, {}, {"cut": "global"}, True),
+        (14, {}, {"cut": "rank"}, False),
     ],
 )
 def test_a_last_batch_of_one_sample_is_announced_where_the_loader_is_prepared(samples, options, loading, warns, caplog):
     def body() -> None:
         accelerator = Accelerator(**options)
         network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        loader = DataLoader(TensorDataset(torch.ones(samples, 2)), 4, **{"shuffle": True, **loading})
+        more = {"shuffle": True, **loading}
+        split = more.pop("cut", None)
+        loader = DataLoader(TensorDataset(torch.ones(samples, 2)), 4, **more)
+        loader = DeviceLoader(loader, split=split) if split else loader
         accelerator.prepare(network, loader)
 
     THREADS_2.run(body)

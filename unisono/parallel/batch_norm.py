@@ -39,7 +39,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import RandomSampler
 
 from unisono.protocols import Communicator
 from unisono.torch_private import CHECK_INPUT_DIM, BatchNorm, disable_dynamo
@@ -80,12 +80,12 @@ def warn_of_single_samples(modules: Sequence[nn.Module], loader: Any, world: Wor
 
     Args:
         modules: those of the prepared models.
-        loader: as given; a DataLoader that shuffles is taken for one to train on.
+        loader: as given; a DataLoader that shuffles, or a DeviceLoader over it, is taken for one to train on.
         splits: whether its batches are those of all ranks.
     """
     size = world.world_size
     parts = [part for each in modules for part in each.modules() if isinstance(part, BatchNorm)]
-    is_trained = isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)
+    is_trained = isinstance(getattr(loader, "sampler", None), RandomSampler)
     if size == 1 or world.rank or not is_trained or loader.drop_last or (loader.batch_size or 1) == 1:
         return
     rest = len(loader.sampler) % (loader.batch_size * (1 if splits else size))
@@ -97,6 +97,18 @@ def warn_of_single_samples(modules: Sequence[nn.Module], loader: Any, world: Wor
             rest,
             size,
         )
+
+
+def explain_one_sample(module: nn.Module, size: int) -> str:
+    """What to do about torch's error of a BatchNorm that got one sample, among that number of ranks."""
+    if size > 1 and any(
+        isinstance(each, BatchNorm) and not isinstance(each, SyncBatchNorm) for each in module.modules()
+    ):
+        return (
+            "BatchNorm has no variance over one sample, and that is this rank's part of the batch; pass "
+            "Accelerator(sync_batchnorm=True), which computes it over all ranks, or DataLoader(drop_last=True)"
+        )
+    return "BatchNorm has no variance over one sample, and that is all of the batch; pass DataLoader(drop_last=True)"
 
 
 class SyncBatchNorm(BatchNorm):

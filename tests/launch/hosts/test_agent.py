@@ -528,6 +528,22 @@ def test_a_machine_says_why_others_have_failed_those_first_that_are_no_victims()
     assert others.are_done()
 
 
+def test_the_first_machine_that_remains_is_the_one_that_reports():
+    others = OtherMachines("127.0.0.1:1", 60.0, lambda word: None, lambda text: None, lambda text: None)
+    now = time.monotonic()
+    there, gone = (MachineReport(0), now), (MachineReport(0, is_leaving=True), now)
+    for number, heard, is_first in [
+        (0, {}, True),
+        (1, {0: there}, False),
+        (1, {}, False),
+        (1, {0: (MachineReport(0), now - 60)}, True),
+        (1, {0: gone, 2: (MachineReport(2), now)}, True),
+        (2, {0: gone, 1: (MachineReport(1), now)}, False),
+    ]:
+        others._round = _AgentRound("name", 3, MachineReport(number), heard)
+        assert others.are_after() == is_first
+
+
 def test_the_first_exit_code_is_that_of_each_machine(watched):
     for rank, (code, output, errors) in enumerate(watched("exit")):
         assert code == 7

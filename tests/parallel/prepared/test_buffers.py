@@ -67,7 +67,7 @@ class CentredLater(Centred):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        self.reduces = self.calls < 5
+        self.is_reduced = self.calls < 5
         return super().forward(inputs)
 
 
@@ -82,18 +82,29 @@ def test_nothing_is_said_where_the_ranks_agree(mode: Mode) -> None:
         assert not said
 
 
-def test_where_a_rank_has_one_sample_the_error_of_batch_norm_says_what_to_do() -> None:
+@pytest.mark.parametrize(
+    ("mode", "samples", "options", "words"),
+    [
+        (THREADS_2, 6, {}, "this rank's part of the batch; pass Accelerator(sync_batchnorm=True)"),
+        (THREADS_2, 5, {"sync_batchnorm": True}, "all of the batch; pass DataLoader(drop_last=True)"),
+        (SOLO, 3, {}, "all of the batch; pass DataLoader(drop_last=True)"),
+    ],
+    ids=str,
+)
+def test_where_batch_norm_gets_one_sample_the_error_says_what_helps(
+    mode: Mode, samples: int, options: dict[str, Any], words: str
+) -> None:
     def body() -> None:
-        accelerator = Accelerator()
+        accelerator = Accelerator(**options)
         network = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(6, 2))
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(samples, 2))
         for inputs, _, _ in loader:
             accelerator.backward(network(inputs).pow(2).mean())
             optimizer.step()
 
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as error:
-        THREADS_2.run(body)
-    assert any("pass Accelerator(sync_batchnorm=True)" in note for note in error.value.__notes__)
+        mode.run(body)
+    assert any(words in note for note in error.value.__notes__)
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
