@@ -201,11 +201,11 @@ class Deliveries:
         loop.rows.count(samples, repeated, is_sized)
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
         batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized, is_summed, is_guess)
-        loop.kinds.setdefault((batch.counts, batch.rows), batch)
+        loop.kinds.setdefault((samples, total, batch.rows), batch)
         loop.batches.append(batch)
         loop.lags = False
         with self._changing:
-            if self._loops[-1:] != [loop]:
+            if self._loops[-1] is not loop:
                 # `recent` lists the loops by their latest batches.
                 self._loops = [*(each for each in self._loops if each is not loop), loop]
             self.know(tensors(values), batch)

@@ -25,6 +25,7 @@ from unisono.tree import nbytes
 
 _SWITCH_NS = 100_000  # a change of thread
 _LONG_NS = 100 * _SWITCH_NS
+_HERE = Stamps()  # if nothing is moved, all of a wait is for the source
 _FEW, _MANY = 3, 8  # slow batches at the beginning of a loop after which the reader takes over; and more of them later
 
 
@@ -82,14 +83,14 @@ class Unthreaded:
         if pieces is None:
             raise EndOfChannel
         (piece,) = pieces
+        batch, claim, position = piece
         now = perf_counter_ns()
-        stamps = Stamps(loaded_at=now, sent_at=now)
-        loaded = Delivery(piece.batch, None, piece.claim, piece.position, nbytes(piece.batch), stamps)
+        stamps = _HERE if lane.is_direct else Stamps(0, now, now)
         lane.sent += 1
         lane.received += 1
-        moved = lane.move(loaded)
+        moved = lane.move(batch, None, claim, position, nbytes(batch), stamps)
         if self._read_ahead is not None:
-            took = perf_counter_ns() - began
+            took = now - began
             self._slow = self._slow + 1 if took > _SWITCH_NS else max(self._slow - 1, -_MANY)
             if self._slow >= _FEW or (lane.sent == 1 and took > _LONG_NS):
                 source, self._source = self._source, iter(())
