@@ -66,7 +66,7 @@ class StorageMap(Generic[T]):
     def __init__(self, is_kept: Callable[[T], bool] = lambda value: False) -> None:
         self._is_kept = is_kept
         # By address. A weak reference keeps it occupied, so no other storage can be found at it. The value itself
-        # stands for a tensor that fills its storage: an object for each of thousands would occupy the garbage collector.
+        # stands for a tensor that fills its storage: thousands of objects would occupy the garbage collector.
         self._held: dict[int, T | _Notes[T]] = {}
         self._sweep_at = _SWEEP_FROM
 
@@ -128,14 +128,14 @@ class StorageMap(Generic[T]):
 def _place_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
     """The tensor's storage; its first byte in it, and the one after its last. None if it has no accessible memory."""
     try:
-        storage = tensor.untyped_storage() if tensor.numel() else None
+        storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # sparse tensors and some subclasses have none
-        storage = None
-    if storage is None:
         return None
-    size = tensor.itemsize
-    begin = int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return storage, begin, begin + tensor.nbytes
+    nbytes, is_whole = tensor.nbytes, tensor.is_contiguous()
+    if nbytes == 0:
+        return None
+    begin = 0 if is_whole and nbytes == storage.nbytes() else int(tensor.storage_offset()) * tensor.itemsize
+    if is_whole:
+        return storage, begin, begin + nbytes
     extent = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return storage, begin, begin + int(extent) * size
+    return storage, begin, begin + int(extent) * tensor.itemsize

@@ -43,19 +43,7 @@ def map_objects(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _if_plain(node: Any) -> Any:
-    return node if type(node) in (list, tuple) and _is_plain(node) else None
-
-
-def _is_plain(held: Sequence[Any]) -> bool:
-    """Whether these are texts and numbers only."""
-    return _joined(held) is not None or _PLAIN_TYPES.issuperset(map(type, held))
-
-
-def _joined(held: Sequence[Any]) -> str | None:
-    """The texts one after another, which takes a fifth of the time of looking at each; None if others are among them."""
-    with contextlib.suppress(TypeError):
-        return "".join(held) if held and type(held[0]) is str else None
-    return None
+    return node if type(node) in (list, tuple) and is_plain(node) else None
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -83,7 +71,7 @@ def nodes(tree: Any) -> Iterator[Any]:
         elif type(node) not in _PLAIN_TYPES and id(node) not in seen:
             seen[id(node)] = node
             yield node
-            if is_container(node) and not _is_plain(held := children(node)):
+            if is_container(node) and not is_plain(held := children(node)):
                 around.append(node)
                 left += _IN_PROGRESS, *reversed(held)
         elif any(node is each for each in around):
@@ -111,7 +99,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
         return [tree]
     found: list[torch.Tensor] = []
     is_list = type(tree) in (list, tuple)
-    if is_list and _is_plain(tree):
+    if is_list and is_plain(tree):
         return found
     for node in tree if is_list else (tree,):
         if isinstance(node, torch.Tensor):
@@ -194,7 +182,7 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 def nbytes(tree: Any) -> int:
     """The bytes of a batch's tensors, arrays and texts, by the size that each reports; a shared leaf counts once."""
-    if type(tree) in (list, tuple) and _is_plain(tree):
+    if type(tree) in (list, tuple) and is_plain(tree):
         return _texts_nbytes(tree)
     flat = flat_tensors(tree)
     if flat is None or len({*map(id, flat)}) < len(flat):
@@ -273,6 +261,18 @@ def is_container(node: Any) -> bool:
     if type(node) in _PLAIN_TYPES or isinstance(node, torch.Tensor | PackedSequence):
         return False
     return isinstance(node, list | tuple | set | frozenset) or _is_record(node)
+
+
+def is_plain(held: Sequence[Any]) -> bool:
+    """Whether a list or tuple holds texts and numbers only."""
+    return _joined(held) is not None or _PLAIN_TYPES.issuperset(map(type, held))
+
+
+def _joined(held: Sequence[Any]) -> str | None:
+    """The texts one after another, in a fifth of the time of looking at each; None if others are among them."""
+    with contextlib.suppress(TypeError):
+        return "".join(held) if held and type(held[0]) is str else None
+    return None
 
 
 def _is_record(node: Any) -> bool:
