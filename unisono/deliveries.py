@@ -68,7 +68,7 @@ class Batch:
     ) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
         self.rows, self.dealt = samples + repeated if is_sized else None, dealt
-        self.number, self.at = loop.num_batches, next(_clock)
+        self.number, self.at = loop.rows.num_batches, next(_clock)
         self.is_summed, self.is_guess, self.is_used = is_summed, is_guess, False
 
     @property

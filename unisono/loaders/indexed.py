@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import NoneType
 from typing import Any, TypeGuard
 
@@ -182,14 +182,15 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
         left_out([samples[place] for place in rule.kept])
 
     parts: list[Part] = []
+    # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
+    shards, is_marked = rule.shards, rule.shards == 1 and rule.count > len(rule.kept)
     for dealt in rounds(batches, rule, _num_indices, batches.nominal, start, leave_out):
         if dealt.parts is not parts:
             parts = dealt.parts
             plans = [_plan(dealt, parts[place], rule) for place in rule.kept]
-        position = {"offset": dealt.stop * rule.shards}
+        position = {"offset": dealt.stop * shards}
         mark = 0
-        # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
-        if rule.shards == 1 and rule.count > len(rule.kept):
+        if is_marked:
             mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in dealt.batches if batch])
         jobs = []
         for part, behind, claim in plans:
@@ -198,8 +199,7 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
                 indices = [batch[place] for place in part.order()]
             else:
                 indices = batch if own == len(batch) else batch[part.start : part.stop]
-            first = (dealt.start + behind) * rule.shards + rule.shard
-            request = Request(indices, first, own, epoch, seed, rule.shards)
+            request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
     if batches.left_out:
@@ -248,7 +248,10 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: in
 
 
 def _num_indices(indices: list[Any], _: bool) -> Size:
-    return Size(len(indices))
+    return _size(len(indices))
+
+
+_size = lru_cache(Size)  # most batches have the same
 
 
 def _local(offset: int, shards: int) -> int:

@@ -89,14 +89,18 @@ class Unthreaded:
         lane.sent += 1
         lane.received += 1
         moved = lane.move(batch, None, claim, position, nbytes(batch), stamps)
-        if self._read_ahead is not None:
-            took = now - began
-            self._slow = self._slow + 1 if took > _SWITCH_NS else max(self._slow - 1, -_MANY)
-            if self._slow >= _FEW or (lane.sent == 1 and took > _LONG_NS):
-                source, self._source = self._source, iter(())
-                try:
-                    self._read_ahead(source)
-                    self._is_ahead = True
-                except Exception as error:  # after this batch, as an error of the source
-                    self._end = copy_error(error).with_traceback(None)
+        if now - began > _SWITCH_NS:
+            self._slow += 1
+            if self._read_ahead and (self._slow >= _FEW or (lane.sent == 1 and now - began > _LONG_NS)):
+                self._let_read_ahead(self._read_ahead)
+        elif self._slow > -_MANY:
+            self._slow -= 1
         return moved
+
+    def _let_read_ahead(self, start: Callable[[Iterator[list[Piece]]], None]) -> None:
+        source, self._source = self._source, iter(())
+        try:
+            start(source)
+            self._is_ahead = True
+        except Exception as error:  # after this batch, as an error of the source
+            self._end = copy_error(error).with_traceback(None)
