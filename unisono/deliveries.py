@@ -15,7 +15,6 @@ several. `end` may run at any point, in any thread: the garbage collector ends l
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -28,7 +27,7 @@ from unisono.torch_private import VERSION
 from unisono.tree import tensors
 
 REMEMBERED = 8  # loops that have ended
-_KEPT = 4096  # batches of a loop, and batches in the same memory
+_KEPT = 4096  # batches in the same memory
 
 
 class Batch:
@@ -104,7 +103,7 @@ class Loop:
         num_used: the number of batches that passes with gradients were computed from.
         begins_ahead: whether several batches were delivered before the first pass with gradients.
         lags: whether an earlier batch was used since the last one was delivered, and that one was not.
-        batches: those that were delivered last.
+        last: the batch that was delivered last; None before the first.
         kinds: the first batch with each of the different counts and numbers of rows.
     """
 
@@ -118,7 +117,7 @@ class Loop:
         self.is_evaluation = self.is_open = True
         self.is_exhausted = self.begins_ahead = self.lags = False
         self.num_used = 0
-        self.batches: deque[Batch] = deque(maxlen=_KEPT)
+        self.last: Batch | Any = None
         self.kinds: dict[Any, Batch] = {}
 
     @property
@@ -134,12 +133,12 @@ class Loop:
     @property
     def mark(self) -> int:
         """Of the batch that was delivered last."""
-        return self.batches[-1].mark if self.batches else 0
+        return self.last.mark if self.last else 0
 
     @property
     def has_gap(self) -> bool:
         """Whether a batch was not used, of an open loop one before the last: it was skipped, or drawn ahead."""
-        return self.num_used + (self.is_open and not self.batches[-1].is_used) < self.num_batches
+        return self.num_used + (self.is_open and not self.last.is_used) < self.num_batches
 
 
 class Deliveries:
@@ -202,7 +201,7 @@ class Deliveries:
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
         batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized, is_summed, is_guess)
         loop.kinds.setdefault((samples, total, batch.rows), batch)
-        loop.batches.append(batch)
+        loop.last = batch
         loop.lags = False
         with self._changing:
             if self._loops[-1] is not loop:
@@ -284,7 +283,7 @@ class Deliveries:
             batch.is_used, loop = True, batch.loop
             loop.begins_ahead = loop.begins_ahead or (not loop.num_used and loop.num_batches > 1)
             loop.num_used += 1
-        batch.loop.lags = not batch.loop.batches[-1].is_used
+        batch.loop.lags = not batch.loop.last.is_used
         self._used = batch
 
     def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:
@@ -298,11 +297,11 @@ class Deliveries:
         """
         loops = self._open_loops()
         if loops:
-            last = loops[0].batches[-1]
+            last = loops[0].last
             found = {last: None} | self._taken_before(inputs, last)
             if None in (rows, last.rows) or rows == last.rows:
                 found |= self._confusable(last, rows)
-                others = [each.batches[-1] for each in loops]
+                others = [each.last for each in loops]
                 found |= {each: None for each in others if not each.is_used or each.samples != last.samples}
                 return [each for each in found if rows is None or each.rows in (rows, None)]
             # Of another number of rows: of no loader, or computed from any batch of the loops, or of an ended one.
@@ -310,7 +309,7 @@ class Deliveries:
             kept = self._kept_of([each for each in kinds if each.rows == rows and each.loop.is_trained])
             return [None, *(each for loop in loops for each in loop.kinds.values()), *kept]
         # No loop is open: a replay of a batch of the last one, or data of no loader.
-        ended = next((each for each in reversed(self._loops) if each.batches and each.is_trained), None)
+        ended = next((each for each in reversed(self._loops) if each.last and each.is_trained), None)
         if ended is None:
             return [None]
         kinds = list(ended.kinds.values())
@@ -328,7 +327,7 @@ class Deliveries:
         kinds = [
             each
             for loop in self._loops
-            if loop is last.loop or (is_known and loop.batches and not loop.is_open and loop.is_trained)
+            if loop is last.loop or (is_known and loop.last and not loop.is_open and loop.is_trained)
             if loop.has_gap
             for each in loop.kinds.values()
             if ((each.rows == rows and each.samples != last.samples) if is_known else each.counts != last.counts)
@@ -354,14 +353,14 @@ class Deliveries:
 
     def latest(self) -> list[Batch]:
         """The last batch of each open loop, the innermost first; of one of evaluation only if no other is open."""
-        return [each.batches[-1] for each in self._open_loops()]
+        return [each.last for each in self._open_loops()]
 
     def innermost(self) -> Loop | None:
         """The open loop that delivered last; one of evaluation only if no other is open."""
         return next(iter(self._open_loops()), None)
 
     def _open_loops(self) -> list[Loop]:
-        found = [each for each in reversed(self._loops) if each.is_open and each.batches]
+        found = [each for each in reversed(self._loops) if each.is_open and each.last]
         return [each for each in found if each.is_trained] or found[:1]
 
     def recent(self) -> list[Loop]:

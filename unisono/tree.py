@@ -182,6 +182,8 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 def nbytes(tree: Any) -> int:
     """The bytes of a batch's tensors, arrays and texts, by the size that each reports; a shared leaf counts once."""
+    if type(tree) is torch.Tensor:
+        return _leaf_nbytes(tree)
     if type(tree) in (list, tuple) and is_plain(tree):
         return _texts_nbytes(tree)
     flat = flat_tensors(tree)
@@ -189,10 +191,7 @@ def nbytes(tree: Any) -> int:
         found = [*nodes(tree)]
         held = [children(node) for node in found if is_container(node)] or [[tree]]
         return sum(_leaf_nbytes(node) for node in found if not is_container(node)) + sum(map(_texts_nbytes, held))
-    total = 0
-    for each in flat:
-        total += each.nbytes if each.layout is torch.strided else _leaf_nbytes(each)
-    return total
+    return sum(map(_leaf_nbytes, flat))
 
 
 def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
@@ -374,6 +373,8 @@ def _texts_nbytes(held: Sequence[Any]) -> int:
 
 
 def _leaf_nbytes(leaf: Any) -> int:
+    if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+        return leaf.nbytes
     if isinstance(leaf, str):
         return len(leaf.encode(errors="surrogatepass"))
     if isinstance(leaf, bytes | bytearray):
