@@ -44,7 +44,7 @@ class LoopRows:
     """
 
     def __init__(self) -> None:
-        self._runs: list[list[Any]] = []  # a batch, and how many equal ones came together, so that an epoch has only a few
+        self._runs: list[list[Any]] = []  # a batch, and how many equal ones came together: an epoch has only a few
         self._pending: deque[_Batch] = deque(maxlen=_KEPT)  # the last ones, of which no metric was gathered
         self.num_batches = self._num_rows = 0
         self.is_gathered = False
