@@ -149,7 +149,7 @@ class Deliveries:
         self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_unused)  # the latest last
         # By the memory of computed inputs: the batch that they were taken for, and torch's count of writes to them.
         self._computed: StorageMap[tuple[Batch, int]] = StorageMap()
-        self._changing = threading.Lock()  # for changes of the attributes above; `end` never acquires it
+        self._changing = threading.Lock()  # for the loops and what is known by memory; `end` never acquires it
         self._used: Batch | None = None  # by the last pass
 
     @property
@@ -203,21 +203,22 @@ class Deliveries:
         loop.kinds.setdefault((samples, total, batch.rows), batch)
         loop.last = batch
         loop.lags = False
-        with self._changing:
-            if self._loops[-1] is not loop:
+        if self._loops[-1] is not loop:
+            with self._changing:
                 # `recent` lists the loops by their latest batches.
                 self._loops = [*(each for each in self._loops if each is not loop), loop]
-            self.know(tensors(values), batch)
+        self.know(tensors(values), batch)
         return batch
 
     def know(self, found: Sequence[torch.Tensor], batch: Batch) -> None:
         """Register these tensors, and all that share their memory, as belonging to `batch`."""
         alone = [batch]  # one list for all: a batch may have thousands of tensors
-        for each in found:
-            if before := self._by_memory.note(each, alone):
-                kept = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
-                if kept:
-                    self._by_memory.note(each, [*kept, batch])
+        with self._changing:
+            for each in found:
+                if before := self._by_memory.note(each, alone):
+                    kept = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
+                    if kept:
+                        self._by_memory.note(each, [*kept, batch])
 
     def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
         """Whether `batch` may still be meant, although a later one was delivered in the same memory."""
@@ -339,7 +340,8 @@ class Deliveries:
         """Those kinds of which a batch that was not used is still in memory."""
         if not kinds:
             return []
-        held = {(one.loop, one.counted) for each in self._by_memory.values() for one in each if not one.is_used}
+        with self._changing:
+            held = {(one.loop, one.counted) for each in self._by_memory.values() for one in each if not one.is_used}
         return [each for each in kinds if (each.loop, each.counted) in held]
 
     def _taken_before(self, inputs: Sequence[torch.Tensor], batch: Batch) -> dict[Batch, None]:
