@@ -61,6 +61,9 @@ NAMES = {  # ours: (torch's, what we do by it)
     "is_view": ("torch.Tensor._is_view", "copies views that a model returns"),
     "make_subclass": ("torch.Tensor._make_subclass", "copies parameters of user-defined classes"),
     "STORAGE_ADDRESS": ("torch.UntypedStorage._cdata", "tells which tensors share memory"),
+    "weak_storage": ("torch.UntypedStorage._weak_ref", "tells which tensors share memory"),
+    "is_storage_expired": ("torch.UntypedStorage._expired", "tells which tensors share memory"),
+    "free_weak_storage": ("torch.UntypedStorage._free_weak_ref", "tells which tensors share memory"),
     "VERSION": ("torch.Tensor._version", "tells whether inputs have changed since the pass before"),
     "UNTYPED_STORAGE": ("torch.TypedStorage._untyped_storage", "sends typed storages to workers"),
     "REBUILD_FROM_CPU": (

@@ -116,7 +116,8 @@ class Fetcher:
             self._draws = True
 
     def _make(self, request: Request, is_seeded: bool, begun: Sequence[Any] = ()) -> Any:
-        self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
+        if self._set_epoch:
+            self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
         if not self._is_batched:
             return self._collate(self._sample(request, 0, is_seeded))
         if self._has_rows:
@@ -163,12 +164,12 @@ class Fetcher:
             raise
 
     def _plain_samples(self, indices: Sequence[Any], begun: Sequence[Any]) -> list[Any]:
-        dataset, index, samples = self._dataset, None, [*begun]
-        rest = indices[len(begun) :] if begun else indices
+        dataset, index = self._dataset, None
         try:
-            if type(at) is list:  # in the parent, where nobody reads it
-                return samples + [dataset[index := each] for each in rest]
-            for at[0], index in enumerate(rest, len(begun)):
+            if type(at) is list and not begun:  # in the parent, where nobody reads it
+                return [dataset[index := each] for each in indices]
+            samples = [*begun]
+            for at[0], index in enumerate(indices[len(begun) :], len(begun)):
                 samples.append(dataset[index])
             return samples
         except Exception as error:

@@ -15,7 +15,18 @@ from torch.nn.utils.rnn import PackedSequence
 
 from unisono.loaders.fetcher import Request, few
 from unisono.loaders.sharding import Claim, Piece, Rule
-from unisono.tree import PLAIN, can_cut, children, is_array, is_container, may_list_samples, pick, size_along, tensors
+from unisono.tree import (
+    PLAIN,
+    can_cut,
+    children,
+    is_array,
+    is_container,
+    is_plain,
+    may_list_samples,
+    pick,
+    size_along,
+    tensors,
+)
 
 
 class Job(NamedTuple):
@@ -49,7 +60,7 @@ def num_rows(batch: Any, samples: int, dim: int = 0) -> int | None:
         found = lengths | (whole if len(whole) == 1 else set())
         return samples if samples in lengths else found.pop() if len(found) == 1 else None
     sizes, texts, is_across = _sizes_in_fields(batch, samples, dim)
-    if len(held) > 1 and type(batch) is list and len({*map(_kind, held)}) == 1 and sizes != {samples}:
+    if len(held) > 1 and type(batch) is list and sizes != {samples} and len({*map(_kind, held)}) == 1:
         return samples if len(held) == samples and len(sizes) > 1 else None  # of several sizes; or may be fields
     if len(sizes) > 1 and len(sizes & texts) == 1:
         sizes &= texts
@@ -70,10 +81,9 @@ def _sizes_in_fields(batch: Any, samples: int, dim: int) -> tuple[set[int], set[
         elif isinstance(node, PackedSequence):
             sizes.add(int(node.batch_sizes[0]))
         elif type(node) in (list, tuple) and node:
-            parts = {size_along(each, dim) for each in node}
-            if all(isinstance(each, PLAIN) for each in node):
+            if is_plain(node) or all(isinstance(each, PLAIN) for each in node):
                 texts.add(len(node))
-            elif None in parts or len(parts) > 1:
+            elif None in (parts := {size_along(each, dim) for each in node}) or len(parts) > 1:
                 sizes.add(len(node))
             else:  # one of each row, or fields
                 left.extend(node if len(node) not in (samples, *sizes) else [])

@@ -139,7 +139,7 @@ class Lane:
         item = Delivery(piece.batch, None, piece.claim, piece.position, size, Stamps(asked_at, loaded_at, sent_at))
         if self.is_direct:
             try:
-                item = self.move(item)
+                item = self.move(*item)
             except BaseException as error:
                 self.fail(Outcome.failure(error))
                 return False
@@ -163,14 +163,13 @@ class Lane:
 
     # The transfer's end.
 
-    def move(self, loaded: Delivery) -> Delivery:
-        """Move a batch to the device, or start its move."""
+    def move(self, batch: Any, _: None, *rest: Any) -> Delivery:
+        """Move a batch to the device, or start its move; the arguments are the fields of its delivery."""
         try:
-            batch, token = self.backend.to_device(loaded.batch, self.device)
+            return Delivery(*self.backend.to_device(batch, self.device), *rest)
         except BaseException as error:
             error.add_note(f"while a batch was moved to {self.device}")
             raise
-        return loaded._replace(batch=batch, token=token)
 
     def may_move(self) -> bool:
         """Whether there is room for another batch on the device. Called under the lock."""
@@ -324,7 +323,7 @@ def transfer(lane: Lane) -> None:
                 if not outbox.wait_for_room(lane.may_move):
                     break  # the lane is cancelled
                 with track.span(MOVE):
-                    delivery = lane.move(loaded)
+                    delivery = lane.move(*loaded)
                 del loaded  # else this thread would keep the batch alive while it waits for the next
                 outbox.send(delivery)
                 del delivery

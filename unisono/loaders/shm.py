@@ -21,7 +21,7 @@ except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
 from unisono.outcome import add_note_once, chain_of
-from unisono.tree import objects
+from unisono.tree import tensors
 
 SHM = Path("/dev/shm")
 
@@ -67,11 +67,11 @@ class Room:
         if self._has_checked:
             return
         self._has_checked = True
-        tensors = [leaf for leaf in objects(batch) if isinstance(leaf, torch.Tensor) and has_storage(leaf)]
-        nbytes = sum(leaf.nbytes for leaf in tensors if leaf.is_shared())
+        found = list(filter(has_storage, {id(each): each for each in tensors(batch)}.values()))
+        nbytes = sum(each.nbytes for each in found if each.is_shared())
         needed = self._in_flight * nbytes
         limit = math.inf if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.is_tight = self._waiting * len(tensors) > limit / 2
+        self.is_tight = self._waiting * len(found) > limit / 2
         if self._free is None:
             return
         # The batches that wait are copied out if it is tight, so only those in flight can still fill it.
@@ -90,9 +90,9 @@ def share(batch: Any) -> None:
 
     torch's own sending thread would print the error and drop the batch, and the receiver would wait forever.
     """
-    for leaf in objects(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.is_cpu and has_storage(leaf) and leaf.untyped_storage().nbytes():
-            leaf.share_memory_()
+    for each in tensors(batch):
+        if each.is_cpu and has_storage(each) and each.untyped_storage().nbytes():
+            each.share_memory_()
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

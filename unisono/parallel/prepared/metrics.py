@@ -112,7 +112,7 @@ def _check_best(best: list[_Fit], recent: list[Loop], count: int, world: World) 
             "outputs of a loop before the next one begins, or pass valid_samples"
         )
     loop = best[0].loop
-    total = loop.batches[-1].total
+    total = loop.last.total
     # In training, a loss of each rank is as likely as a row of each sample.
     if count == best[0].rows.batches == 1 and loop.is_trained and total is not None and total < world.world_size:
         raise ValueError(
