@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_2, THREADS_3, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
