@@ -78,15 +78,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "CHECK_INPUT_DIM": ("torch.nn.BatchNorm1d._check_input_dim", "checks the input of a synchronised BatchNorm"),
     # torch.compile.
     "disable_dynamo": ("torch._compile._disable_dynamo", "keeps collectives out of compiled graphs"),
-    "set_code_strategy": (
-        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
-        "keeps prepared models out of compiled graphs",
-    ),
-    "CodeStrategy": (
-        "torch._C._dynamo.eval_frame._FrameExecStrategy",
-        "keeps prepared models out of compiled graphs",
-    ),
-    "CodeAction": ("torch._C._dynamo.eval_frame._FrameAction", "keeps prepared models out of compiled graphs"),
+    "leave_out_of_graphs": ("torch._dynamo.trace_rules.add", "keeps prepared models out of compiled graphs"),
     "set_lru_cache": ("torch._C._dynamo.eval_frame._set_lru_cache", "keeps the order of compiled graphs"),
     "compile_session_context": ("torch.compiler._compile_session_context", "compiles while other replicas run"),
     "compile_counters": ("torch._dynamo.utils.counters", "sees whether a call has compiled something"),
@@ -151,6 +143,10 @@ NAMES = {  # ours: (torch's, what we do by it)
     "SHUTDOWN": (f"{_AGENT}._shutdown", "runs on several machines"),
     "REMAINING_RESTARTS": (f"{_AGENT}._remaining_restarts", "restarts the workers of several machines"),
     # Strategies.
+    "ACTIVE": (
+        "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
+        "lets torch.compile cut graphs at the buckets of strategy='ddp'",
+    ),
     "BUILD_PARAMETERS": (
         "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
         "fixes the order of additions with strategy='ddp'",
