@@ -49,6 +49,8 @@ NAMES = {  # ours: (torch's, what we do by it)
     "current_graph_task_id": ("torch._C._current_graph_task_id", "tells backward passes apart"),
     "will_engine_execute_node": ("torch._C._will_engine_execute_node", "sees where a backward pass leaves gradients"),
     "queue_callback": ("torch.autograd.Variable._execution_engine.queue_callback", "ends steps with backward passes"),
+    "is_in_tls": ("torch._C._is_key_in_tls", "finds the world of a backward pass in autograd's thread"),
+    "from_tls": ("torch._C._get_obj_in_tls", "finds the world of a backward pass in autograd's thread"),
     # Many tensors in one call.
     "foreach_copy_": ("torch._foreach_copy_", "copies gradients and buffers"),
     "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),

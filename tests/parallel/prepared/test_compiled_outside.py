@@ -51,6 +51,11 @@ def sequence() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
 
 
+@pytest.fixture(autouse=True)
+def forget_graphs() -> None:
+    torch.compiler.reset()
+
+
 NETWORKS = (Perceptron, Convolution, Transformer)
 
 
@@ -94,7 +99,7 @@ def train(
 def test_a_prepared_model_is_compiled_as_the_module_alone(mode: Mode, strategy: str, networks: Any) -> None:
     plain = [train(Plain(), loader_of(24, mode.ranks * BATCH), each) for each in networks]
     assert [graphs for _, graphs in plain] == [2] * len(networks)  # for training and evaluation
-    torch.compiler.reset()  # here, as threads share what is compiled
+    torch.compiler.reset()
     found = mode.run(lambda: [train(Accelerator(strategy=strategy), loader_of(24, BATCH), each) for each in networks])
     for number, (state, graphs) in enumerate(plain):
         assert_all_are([rank[number][0] for rank in found], state)
