@@ -94,6 +94,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module once for all replicas"),
     "ORIGINAL": ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "finds the module that torch.compile wraps"),
     # Other switches of the process.
+    "cpus_near": ("torch.numa.binding._get_logical_cpus_to_bind_to", "pins workers to the cores near their GPUs"),
     "get_fp32_precision": ("torch._C._get_fp32_precision_getter", "gives workers torch.backends.fp32_precision"),
     "set_fp32_precision": ("torch._C._set_fp32_precision_setter", "gives workers torch.backends.fp32_precision"),
     # Operators, and a generator for each replica.
