@@ -202,6 +202,8 @@ def test_the_cores_near_a_gpu_are_those_of_its_node(monkeypatch: pytest.MonkeyPa
     domain, bus, device, _ = (int(part, 16) for part in place.parent.name.replace(".", ":").split(":"))
     gpu = SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=device)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # which newer versions of torch ask
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     node = max(int(place.read_text()), 0)
     there = parse_cpu_list(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
     assert cores_near(0, "node") == there & os.sched_getaffinity(0)
