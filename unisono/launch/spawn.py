@@ -176,6 +176,10 @@ def make_job(call: bytes, count: int, family: Backend, options: Options) -> Job:
         UnisonoError: workers cannot be supervised on this platform.
     """
     num_threads, cores = options.shared_cores.divide(count)
+    if isinstance(pin := options.shared_cores.pin, str) and not family.is_accelerated():
+        raise ValueError(
+            f"Cores(pin={pin!r}) keeps workers near their GPUs, and theirs are on {family.name}; pass pin=True"
+        )
     if not hasattr(os, "fork"):
         raise UnisonoError(
             f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
