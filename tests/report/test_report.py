@@ -38,7 +38,7 @@ from unisono.backends import get_backend
 from unisono.errors import ClosedError
 from unisono.loaders.pipeline import Lane
 from unisono.report.summary import CAUSES, LOOP_PHASES, PEERS, SOURCE, TRANSFER, RankSummary, label, summarise
-from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP, Loop, Waits
+from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP, LoopTiming, Waits
 from unisono.world import solo_world, thread_worlds, use_world
 
 
@@ -203,7 +203,7 @@ def a_timeline(clock: Iterator[int], source: int, transfer: int, peers: int) -> 
     world = solo_world()
     track = world.timeline.loop()
     for _ in range(2):
-        loop = Loop(track)
+        loop = LoopTiming(track)
         for _ in range(source + transfer + peers - 1):
             next(clock)
         track.switch(COMPUTE)
