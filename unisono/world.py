@@ -25,7 +25,6 @@ import torch.distributed as dist
 from unisono.backends import backend_of_group, get_backend, pick_backend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.selection import innermost, process_communicator, thread_communicators
-from unisono.comm.solo import SoloCommunicator
 from unisono.comm.threads import ThreadCommunicator
 from unisono.deliveries import Deliveries
 from unisono.errors import NoWorldError
@@ -240,7 +239,8 @@ def solo_world(
     """Create a world of one, by default on the first device of the default family."""
     backend = backend or pick_backend()
     device = device or backend.device(0)
-    return World(device=device, backend=backend, comm=SoloCommunicator(), timeline=timeline or Timeline())
+    (comm,) = ThreadCommunicator.group(1)
+    return World(device=device, backend=backend, comm=comm, timeline=timeline or Timeline())
 
 
 def thread_worlds(

@@ -66,8 +66,8 @@ def num_rows(batch: Any, samples: int, dim: int = 0, holds_samples: bool | None 
     if held and (may_list_samples(batch) or all(type(each) in (list, tuple) for each in held)):
         whole = {size_along(each, dim) for each in tensors(batch)}
         lengths = _lengths_of_lists(batch)
-        found = lengths | (whole if len(whole) == 1 else set())
-        return samples if samples in lengths else found.pop() if len(found) == 1 else None
+        shown = lengths | (whole if len(whole) == 1 else set())
+        return samples if samples in lengths else shown.pop() if len(shown) == 1 else None
     sizes, texts, is_across = _sizes_in_fields(batch, samples, dim)
     if len(held) > 1 and type(batch) is list and {*sizes} != {samples} and len({*map(_kind, held)}) == 1:
         return samples if len(held) == samples and len(sizes) > 1 else None  # of several sizes; or may be fields
@@ -142,11 +142,8 @@ class RowCounter:
 
     def count(self, made: list[Made]) -> list[Piece]:
         """The pieces of a round, with the rows that they have. On one of several ranks, a batch without any becomes a
-        row that was made before, if there was one; it does not count.
-
-        Raises:
-            ValueError: the number of rows is not known, or not allowed.
-        """
+        row that was made before, if there was one; it does not count. ValueError if the number of rows is not known, or
+        not allowed."""
         pieces = [self._count(job.request, job.piece(batch)) for job, batch in made]
         if not self._is_alone:
             self._spare = self._spare or next((self._one_row(each) for each in pieces if _has_rows(each)), None)

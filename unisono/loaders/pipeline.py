@@ -188,7 +188,7 @@ class Lane:
         if not self.backend.moves_in_loop:
             return delivery
         try:
-            return self.move(delivery)
+            return self.move(*delivery)
         except BaseException:
             self.cancel()  # the loop does not go on without this batch
             raise

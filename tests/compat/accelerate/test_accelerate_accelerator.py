@@ -123,19 +123,6 @@ def test_reduce_is_the_sum_and_gather_takes_what_requires_grad(mode: Mode) -> No
     assert mode.run(body) == [(mode.ranks, [2.0, 2.0, 4.0, 4.0][: 2 * mode.ranks])] * mode.ranks
 
 
-@SEVERAL
-def test_rows_of_a_split_tail_are_gathered_once(mode: Mode) -> None:
-    def body() -> list[int]:
-        accelerator = Accelerator()
-        loader = accelerator.prepare(DataLoader(rows(7), batch_size=2))
-        gathered = [accelerator.gather({"x": x})["x"] for (x,) in loader]
-        with pytest.raises(TypeError, match="gather takes tensors, and got 'text'"):
-            accelerator.gather(["text"])
-        return torch.cat(gathered).flatten().int().tolist()
-
-    assert mode.run(body) == [list(range(7))] * mode.ranks
-
-
 @ALL
 def test_rows_of_no_prepared_batch_are_gathered_as_they_are_and_that_is_said_once(mode: Mode) -> None:
     def body() -> tuple[list[list[int]], int]:
