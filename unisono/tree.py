@@ -99,7 +99,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
         return [tree]
     found: list[torch.Tensor] = []
     is_list = type(tree) in (list, tuple)
-    if is_list and is_plain(tree):
+    if is_list and tree and type(tree[0]) is not torch.Tensor and is_plain(tree):
         return found
     for node in tree if is_list else (tree,):
         if isinstance(node, torch.Tensor):
