@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from unisono import DeviceLoader
 from unisono.backends import cuda, get_backend
-from unisono.backends.cuda import dense_parts, pin_leaf
+from unisono.backends.accelerator import dense_parts, pin_leaf
 from unisono.pickling import dumps
 
 
@@ -94,10 +95,10 @@ def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_se
     monkeypatch, count, chosen, local_rank, index
 ):
     activated: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: chosen is not None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
-    monkeypatch.setattr(torch.cuda, "set_device", activated.append)
+    monkeypatch.setattr(cuda.CudaBackend, "device_count", lambda self: count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", activated.append)
     device = cuda.CudaBackend().enter_worker(local_rank, 16)
     assert activated == [device] == [torch.device("cuda", index)]
 
@@ -110,7 +111,7 @@ def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(mo
             modes.append(mode._obj.value)
 
     monkeypatch.setattr(cuda, "_driver", Driver)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     activate = partial(cuda.CudaBackend().activate, torch.device("cuda", 0))
     activate()
     assert modes == []  # the main thread's rules are its own
@@ -126,7 +127,7 @@ class Event:
     reached = 0
     recorded = 0
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
         assert enable_timing
 
     def record(self, stream: Any) -> None:
@@ -144,8 +145,8 @@ class Event:
 
 
 def test_a_clock_asks_events_and_does_not_wait_for_them(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     clock = cuda.CudaBackend().clock(torch.device("cuda", 0))
     assert clock.stamp() is None  # CUDA is not up, and stays so

@@ -20,7 +20,7 @@ from unisono.launch.context import ProcessContext
 from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
-from unisono.launch.job import Job
+from unisono.launch.job import Caller, Job
 from unisono.launch.messages import shorten_traceback
 from unisono.launch.options import Cores, Options, Output, SpawnOptions
 from unisono.launch.resource_limits import check_room
@@ -170,7 +170,8 @@ def make_job(fn: Callable[..., Any], args: Sequence[Any], count: int, family: Ba
             "or WSL"
         )
     check_room(count)
-    job = Job(pickle_call(fn, tuple(args), Settings.read()), count, family.name, options, num_threads, cores)
+    caller = Caller(environ={**os.environ, **family.worker_environment(count)})
+    job = Job(pickle_call(fn, tuple(args), Settings.read()), count, family.name, options, num_threads, cores, caller)
     _settle_streams()
     return job
 
