@@ -14,7 +14,7 @@ from unisono.parallel.strategies.sharded import is_distributed, with_part
 
 
 class HostMemory:
-    """Copies of tensors in main memory, page-locked where that is faster. A save of the same tensors allocates nothing."""
+    """Copies of tensors in main memory, page-locked where that is faster. A save of the same tensors allocates none."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
