@@ -1,0 +1,128 @@
+"""An accelerator with four devices, for tests: `torch.toy`, loaded with torch as extensions are (`torch.backends`).
+
+`build` compiles it and lays it where an interpreter finds it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+COUNT = 4
+_is_up = _is_forked = False
+
+
+def build(directory: Path) -> None:
+    """Lay the package into that directory, to be named in PYTHONPATH."""
+    import torch
+
+    source = HERE / "toy.cpp"
+    name = sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / f"unisono-toy-{name}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        headers = Path(torch.__file__).parent / "include"
+        part = library.with_suffix(f".{os.getpid()}")
+        flags = ["-std=c++20", "-O1", "-fPIC", "-shared", f"-I{headers}", f"-I{headers}/torch/csrc/api/include"]
+        libraries = [f"-L{headers.parent / 'lib'}", "-lc10", "-ltorch_cpu"]
+        subprocess.run(["g++", *flags, str(source), "-o", str(part), *libraries], check=True)
+        part.rename(library)
+    (directory / "libtoy.so").symlink_to(library)
+    (directory / "toy.py").write_bytes(Path(__file__).read_bytes())
+    facts = directory / "toy-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[torch.backends]\ntoy = toy:load\n")
+
+
+def load() -> None:
+    """What torch calls at the end of its import."""
+    import torch
+
+    torch.utils.rename_privateuse1_backend("toy")
+    torch._register_device_module("toy", sys.modules[__name__])
+    torch.ops.load_library(str(HERE / "libtoy.so"))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    os.register_at_fork(after_in_child=_notice_fork)
+
+
+def _notice_fork() -> None:
+    global _is_forked
+    _is_forked = _is_up
+
+
+def _lazy_init() -> None:
+    global _is_up
+    if _is_forked:
+        raise RuntimeError("toy cannot be used in a process that was forked from one that uses it")
+    _is_up = True
+
+
+def _is_in_bad_fork() -> bool:
+    return _is_forked
+
+
+def is_initialized() -> bool:
+    return _is_up
+
+
+def is_available() -> bool:
+    return True
+
+
+def device_count() -> int:
+    return COUNT
+
+
+def current_device() -> int:
+    return int(_ops().current_device())
+
+
+def get_amp_supported_dtype() -> list[Any]:
+    import torch
+
+    return [torch.bfloat16, torch.float16]
+
+
+def manual_seed_all(seed: int) -> None:
+    _ops().seed(seed)
+
+
+def get_rng_state(device: Any = "toy") -> Any:
+    return _ops().get_state(_index(device))
+
+
+def set_rng_state(state: Any, device: Any = "toy") -> None:
+    _ops().set_state(_index(device), state)
+
+
+def memory_allocated(device: Any = "toy") -> int:
+    return int(_ops().memory_allocated(_index(device)))
+
+
+def max_memory_allocated(device: Any = "toy") -> int:
+    return int(_ops().max_memory_allocated(_index(device)))
+
+
+def violations() -> int:
+    """How often memory was freed that another stream still used, without a record of it."""
+    return int(_ops().violations())
+
+
+def _index(device: Any) -> int:
+    import torch
+
+    index = torch.device(device).index
+    return current_device() if index is None else index
+
+
+def _ops() -> ModuleType:
+    import torch
+
+    return torch.ops.toy
