@@ -64,8 +64,8 @@ void reach(Place place, uint64_t position = UINT64_MAX) {
   while (!queue.work.empty() && queue.done < position) {
     auto work = std::move(queue.work.front());
     queue.work.pop_front();
-    work();
     ++queue.done;
+    work();
   }
 }
 
@@ -409,6 +409,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+// `copy_` leaves conjugation to the kernel; so does this, or it would be resolved by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)

@@ -91,7 +91,7 @@ def get_amp_supported_dtype() -> list[Any]:
 
 
 def manual_seed_all(seed: int) -> None:
-    _ops().seed(seed)
+    _ops().seed((seed + (1 << 63)) % (1 << 64) - (1 << 63))  # an operator's integers are signed
 
 
 def get_rng_state(device: Any = "toy") -> Any:
