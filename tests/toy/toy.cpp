@@ -269,6 +269,14 @@ struct Hooks final : PrivateUse1HooksInterface {
     auto after = pinned.upper_bound(place);
     return after != pinned.begin() && place < std::prev(after)->first + std::prev(after)->second;
   }
+  void resizePrivateUse1Bytes(const Storage& storage, size_t bytes) const override {
+    c10::DeviceGuard guard(storage.device());
+    reach(here(current));
+    auto made = memory.allocate(bytes);
+    std::memcpy(made.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    storage.unsafeGetStorageImpl()->set_data_ptr(std::move(made));
+    storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+  }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
 };
 
@@ -406,6 +414,44 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   in_kernel = false;
   if (own.has_value()) own->set_state(drawn.get_state());
+}
+
+// Collectives, by the group's part for main memory.
+
+IValue shown_on_cpu(const IValue& value) {
+  if (value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == kToy) {
+    auto tensor = value.toTensor();
+    Lock lock(mutex);
+    use(tensor);
+    reach(here(tensor.device().index()));
+    return on_cpu(tensor);
+  }
+  if (value.isTensorList()) {
+    c10::List<Tensor> shown;
+    for (const Tensor& each : value.toTensorList()) shown.push_back(shown_on_cpu(each).toTensor());
+    return shown;
+  }
+  if (value.isList() && value.toListRef().size() && value.toListRef()[0].isTensorList()) {
+    c10::List<c10::List<Tensor>> shown;
+    for (auto& each : value.toListRef()) shown.push_back(shown_on_cpu(each).toTensorList());
+    return shown;
+  }
+  return value;
+}
+
+void through_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto first = stack->size() - op.schema().arguments().size();
+  for (size_t place = first; place < stack->size(); ++place) (*stack)[place] = shown_on_cpu((*stack)[place]);
+  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+}
+
+TORCH_LIBRARY_IMPL(c10d, PrivateUse1, m) {
+  for (auto name :
+       {"broadcast_", "allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
+        "reduce_scatter_tensor_coalesced_", "reduce_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "barrier",
+        "send", "recv_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&through_host>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }

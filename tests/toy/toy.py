@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -47,9 +50,49 @@ def load() -> None:
 
     torch.utils.rename_privateuse1_backend("toy")
     torch._register_device_module("toy", sys.modules[__name__])
-    torch.ops.load_library(str(HERE / "libtoy.so"))
+    with _quiet():  # torch has kernels for the collectives, which these replace
+        torch.ops.load_library(str(HERE / "libtoy.so"))
     torch.utils.generate_methods_for_privateuse1_backend()
+    torch.distributed.Backend.register_backend("toycl", _make_group, devices=["toy"])
     os.register_at_fork(after_in_child=_notice_fork)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What native code writes to stderr in the block is dropped."""
+    own, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(own, 2)
+        os.close(own)
+        os.close(nowhere)
+
+
+def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A part of a group that nobody asks: the operators take the part for main memory, "cpu:gloo,toy:toycl"."""
+    import torch
+
+    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+
+
+class device:
+    """The context in which a device is the current one."""
+
+    def __init__(self, device: Any) -> None:
+        self._index = _index(device)
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._before = current_device()
+        torch.accelerator.set_device_index(self._index)
+
+    def __exit__(self, *error: object) -> None:
+        import torch
+
+        torch.accelerator.set_device_index(self._before)
 
 
 def _notice_fork() -> None:
@@ -82,6 +125,29 @@ def device_count() -> int:
 
 def current_device() -> int:
     return int(_ops().current_device())
+
+
+def current_stream(device: Any = None) -> Any:
+    import torch
+
+    return torch.accelerator.current_stream(device)
+
+
+def Stream(device: Any = "toy", priority: int = 0) -> Any:  # noqa: N802 - as torch.cuda has it
+    import torch
+
+    return torch.Stream(device, priority=priority)
+
+
+def Event(enable_timing: bool = False) -> Any:  # noqa: N802
+    import torch
+
+    return torch.Event("toy", enable_timing=enable_timing)
+
+
+def stream(stream: Any) -> Any:
+    """A context; a stream is one by itself."""
+    return stream
 
 
 def get_amp_supported_dtype() -> list[Any]:

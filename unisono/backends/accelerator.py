@@ -221,6 +221,8 @@ def pin_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
             return leaf
+        if torch.empty_like(leaf, device="meta").stride() != leaf.stride():
+            leaf = leaf.clone()  # torch refuses an expanded tensor, and would lock what lies between the elements
     elif isinstance(leaf, PackedSequence):
         if leaf.data.device.type != "cpu":
             return leaf
