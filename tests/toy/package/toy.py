@@ -1,6 +1,6 @@
-"""An accelerator with four devices, for tests: `torch.toy`, loaded with torch as extensions are (`torch.backends`).
+"""An accelerator with four devices, for tests: `torch.toy`, which is loaded with torch, as extensions of it are.
 
-`build` compiles it and lays it where an interpreter finds it.
+It is there where this folder is in PYTHONPATH. What is native is compiled at its first use.
 """
 
 from __future__ import annotations
@@ -16,32 +16,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).parent
 COUNT = 4
 _is_up = _is_forked = False
 
 
-def build(directory: Path) -> None:
-    """Lay the package into that directory, to be named in PYTHONPATH."""
+def library() -> Path:
+    """The native part, which is compiled once for each torch."""
     import torch
 
-    source = HERE / "toy.cpp"
+    source = Path(__file__).with_name("toy.cpp")
     name = sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / f"unisono-toy-{name}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        headers = Path(torch.__file__).parent / "include"
-        part = library.with_suffix(f".{os.getpid()}")
-        flags = ["-std=c++20", "-O1", "-fPIC", "-shared", f"-I{headers}", f"-I{headers}/torch/csrc/api/include"]
-        libraries = [f"-L{headers.parent / 'lib'}", "-lc10", "-ltorch_cpu"]
-        subprocess.run(["g++", *flags, str(source), "-o", str(part), *libraries], check=True)
-        part.rename(library)
-    (directory / "libtoy.so").symlink_to(library)
-    (directory / "toy.py").write_bytes(Path(__file__).read_bytes())
-    facts = directory / "toy-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text("[torch.backends]\ntoy = toy:load\n")
+    found = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / f"unisono-toy-{name}.so"
+    if not found.exists():
+        found.parent.mkdir(parents=True, exist_ok=True)
+        place = Path(torch.__file__).parent
+        headers = [f"-I{place}/include", f"-I{place}/include/torch/csrc/api/include"]
+        part = found.with_suffix(f".{os.getpid()}")
+        command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *headers, str(source), "-o", str(part)]
+        subprocess.run([*command, f"-L{place}/lib", "-lc10", "-ltorch_cpu"], check=True)
+        part.rename(found)
+    return found
 
 
 def load() -> None:
@@ -51,7 +45,7 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend("toy")
     torch._register_device_module("toy", sys.modules[__name__])
     with _quiet():  # torch has kernels for the collectives, which these replace
-        torch.ops.load_library(str(HERE / "libtoy.so"))
+        torch.ops.load_library(str(library()))
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.distributed.Backend.register_backend("toycl", _make_group, devices=["toy"])
     os.register_at_fork(after_in_child=_notice_fork)
@@ -77,7 +71,7 @@ def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
 
 
-class device:
+class device:  # noqa: N801 - as in torch.cuda
     """The context in which a device is the current one."""
 
     def __init__(self, device: Any) -> None:

@@ -1,0 +1,49 @@
+"""An accelerator that nothing here is written for: built, installed as an extension of torch is, and used by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TOY = Path(__file__).parent / "package"
+LAW = "tests/contract/test_backend.py"
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the toy is built by g++"),
+    pytest.mark.slow,
+]
+
+
+def check(*paths: str, package: Path | None = None) -> None:
+    """The tests for any family pass on the toy, where that package is installed, too."""
+    places = [package, TOY, ROOT] if package else [TOY, ROOT]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend", "toy", "-m", "any_family"]
+    done = subprocess.run([*command, *paths], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_an_accelerator_that_torch_knows_keeps_the_law_and_a_missing_wait_shows() -> None:
+    check(LAW, "tests/toy/test_on_toy.py")
+
+
+def test_a_family_that_was_written_by_the_recipe_keeps_the_law(tmp_path: Path) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().replace("foo", "toy").replace("Foo", "Toy")
+    (code,) = re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "backend.py").write_text(code)
+    (name,) = re.findall(r'^toy = "(my_package\.backend:ToyBackend)"$', text, re.MULTILINE)
+    facts = tmp_path / "my_package-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(f"[unisono.backends]\ntoy = {name}\n")
+    check(LAW, package=tmp_path)
