@@ -41,8 +41,9 @@ struct Queue {
   uint64_t submitted = 0, done = 0;
 };
 
-std::recursive_mutex mutex;  // for all below
-std::map<Place, Queue> queues;
+// Never destroyed: tensors outlive the library's objects.
+auto& mutex = *new std::recursive_mutex();  // for all below
+auto& queues = *new std::map<Place, Queue>();
 int64_t last_stream = 0;
 thread_local int current = 0;
 thread_local int64_t current_streams[kDevices] = {};
@@ -156,9 +157,9 @@ struct Block {
   std::set<Place> used, recorded;
 };
 
-std::map<void*, Block> blocks;
-std::multimap<std::pair<Place, size_t>, void*> free_blocks;
-std::vector<std::pair<void*, std::vector<Mark>>> freed;  // to be reused when these are reached
+auto& blocks = *new std::map<void*, Block>();
+auto& free_blocks = *new std::multimap<std::pair<Place, size_t>, void*>();
+auto& freed = *new std::vector<std::pair<void*, std::vector<Mark>>>();  // to be reused when these are reached
 int64_t allocated[kDevices] = {}, peak[kDevices] = {}, violations = 0;
 
 void use(const Tensor& tensor) {
@@ -210,8 +211,8 @@ struct Memory final : Allocator {
   void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
 };
 
-Memory memory;
-std::map<char*, size_t> pinned;
+auto& memory = *new Memory();
+auto& pinned = *new std::map<char*, size_t>();
 
 void release_pinned(void* from) {
   Lock lock(mutex);
@@ -230,7 +231,7 @@ struct PinnedMemory final : Allocator {
   void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
 };
 
-PinnedMemory pinned_memory;
+auto& pinned_memory = *new PinnedMemory();
 
 // Generators.
 
@@ -242,9 +243,9 @@ struct ToyGenerator final : CPUGeneratorImpl {
 };
 
 const Generator& generator_of(int device) {
-  static std::vector<Generator> all = [] {
-    std::vector<Generator> made;
-    for (int index = 0; index < kDevices; ++index) made.push_back(make_generator<ToyGenerator>(index));
+  static auto& all = *[] {
+    auto made = new std::vector<Generator>();
+    for (int index = 0; index < kDevices; ++index) made->push_back(make_generator<ToyGenerator>(index));
     return made;
   }();
   return all[device];
