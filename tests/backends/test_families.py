@@ -61,6 +61,13 @@ def test_a_tpu_that_lacks_a_package_is_told_of_before_the_cpu_is_taken(monkeypat
         backends.only_the_cpu.cache_clear()
 
 
+def test_doctor_lists_each_family_with_its_devices_or_why_it_has_none():
+    listed = [each.text for each in check_devices() if each.state == "ok"]
+    for name in NAMES:
+        (line,) = [each for each in listed if each.startswith((f"{name}:0", f"none of {name}: "))]
+        assert line.startswith("none") == (name in MISSING)
+
+
 def test_the_environment_chooses_the_family_where_a_program_names_none(monkeypatch):
     monkeypatch.setenv("UNISONO_BACKEND", "cpu")
     assert pick_backend() is get_backend("cpu")

@@ -41,14 +41,22 @@ _LARGE_BYTES = 64 << 20
 
 
 def check_devices() -> Iterator[Finding]:
-    """The devices of every family."""
-    families = [get_backend(name) for name in family_names()]
-    for family in (each for each in families if each.is_available()):
-        names = ", ".join(str(family.device(index)) for index in range(family.device_count()))
-        yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)})")
-    for unused in filter(None, (family.unused_hardware() for family in families)):
-        what, _, advice = unused.rpartition(": ")
-        yield Finding("devices", "warning", what, advice)
+    """The devices of every family, or why it has none."""
+    for name in family_names():
+        try:
+            family = get_backend(name)
+        except ImportError as error:
+            what, _, advice = str(error).rpartition("; ")
+            yield Finding("devices", "warning", what, advice)
+            continue
+        if family.is_available():
+            names = ", ".join(str(family.device(index)) for index in range(family.device_count()))
+            yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)})")
+        else:
+            yield Finding("devices", "ok", f"none of {name}: {family.unavailable_reason() or 'there is none here'}")
+        if unused := family.unused_hardware():
+            what, _, advice = unused.rpartition(": ")
+            yield Finding("devices", "warning", what, advice)
 
 
 def check_cores() -> Iterator[Finding]:
