@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,24 @@ pytestmark = [
 ]
 
 
-def check(*paths: str, package: Path | None = None) -> None:
-    """The tests for any family pass on the toy, where that package is installed, too."""
+def run(*command: str, package: Path | None = None) -> str:
+    """What an interpreter prints where the toy, and that package, are installed."""
     places = [package, TOY, ROOT] if package else [TOY, ROOT]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend", "toy", "-m", "any_family"]
-    done = subprocess.run([*command, *paths], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+check = partial(run, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend", "toy", "-m", "any_family")
+
+
+def test_the_check_list_for_a_tpu_passes_on_another_family() -> None:
+    lines = run("tests/gpu/tpu_check.py", "--backend", "toy").splitlines()
+    verdicts = [line.partition(": ")[2].partition(" ")[0] for line in lines if ": " in line]
+    assert verdicts.count("ok") == 8
 
 
 def test_an_accelerator_that_torch_knows_keeps_the_law_and_a_missing_wait_shows() -> None:
