@@ -6,7 +6,6 @@ import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,44 +118,6 @@ def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(mo
     thread.start()
     thread.join()
     assert modes == [1]
-
-
-class Event:
-    """torch.cuda.Event, for a device that has come to the first `reached` of them."""
-
-    reached = 0
-    recorded = 0
-
-    def __init__(self, device: torch.device, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self, stream: Any) -> None:
-        Event.recorded += 1
-        self.number = Event.recorded
-
-    def query(self) -> bool:
-        return self.number <= Event.reached
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1.5 * (other.number - self.number)
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host waits")
-
-
-def test_a_clock_asks_events_and_does_not_wait_for_them(monkeypatch):
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(device=device))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    clock = cuda.CudaBackend().clock(torch.device("cuda", 0))
-    assert clock.stamp() is None  # CUDA is not up, and stays so
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    first, second = clock.stamp(), clock.stamp()
-    assert clock.elapsed_ns(first, second) is None
-    Event.reached = 2
-    assert clock.elapsed_ns(first, second) == 1_500_000
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert clock.stamp() is None
 
 
 # On a device.
