@@ -330,8 +330,9 @@ class Plain(Machine):
         if self.setup.every == 1 or now.state == "final" or (now.state == "taken" and name not in now.stepped):
             return True
         # What remains of a loop that was left: requested once more, without a further pass.
-        is_over = self.now.loops.isdisjoint({NO_LOADER, *self.open})
-        return now.state == "collecting" and is_over and now.count and self.asked[name] > self.recent_began
+        loops = now.loops - {NO_LOADER}
+        is_over = loops and loops.isdisjoint(self.open)
+        return now.state == "collecting" and is_over and self.asked[name] > self.recent_began
 
     def step(self, name: str) -> None:
         if name not in self.optimizers:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from modes import Mode, in_main_memory
 from torch import nn
+from torch.distributed import DistError
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, SampleGenerator, backward, current_world, optimizer_step
@@ -529,7 +530,7 @@ def run_here(program: Program, strategy: str, directory: str) -> Outcome:
             machine.seen,
             f"{type(error).__name__}: {error}",
             f"{os.sep}unisono{os.sep}" in frames[-1] or str(error) == NOT_IN_GRAPH,
-            isinstance(error, BrokenWorldError),
+            isinstance(error, BrokenWorldError | DistError),  # of DDP's own reduction, in a plain loss.backward()
             current_world().rank,
         )
         raise

@@ -183,8 +183,9 @@ def test_an_adopted_group_is_not_kept_alive(tmp_path):
     assert watched() is None
 
 
-def test_an_adopted_world_takes_its_place_from_the_launcher_s_variables(monkeypatch, tmp_path):
-    variables = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "2", "TORCHELASTIC_RESTART_COUNT": "5"}
+@pytest.mark.parametrize("node", ["GROUP_RANK", "NODE_RANK"], ids=["torchrun", "Ray Train"])
+def test_an_adopted_world_takes_its_place_from_the_launcher_s_variables(monkeypatch, tmp_path, node):
+    variables = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", node: "2", "TORCHELASTIC_RESTART_COUNT": "5"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with default_group(tmp_path / "store"):

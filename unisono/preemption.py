@@ -65,7 +65,8 @@ def handle() -> None:
                 raise UnisonoError(
                     f"SIGTERM cannot be handled from thread {threading.current_thread().name!r}: Python lets only the "
                     "main thread of a process install a signal's handler; call should_stop() once in the main thread "
-                    "before, or DataParallel in the main thread"
+                    "before, or DataParallel in the main thread; where an engine owns that, should_stop(asked=) takes "
+                    "whether this rank was asked in another way"
                 )
             is_done = threading.Event()
             _served[-1].put(handle)
@@ -127,14 +128,8 @@ def takes(handler: object) -> bool:
 
 
 def is_requested() -> bool:
-    """Whether this process was asked to stop: SIGTERM has arrived since it is handled, or `request` was called."""
+    """Whether this process was asked to stop: SIGTERM has arrived since it is handled."""
     return _is_requested
-
-
-def request() -> None:
-    """Ask this process to stop, as SIGTERM does; for code that learns of a preemption in another way."""
-    global _is_requested
-    _is_requested = True
 
 
 def agree() -> None:
@@ -181,7 +176,8 @@ def shield_loader_workers() -> None:
 
 def _note_signal(signum: int, frame: FrameType | None) -> None:
     """The handler of SIGTERM."""
-    request()
+    global _is_requested
+    _is_requested = True
     # SIG_DFL and SIG_IGN are not callable.
     if callable(_previous):
         _previous(signum, frame)

@@ -83,6 +83,7 @@ class FSDP:
             and gradients reduced; between groups, only the shards of gradients are reduced. The ranks of a group are
             consecutive: with one group per machine, parameters stay on the machine.
         offload: keep parameters, gradients and the optimizer's state in main memory between uses.
+        broadcast_buffers: as for `DDP`.
         elementwise_optimizer: as for `ZeRO1`.
 
     Raises:
@@ -97,6 +98,7 @@ class FSDP:
     reshard_after_forward: bool | int | None = None
     replicas: int = 1
     offload: bool = False
+    broadcast_buffers: bool = True
     elementwise_optimizer: bool = False
 
     def __post_init__(self) -> None:

@@ -149,14 +149,16 @@ def current_world() -> World:
     return _solo
 
 
-# The variables of a rank, a size, a local rank and a local size, that MPI's launchers set: those of Open MPI and of
-# MVAPICH are theirs alone; those of MPICH and Intel MPI are set by srun, too.
+# The variables of a rank, a size, a local rank, a local size and perhaps a job. Those of Open MPI, of submitit's local
+# tasks and of MVAPICH are theirs alone; those of MPICH and Intel MPI are set by srun, too.
 MPI_OWN = (
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE PMIX_NAMESPACE",
+    "SUBMITIT_LOCAL_GLOBALID SUBMITIT_LOCAL_NTASKS SUBMITIT_LOCAL_LOCALID SUBMITIT_LOCAL_NTASKS SUBMITIT_LOCAL_JOB_ID",
     "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE",
 )
 MPI_SHARED = ("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",)
-_RANKS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")  # of launchers that tell no more here
+# The rank alone, where a launcher says no more.
+_RANKS = ("RANK", "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
 
 def announcement(environ: Mapping[str, str]) -> str | None:
@@ -168,14 +170,21 @@ def announcement(environ: Mapping[str, str]) -> str | None:
         return f"SLURM_STEP_NUM_TASKS={tasks} is set: srun has started several of these processes"
     for _, size, *_ in (names.split() for names in (*MPI_OWN, *MPI_SHARED)):
         if _is_several(count := environ.get(size, "1")):
-            return f"{size}={count} is set: mpirun has started several of these processes"
-    for name in _RANKS:
-        if environ.get(name, "0") != "0":
-            return f"{name}={environ[name]} is set: a launcher has started several of these processes"
+            return f"{size}={count} is set: a launcher has started several of these processes"
+    if "WORLD_SIZE" not in environ and (rank := lone_rank(environ)):
+        return rank
     pods = environ.get("PET_NNODES", "1")
     # Elastic launchers also accept a range, such as "1:4".
     if pods not in ("", "1"):
         return f"PET_NNODES={pods} is set: Kubernetes has started several of these pods"
+    return None
+
+
+def lone_rank(environ: Mapping[str, str]) -> str | None:
+    """Describe the variable that gives this process a rank other than 0, whatever the number of ranks is."""
+    for name in _RANKS:
+        if environ.get(name, "0") != "0":
+            return f"{name}={environ[name]} is set: a launcher has started several of these processes"
     return None
 
 
@@ -272,7 +281,7 @@ def _adopted_world() -> World:
         world_size=dist.get_world_size(),
         local_rank=local_rank,
         local_world_size=local_world_size,
-        node_rank=int(os.environ.get("GROUP_RANK", 0)),
+        node_rank=int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", 0))),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -42,7 +43,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
     """Write a script into an empty directory, which becomes the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("SLURM_STEP_ID", "SLURM_STEPID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"):
+    for name in [each for each in os.environ if each.startswith(("SLURM_STEP", "PET_"))]:
         monkeypatch.delenv(name, raising=False)
 
     def write(text: str, name: str = "train.py") -> str:
@@ -92,6 +93,17 @@ def test_a_module_runs_as_python_m_runs_it(run, script, tmp_path):
     assert code == 0, errors
     argv = [str(tmp_path / name), "-m"]
     assert sorted(output.splitlines()) == [f"{rank} __main__ package.training {argv}" for rank in range(2)]
+
+
+POD = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
+
+
+@pytest.mark.parametrize("environ", [{}, {"PET_NNODES": "1"}, POD, {**POD, "RANK": "0", "WORLD_SIZE": "1"}], ids=str)
+def test_a_single_pod_has_the_number_of_workers_that_kubeflow_asks_for(run, script, monkeypatch, environ):
+    for name, value in {**environ, "PET_NPROC_PER_NODE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, output, errors = run("--backend", "cpu", "--no-prefix", script("import unisono\nprint(unisono.world_size())"))
+    assert (code, output.split()) == (0, ["2", "2"]), errors
 
 
 def test_words_for_the_number_of_workers_are_those_of_torchrun(run, script):

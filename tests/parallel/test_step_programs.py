@@ -45,6 +45,11 @@ def test_a_random_loop_trains_the_weights_of_one_device_or_is_refused(mode: Mode
 FOUND = [
     (
         SOLO,
+        Setup(every=3),
+        "draw a; leave a; forward fit; backward accelerator; foreign 0; forward square; backward plain; step f; step f",
+    ),
+    (
+        SOLO,
         Setup(samples=4, every=3, layout="two"),
         "draw a; keep; draw a; replay 0; forward fit; compute; forward other; backward plain; step g",
     ),

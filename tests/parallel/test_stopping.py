@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from unisono import preemption
-from unisono.errors import StoppedError
+from unisono.errors import StoppedError, UnisonoError
 from unisono.parallel.stopping import should_stop
-from unisono.world import current_world, solo_world
+from unisono.world import current_world, solo_world, use_world
 
 T = TypeVar("T")
 
@@ -35,27 +35,22 @@ def batches() -> Iterator[list[torch.Tensor]]:
 
 @pytest.fixture
 def handled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the main thread had handled SIGTERM, and no stop were requested; this process has no handler."""
+    """As if the main thread had handled SIGTERM; this process has no handler."""
     monkeypatch.setattr(preemption, "_is_handled", True)
-    monkeypatch.setattr(preemption, "_is_requested", False)
 
 
 # Threads.
 
 
 @pytest.mark.any_family
-def test_replicas_stop_after_the_same_step_when_their_process_is_asked(handled):
+def test_replicas_stop_after_the_same_step_when_one_of_them_is_asked(handled):
     def body() -> int:
         for step in range(1000):
-            if unisono.rank() == 1 and step == 5:
-                preemption.request()
-            if should_stop():
+            if should_stop(unisono.rank() == 1 and step == 5):
                 return step
         return -1
 
-    steps = THREADS_4.run(body)
-    assert len(set(steps)) == 1
-    assert 0 <= steps[0] <= 5  # a rank that is a step behind may see it before rank 1 asks for its own
+    assert THREADS_4.run(body) == [5] * 4
 
 
 @pytest.mark.any_family
@@ -66,12 +61,26 @@ def test_once_agreed_it_stays_so_in_that_world_and_meets_nobody(handled):
         world.comm.all_reduce = lambda *a: (calls.append(a), reduce(*a))[1]
         found = [should_stop() for _ in range(2)]
         world.comm.barrier()
-        preemption.request()
-        return found + [should_stop() for _ in range(3)], len(calls)
+        found.append(should_stop(True))
+        return found + [should_stop() for _ in range(2)], len(calls)
 
     assert THREADS_2.run(body) == [([False, False, True, True, True], 3)] * 2
-    preemption._is_requested = False
     assert not should_stop(world=solo_world())
+
+
+def test_a_rank_that_runs_in_a_thread_of_an_engine_stops_when_the_engine_asks():
+    found: list[Any] = []
+
+    def body() -> None:
+        with pytest.raises(UnisonoError, match=r"should_stop\(asked=\) takes whether this rank was asked"):
+            should_stop()
+        with use_world(solo_world()):
+            found.extend([should_stop(False), should_stop(True), should_stop(False)])
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert found == [False, True, True]
 
 
 # Processes.

@@ -48,9 +48,10 @@ def run(parsed: argparse.Namespace) -> int:
     target = Target(parsed.target, tuple(parsed.arguments), parsed.module)
     try:
         check_target(target)
+        place = announced_agent()
+        parsed.nproc = _number_from(parsed, place, "nproc")
         if isinstance(parsed.nproc, str):
             parsed.nproc, parsed.backend = workers_per_node(parsed.nproc, parsed.backend)
-        place = announced_agent()
         machines = _machine_options(parsed, place)
     except (ValueError, ImportError) as error:
         return _print_refusal(parsed, error)
@@ -89,7 +90,7 @@ def _run_on_machines(
 
     family = pick_backend(parsed.backend)
     group_backend(family, parsed.process_group)
-    count = check_nprocs(_number_from(parsed, place, "nproc"), family, parsed.process_group)
+    count = check_nprocs(parsed.nproc, family, parsed.process_group)
     max_restarts = _max_restarts(parsed, machines, place)
     given = _options_of(parsed, max_restarts, parsed.grace or 25.0, not parsed.no_prefix)
     args = target, variables_of_run(machines.run_id, max_restarts)
@@ -150,9 +151,9 @@ def _max_restarts(parsed: argparse.Namespace, machines: MachineOptions, place: A
     return asked if asked is not None else (3 if machines.min_nodes < machines.max_nodes else 0)
 
 
-def _number_from(parsed: argparse.Namespace, place: AgentPlace | None, name: str) -> int | None:
+def _number_from(parsed: argparse.Namespace, place: AgentPlace | None, name: str) -> Any:
     """A number from the command line, or else from the environment."""
-    found: int | None = getattr(parsed, name)
+    found = getattr(parsed, name)
     return found if found is not None else getattr(place, name, None)
 
 

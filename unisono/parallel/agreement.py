@@ -130,8 +130,8 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
     if named and (found := _first_difference(named, world)) is not None and world.rank == 0:
         logger.warning(
             "%s of the %s is %s after a step: forward() updates it from each rank's own data, and rank zero's replaces "
-            "the others'; reduce what updates it (unisono.all_reduce), or keep each rank's by strategy="
-            "unisono.strategies.DDP(broadcast_buffers=False)",
+            "the others'; reduce what updates it (unisono.all_reduce), or keep each rank's by the strategy's "
+            "broadcast_buffers=False, such as strategy=unisono.strategies.DDP(broadcast_buffers=False)",
             found.name,
             type(module).__name__,
             found.holders(),

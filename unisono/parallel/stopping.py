@@ -6,6 +6,7 @@ import torch
 
 from unisono import preemption
 from unisono.comm.operations import HOST
+from unisono.errors import UnisonoError
 from unisono.timeline import REDUCE
 from unisono.world import World, current_world
 
@@ -16,7 +17,7 @@ class _Stop:
     is_agreed = False
 
 
-def should_stop(*, world: World | None = None) -> bool:
+def should_stop(asked: bool | None = None, *, world: World | None = None) -> bool:
     """Return whether to stop here, because a rank has received SIGTERM since the first call; the same on all ranks.
 
     Every rank calls it at the same place, for example after a step::
@@ -42,20 +43,26 @@ def should_stop(*, world: World | None = None) -> bool:
     in the main thread, or `should_stop` once before, since only that can handle signals.
 
     Args:
+        asked: whether this rank was asked to stop in another way, such as by the notice of a cloud or of an engine
+            that runs this function in a thread; SIGTERM counts as well where it can be handled.
         world: None uses the current one.
 
     Raises:
-        UnisonoError: this is the process's first call, and the main thread has no part in it.
+        UnisonoError: this is the process's first call, the main thread has no part in it, and `asked` is not given.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     world = world or current_world()
-    preemption.handle()
+    try:
+        preemption.handle()
+    except UnisonoError:
+        if asked is None:
+            raise
     stop = world.state.part(_Stop)
     if stop.is_agreed:
         # All ranks agreed in the same call, so all of them leave out the reduction from then on.
         return True
     with world.timeline.loop().span(REDUCE):
-        asked = torch.tensor(int(preemption.is_requested()), dtype=torch.int32, device=HOST)
+        asked = torch.tensor(int(bool(asked) or preemption.is_requested()), dtype=torch.int32, device=HOST)
         stop.is_agreed = bool(world.comm.all_reduce(asked, "max").item())
     if stop.is_agreed:
         preemption.agree()

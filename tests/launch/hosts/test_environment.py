@@ -134,12 +134,25 @@ def test_on_one_machine_the_ranks_of_mpirun_meet_at_a_port_of_their_job():
     assert (place.address, place.rank, place.node_rank) == ("127.0.0.1", 3, 0)
     assert 20000 <= place.port < 30000
     assert place.port != other.port
-    assert announced_place({**alone, "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert announced_place({**alone, "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}) is None
 
 
-@pytest.mark.parametrize("environ", [MPIRUN, HYDRA, {"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}], ids=str)
+def test_the_local_tasks_of_submitit_are_one_world():
+    task = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"}
+    place = announced_place({**task, "SUBMITIT_LOCAL_JOB_ID": "7"})
+    assert place == Place("submitit", 1, 2, 1, 2, 0, "127.0.0.1", place.port if place else 0)
+    assert announced_place({**task, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"}) is None
+
+
+LONE = [{"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}, {"LOCAL_RANK": "1"}, {"RANK": "3"}]
+
+
+@pytest.mark.parametrize("environ", [MPIRUN, HYDRA, *LONE], ids=str)
 def test_a_process_that_a_launcher_has_started_beside_others_does_not_train_alone(environ):
     assert "has started several of these processes" in (announcement(environ) or "")
+    if environ in LONE:
+        with pytest.raises(NoWorldError, match="but not how many"):
+            announced_place(environ)
 
 
 @pytest.mark.slow
@@ -231,7 +244,7 @@ def test_an_agent_s_place_is_read_from_kubernetes():
     expected = AgentPlace("the PET_ variables", "2", 1, "job-node-0-0.job:29400", "job", nproc=8, max_restarts=2)
     assert announced_agent(environ) == expected
     elastic = {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "worker-0:23456", "PET_NPROC_PER_NODE": "auto"}
-    assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None)
+    assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None, "auto")
 
 
 def test_without_a_launcher_there_is_no_agent_s_place():

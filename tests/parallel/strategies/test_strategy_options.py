@@ -213,7 +213,9 @@ def test_units_of_fsdp_may_compute_in_a_narrower_type() -> None:
     assert {each.dtype for each in state.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize(("mode", "strategy"), [(THREADS_2, DDP), (PROCESSES_2, DDP), (PROCESSES_2, ZeRO1)])
+@pytest.mark.parametrize(
+    ("mode", "strategy"), [(THREADS_2, DDP), (PROCESSES_2, DDP), (PROCESSES_2, ZeRO1), (PROCESSES_2, FSDP)]
+)
 def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: Mode, strategy: Any) -> None:
     def body(shares: bool) -> torch.Tensor:
         accelerator = Accelerator(strategy=strategy(broadcast_buffers=shares))

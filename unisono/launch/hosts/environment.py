@@ -21,7 +21,7 @@ from zlib import crc32
 
 from unisono.errors import NoWorldError
 from unisono.launch.starting.marks import OUTER_DIRECTORY
-from unisono.world import MPI_OWN, MPI_SHARED, is_slurm_step
+from unisono.world import MPI_OWN, MPI_SHARED, is_slurm_step, lone_rank
 
 TAKEN = "UNISONO_TAKEN"
 """The variable that records which process has taken which place."""
@@ -63,7 +63,7 @@ class AgentPlace:
     node_rank: int | None
     endpoint: str
     run_id: str | None
-    nproc: int | None = None
+    nproc: int | str | None = None
     max_restarts: int | None = None
 
 
@@ -84,7 +84,8 @@ def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
 
     Raises:
         ValueError: a variable is missing or invalid; the message names it.
-        NoWorldError: this is the only process of its machine, and is meant to start several ranks there.
+        NoWorldError: this is the only process of its machine, and is meant to start several ranks there; or a launcher
+            gives it a rank, and says nothing of the others.
     """
     if environ is None:
         if _is_within:
@@ -101,7 +102,13 @@ def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
         or _slurm_place(environ)
         or _mpi_place(environ, MPI_SHARED)
     )
-    if place is None or _is_of_another(place, environ.get(TAKEN, "")):
+    taken = environ.get(TAKEN, "")
+    if place is None and not taken and "WORLD_SIZE" not in environ and (rank := lone_rank(environ)):
+        raise NoWorldError(
+            f"{rank}, but not how many, and how to reach the first of them; set RANK, WORLD_SIZE, LOCAL_RANK, "
+            "MASTER_ADDR and MASTER_PORT for each, or start one process, and pass spawn(nprocs=) the number of ranks"
+        )
+    if place is None or _is_of_another(place, taken):
         return None
     return _check_place(place)
 
@@ -169,13 +176,13 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _mpi_place(environ: Mapping[str, str], implementations: Sequence[str]) -> Place | None:
-    for rank, size, local_rank, local_size in (names.split() for names in implementations):
+    for rank, size, local_rank, local_size, *job in (names.split() for names in implementations):
         if rank not in environ or (world_size := _number(environ, size)) == 1:
             continue
         own, local_count = _number(environ, rank), _number(environ, local_size)
         address, port = environ.get("MASTER_ADDR", ""), _number(environ, "MASTER_PORT", _TORCH_PORT)
-        if not address and local_count == world_size and (job := environ.get("PMIX_NAMESPACE")):
-            address, port = "127.0.0.1", 20000 + crc32(job.encode()) % 10000  # differs between jobs on this machine
+        if not address and local_count == world_size and job and job[0] in environ:
+            address, port = "127.0.0.1", 20000 + crc32(environ[job[0]].encode()) % 10000  # differs between local jobs
         elif not address:
             raise NoWorldError(
                 f"{rank}={own} of {size}={world_size} says that mpirun has started this process, and not where the "
@@ -183,7 +190,8 @@ def _mpi_place(environ: Mapping[str, str], implementations: Sequence[str]) -> Pl
                 "(with MPICH and Intel MPI: -genv MASTER_ADDR host1 -genv MASTER_PORT 29500)"
             )
         node_rank = own // local_count  # where machines have equally many ranks, one after the other
-        return Place("mpirun", own, world_size, _number(environ, local_rank), local_count, node_rank, address, port)
+        launcher = "submitit" if rank.startswith("SUBMITIT") else "mpirun"
+        return Place(launcher, own, world_size, _number(environ, local_rank), local_count, node_rank, address, port)
     return None
 
 
@@ -203,20 +211,20 @@ def _pod_place(environ: Mapping[str, str]) -> Place | None:
         rank, world_size, address, port = 0, 0, "", 0
     else:
         return None
+    if world_size == 1:
+        return None  # an ordinary process, which may start its ranks itself
     if (num_ranks.isdecimal() and int(num_ranks) > 1) or world_size == 0:
         raise NoWorldError(
             f"PET_NNODES={num_pods} and PET_NPROC_PER_NODE={num_ranks} ask for an agent in this pod, which starts its "
             "ranks; let the pod run `unisono run script.py` (or torchrun), which reads these variables"
         )
-    if world_size == 1:
-        return None
     is_pod = "KUBERNETES_SERVICE_HOST" in environ or any(name.startswith("PET_") for name in environ)
     launcher = "a Kubernetes pod" if is_pod else "the variables RANK and WORLD_SIZE"
     return Place(launcher, rank, world_size, 0, 1, rank, address, port)
 
 
 def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:
-    if not ({"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"} & environ.keys()):
+    if not ({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"} & environ.keys()):
         return None
     address = environ.get("PET_MASTER_ADDR", "")
     port = _number(environ, "PET_MASTER_PORT", _TORCH_PORT)
@@ -227,8 +235,7 @@ def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:
         node_rank=_number(environ, "PET_NODE_RANK") if "PET_NODE_RANK" in environ else None,
         endpoint=environ.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else ""),
         run_id=environ.get("PET_RDZV_ID"),
-        # it may also be "auto", "gpu" or "cpu"
-        nproc=_number(environ, "PET_NPROC_PER_NODE") if nproc.isdecimal() else None,
+        nproc=int(nproc) if nproc.isdecimal() else nproc or None,
         max_restarts=_number(environ, "PET_MAX_RESTARTS") if "PET_MAX_RESTARTS" in environ else None,
     )
 

@@ -81,7 +81,7 @@ class FSDPEngine(Engine):
     def __init__(self, module: nn.Module, world: World, steps: Steps, options: FSDP) -> None:
         name = type(module).__name__  # before `fully_shard` replaces its class
         sharded: Any = shard(module, world, options)
-        super().__init__(sharded, world, steps)
+        super().__init__(sharded, world, steps, options.broadcast_buffers)
         self._sharded, self.name = sharded, name
         self._units, self._keeps = units_in(sharded), options.reshard_after_forward
         self._whole = whole_parameters(sharded)

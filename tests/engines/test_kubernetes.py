@@ -1,0 +1,140 @@
+"""The job files of docs/several_machines.md: their fields are those of Kubeflow's API; their pods train together."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from agents import agent, free_port
+
+PAGE = Path(__file__).parents[2] / "docs" / "several_machines.md"
+JOBS = {job["kind"]: job for job in map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL))}
+SCRIPT = "import unisono\nprint(unisono.current_world().node_rank, sorted(unisono.all_gather_object(unisono.rank())))\n"
+
+
+def unknown_train_job_fields(job: dict[str, Any]) -> list[str]:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    made = models.TrainerV1alpha1TrainJob.from_dict(job)
+    return missing(job, made.to_dict())
+
+
+def missing(given: Any, kept: Any, path: str = "") -> list[str]:
+    """The fields that a round through the API's classes has lost or changed."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        return [each for name in given for each in missing(given[name], kept.get(name), f"{path}.{name}")]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        return [each for one, other in zip(given, kept, strict=True) for each in missing(one, other, path)]
+    return [] if given == kept else [path]
+
+
+def unknown_pytorch_job_fields(job: dict[str, Any]) -> list[str]:
+    pytest.importorskip("kubeflow.training")
+    return unnamed(job, "KubeflowOrgV1PyTorchJob")
+
+
+def unnamed(given: Any, kind: str, path: str = "") -> list[str]:
+    """The fields that the API's class of this name does not have."""
+    if container := re.fullmatch(r"(list\[|dict\(str, )(.+)[\])]", kind):
+        values = given if isinstance(given, list) else given.values()
+        return [each for value in values for each in unnamed(value, container[2], path)]
+    if not isinstance(given, dict) or kind == "object":
+        return []
+    # Those of Kubernetes itself, such as V1PodTemplateSpec, are in its own client.
+    module = importlib.import_module("kubernetes.client" if kind.startswith("V1") else "kubeflow.training.models")
+    made = getattr(module, kind)
+    kinds = {name: made.openapi_types[each] for each, name in made.attribute_map.items()}
+    found = [f"{path}.{name}" for name in given if name not in kinds]
+    return found + [
+        each for name in given if name in kinds for each in unnamed(given[name], kinds[name], f"{path}.{name}")
+    ]
+
+
+CHECKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "TrainJob": unknown_train_job_fields,
+    "PyTorchJob": unknown_pytorch_job_fields,
+}
+
+
+def test_the_page_has_a_file_for_each_api() -> None:
+    assert JOBS.keys() == CHECKS.keys()
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+def test_every_field_of_the_file_is_one_of_the_api(kind: str) -> None:
+    assert CHECKS[kind](JOBS[kind]) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("TrainJob", ("trainer", "numProcs")),
+        ("TrainJob", ("runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "jobs")),
+        ("PyTorchJob", ("elasticPolicy", "endpoint")),
+        ("PyTorchJob", ("pytorchReplicaSpecs", "Worker", "template", "spec", "shm")),
+    ],
+)
+def test_a_field_that_the_api_does_not_have_is_found(kind: str, path: tuple[Any, ...]) -> None:
+    job = yaml.safe_load(yaml.safe_dump(JOBS[kind]))
+    place = job["spec"]
+    for each in path[:-1]:
+        place = place[each]
+    place[path[-1]] = 1
+    assert [found.endswith(f".{path[-1]}") for found in CHECKS[kind](job)] == [True]
+
+
+def train_job_variables(spec: dict[str, Any], number: int, port: int) -> dict[str, str]:
+    """What Kubeflow Trainer's torch plugin sets in a pod."""
+    return {
+        "PET_NNODES": str(spec["trainer"]["numNodes"]),
+        "PET_NPROC_PER_NODE": str(spec["trainer"]["numProcPerNode"]),
+        "PET_NODE_RANK": str(number),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+    }
+
+
+def pytorch_job_variables(spec: dict[str, Any], number: int, port: int) -> dict[str, str]:
+    """What the training operator sets in a pod of a job with an elastic policy, which has no number of its own."""
+    policy = spec["elasticPolicy"]
+    return {
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+        "PET_RDZV_BACKEND": policy["rdzvBackend"],
+        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+        "PET_NPROC_PER_NODE": spec["nprocPerNode"],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHECKS)
+def test_two_pods_of_the_file_are_one_world(kind: str, tmp_path: Path) -> None:
+    spec, port = JOBS[kind]["spec"], free_port()
+    if kind == "TrainJob":
+        command, variables = spec["trainer"]["command"], train_job_variables
+    else:
+        pod = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+        command, variables = pod["containers"][0]["command"], pytorch_job_variables
+    ranks = list(range(2 * int(variables(spec, 0, port)["PET_NPROC_PER_NODE"])))
+    arguments = [*command[1:-1], "--backend", "cpu", "--no-prefix", command[-1]]
+    with ExitStack() as stack:
+        pods = []
+        for number in range(2):
+            (tmp_path / str(number)).mkdir()
+            (tmp_path / str(number) / command[-1]).write_text(SCRIPT)
+            pods.append(agent(tmp_path / str(number), *arguments, **variables(spec, number, port)))
+            stack.enter_context(pods[-1])
+        nodes = set()
+        for pod in pods:
+            code, output, errors = pod.end()
+            assert code == 0, errors
+            lines = output.splitlines()
+            assert len(lines) == len(ranks) // 2
+            nodes.add(lines[0].partition(" ")[0])
+            assert {line.partition(" ")[2] for line in lines} == {str(ranks)}
+    assert nodes == {"0", "1"}
