@@ -190,6 +190,7 @@ class Backend(ABC):
         """What `rng_state` gives after that seed; None where the device draws from the CPU's generator."""
         return torch.Generator(device).manual_seed(seed).get_state()
 
+    @property
     def pins_memory(self) -> bool:
         """Whether it copies faster from page-locked memory, which torch has for it. May start the runtime."""
         return False

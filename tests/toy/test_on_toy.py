@@ -72,7 +72,7 @@ def test_a_use_that_is_not_recorded_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_batches_are_staged_in_page_locked_memory(family: AcceleratorBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert family.pins_memory()
+    assert family.pins_memory
     sent: list[bool] = []
     send = accelerator.send
 

@@ -119,11 +119,8 @@ class AcceleratorBackend(Backend):
     def peak_memory(self, device: torch.device) -> int:
         return int(self.module.max_memory_allocated(device)) if hasattr(self.module, "max_memory_allocated") else 0
 
-    def pins_memory(self) -> bool:
-        return self._pins
-
     @cached_property
-    def _pins(self) -> bool:
+    def pins_memory(self) -> bool:
         try:
             return torch.empty(1, pin_memory=True).is_pinned()
         except (RuntimeError, NotImplementedError):  # the accelerator has no allocator for it
@@ -146,9 +143,9 @@ class AcceleratorBackend(Backend):
     def _move_leaf(self, leaf: Any, device: torch.device, own: torch.Stream) -> Any:
         """A leaf on the device, or on its way there on the current stream; one of an unknown class, on `own`."""
         if isinstance(leaf, torch.Tensor | PackedSequence):
-            return send(pin_leaf(leaf) if self.pins_memory() else leaf, device, non_blocking=True)
+            return send(pin_leaf(leaf) if self.pins_memory else leaf, device, non_blocking=True)
         if _records_streams(leaf):
-            return send(pin_leaf(leaf) if self.pins_memory() else leaf, device)
+            return send(pin_leaf(leaf) if self.pins_memory else leaf, device)
         with _on_stream(own):
             return send(leaf, device)
 

@@ -41,7 +41,7 @@ class HostMemory:
 
     def _buffer(self, source: torch.Tensor) -> torch.Tensor:
         free = self._free.get((source.shape, source.stride(), source.dtype), [])
-        buffer = free.pop() if free else host_buffer(source, get_backend(source.device.type).pins_memory())
+        buffer = free.pop() if free else host_buffer(source, get_backend(source.device.type).pins_memory)
         self._used.append(buffer)
         return buffer
 
