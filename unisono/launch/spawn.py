@@ -168,8 +168,11 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
     return nprocs
 
 
-def make_job(call: bytes, count: int, family: Backend, options: Options) -> Job:
+def make_job(call: bytes, count: int, family: Backend, options: Options, caller: Caller | None = None) -> Job:
     """Make the job of `count` workers on this machine, and prepare this process for them.
+
+    Args:
+        caller: what they take over; None is this process.
 
     Raises:
         ValueError: there are fewer cores than workers to be pinned, or too little memory, files or processes for them.
@@ -182,12 +185,9 @@ def make_job(call: bytes, count: int, family: Backend, options: Options) -> Job:
             "or WSL"
         )
     check_room(count)
-<<<<<<< HEAD
-    caller = Caller(environ={**os.environ, **family.worker_environment(count)})
-    job = Job(pickle_call(fn, tuple(args), Settings.read()), count, family.name, options, num_threads, cores, caller)
-=======
-    job = Job(call, count, family.name, options, num_threads, cores)
->>>>>>> main
+    caller = caller or Caller()
+    caller = replace(caller, environ={**caller.environ, **family.worker_environment(count)})
+    job = Job(call, count, family.name, options, num_threads, cores, caller)
     _settle_streams()
     return job
 
