@@ -54,8 +54,8 @@ FLOOR = {
 STRANGERS = (1, 3)  # floors whose parts do not see one another
 SEEN_ALL_THE_SAME = {("unisono.parallel.data_parallel", "loaders")}
 
-DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|xla|xpu|hpu)(:\d*)?")
-DEVICE_MODULES = ("cuda", "mps", "xla", "xpu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is host memory, not a family
+DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|tpu|xla|xpu|npu|hpu)(:\d*)?")
+DEVICE_MODULES = ("cuda", "mps", "tpu", "xla", "xpu", "npu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is no family
 NAMELESS = ("util", "utils", "helper", "helpers", "common", "core", "misc")
 MIRRORS = (
     "unisono.compat.torch_xla",
