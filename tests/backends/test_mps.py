@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader
 from twin import Case, State, assert_all_are, plain_run, run
-from unisono.launch.heartbeat import beating
 
 from unisono import Accelerator, DeviceLoader, gather_report
 from unisono.backends.mps import MpsBackend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.selection import innermost, process_communicator
 from unisono.comm.through_host import ThroughHostCommunicator
+from unisono.launch.reports import beating
 from unisono.loaders import parallel_loader
 from unisono.strategies import DDP
 from unisono.timeline import Timeline

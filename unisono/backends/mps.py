@@ -12,16 +12,14 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends.movement import send
-from unisono.backends.usual import UsualBackend
-from unisono.protocols import Feature, Transport
+from unisono.protocols import Backend
 from unisono.tree import map_objects
 
 logger = logging.getLogger(__name__)
 
 
-class MpsBackend(UsualBackend):
+class MpsBackend(Backend):
     name = "mps"
-    process_group_backend = "gloo"
     moves_in_loop = True  # Metal operations of two threads crash torch (its issue 197805)
 
     def __init__(self) -> None:
@@ -33,16 +31,8 @@ class MpsBackend(UsualBackend):
     def device_count(self) -> int:
         return int(self.is_available())
 
-    def process_transport(self) -> Transport:
-        return "host"
-
-    def unsupported_reason(self, feature: Feature) -> str | None:
-        if feature == "process_group":
-            return (
-                "process groups do not support MPS tensors; use strategy='ddp', without comm_hook, whose gradients "
-                "the backward pass reduces through main memory"
-            )
-        return super().unsupported_reason(feature)
+    def unavailable_reason(self) -> str:
+        return "" if torch.backends.mps.is_built() else "this torch is built without MPS"
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         return map_objects(lambda leaf: send(self._narrow_leaf(leaf), device), batch), None

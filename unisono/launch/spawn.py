@@ -21,7 +21,7 @@ from unisono.launch.context import ProcessContext
 from unisono.launch.engines import find_engine, spawn_on
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
-from unisono.launch.job import Job
+from unisono.launch.job import Caller, Job
 from unisono.launch.messages import shorten_traceback
 from unisono.launch.options import Cores, Options, Output, SpawnOptions
 from unisono.launch.reports import count_of
@@ -168,8 +168,11 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
     return nprocs
 
 
-def make_job(call: bytes, count: int, family: Backend, options: Options) -> Job:
+def make_job(call: bytes, count: int, family: Backend, options: Options, caller: Caller | None = None) -> Job:
     """Make the job of `count` workers on this machine, and prepare this process for them.
+
+    Args:
+        caller: what they take over; None is this process.
 
     Raises:
         ValueError: there are fewer cores than workers to be pinned, or too little memory, files or processes for them.
@@ -186,7 +189,9 @@ def make_job(call: bytes, count: int, family: Backend, options: Options) -> Job:
             "or WSL"
         )
     check_room(count)
-    job = Job(call, count, family.name, options, num_threads, cores)
+    caller = caller or Caller()
+    caller = replace(caller, environ={**caller.environ, **family.worker_environment(count)})
+    job = Job(call, count, family.name, options, num_threads, cores, caller)
     _settle_streams()
     return job
 
