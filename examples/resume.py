@@ -4,7 +4,10 @@
     python examples/resume.py --devices 2 --directory runs/digits     # continues there, on two devices
 
 On the same number of devices the resumed run has the same bits as one that was never stopped; on another number, it
-sees the same samples.
+sees the same samples. So it does on several machines that see one directory:
+
+    python examples/resume.py --devices 16 --directory /shared/digits --engine slurm       # or ray
+    python examples/resume.py --devices 16 --directory /shared/digits --engine node1,node2  # by SSH
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch.nn import functional as F
 from train_digits import build_loaders
 
 from unisono import Accelerator, should_stop, spawn, world_size
+from unisono.engines import Hosts
 
 
 def train(index: int, directory: Path, epochs: int) -> float:
@@ -52,7 +56,10 @@ if __name__ == "__main__":
     parser.add_argument("--directory", type=Path, default=Path("runs/digits"))
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--backend", help="cpu, cuda, mps or xla; by itself an accelerator, where there is one")
+    parser.add_argument("--engine", help="local, ray, slurm, or the names of hosts, between commas")
     given = parser.parse_args()
     ranks = {"nprocs": given.devices, "backend": given.backend, "max_restarts": 3}
+    if given.engine is not None:
+        ranks["engine"] = given.engine if given.engine in ("local", "ray", "slurm") else Hosts(given.engine.split(","))
     accuracy, *_ = spawn(train, args=(given.directory, given.epochs), **ranks)
     print(f"test accuracy {accuracy:.2%}")

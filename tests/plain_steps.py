@@ -97,6 +97,7 @@ class Plain(Machine):
         self.starts = {"a": 0, "b": 0}  # where the next loop begins
         self.open: dict[Any, Batch] = {}  # the last batch of each open loop; the loop that delivered last is the last
         self.left: set[Any] = set()  # loops that were
+        self.over: set[Any] = set()  # these, and those that have ended, in this run of the script
         self.used: set[Any] = set()  # batches that a forward pass was computed from
         self.states: list[list[torch.Tensor]] = []
         self.stop: Exception | None = None
@@ -151,6 +152,7 @@ class Plain(Machine):
             self.left.add(loop)
         finally:
             self.open.pop(loop, None)
+            self.over.add(loop)
 
     def tensors(self, batch: Batch) -> Sequence[torch.Tensor]:
         return batch.tensors
@@ -331,7 +333,7 @@ class Plain(Machine):
             return True
         # What remains of a loop that was left: requested once more, without a further pass.
         loops = now.loops - {NO_LOADER}
-        is_over = loops and loops.isdisjoint(self.open)
+        is_over = loops and loops <= self.over
         return now.state == "collecting" and is_over and self.asked[name] > self.recent_began
 
     def step(self, name: str) -> None:

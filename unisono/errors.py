@@ -126,7 +126,13 @@ class UnpicklableError(UnisonoError):
 
 
 class RemoteError(UnisonoError):
-    """Stands for a worker's exception whose class cannot be rebuilt here; the message begins with its type."""
+    """Stands for a worker's exception whose class cannot be rebuilt here; the message begins with its type.
+
+    Attributes:
+        sent: the exception as it came, for a process that knows its class.
+    """
+
+    sent: dict[str, object] | None = None
 
 
 class StateError(UnisonoError, ValueError):

@@ -100,6 +100,7 @@ class Outcome(Generic[T]):
             error = _rebuild_error(fields["payload"])
             if error is None:
                 error = RemoteError(f"{fields['type']}: {fields['message']}")
+                error.sent = {name: fields[name] for name in ("payload", "type", "message")}
             if fields["traceback"]:
                 text = fields["traceback"]
                 # Python shows the error itself once more, after it.
@@ -117,10 +118,9 @@ class Outcome(Generic[T]):
             return Outcome(error=refusal, where=where, at=at)
 
     def _pack(self, error: BaseException) -> bytes:
+        sent = error.sent if isinstance(error, RemoteError) else None
         fields = {
-            "payload": _pickle_error(error),
-            "type": f"{type(error).__module__}.{type(error).__qualname__}",
-            "message": _text_of(error),
+            **(sent or _describe_error(error)),
             "traceback": _traceback_of(error),
             "where": self.where,
             "at": self.at,
@@ -224,6 +224,11 @@ def _repr_of(value: Any) -> str:
 def _is_twin(made: BaseException, error: BaseException) -> bool:
     """Whether `made` is a faithful copy: an `__init__` that formats its message would format it a second time."""
     return type(made) is type(error) and _text_of(made) == _text_of(error)
+
+
+def _describe_error(error: BaseException) -> dict[str, Any]:
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return {"payload": _pickle_error(error), "type": kind, "message": _text_of(error)}
 
 
 def _pickle_error(error: BaseException) -> bytes | None:

@@ -7,7 +7,7 @@ the two Protocols. `tests/contract/` checks each sentence here against every imp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -215,3 +215,35 @@ class Communicator(Protocol):
     def leave(self) -> None:
         """Record that this rank no longer takes part; ranks that wait for it, now or later, fail at once.
         Idempotent."""
+
+
+class Run(Protocol):
+    """The machines of a run that an `Engine` has started."""
+
+    def outcomes(self, timeout_s: float) -> Iterator[tuple[int, bytes]]:
+        """The outcomes that have arrived, as `run_machine` returns them, with the number of the machine; waits
+        `timeout_s` seconds at most for one. A machine that ends without one has an error as its outcome."""
+
+    def ask_to_stop(self) -> None:
+        """Ask the workers to stop early (`should_stop`)."""
+
+    def kill(self) -> None:
+        """End what still runs, and return when it has ended. Idempotent."""
+
+
+class Engine(Protocol):
+    """Lends machines to `spawn(..., engine=)`, and runs `unisono.engines.machine.run_machine` on each.
+
+    Attributes:
+        variables: the names of the caller's environment variables that are sent.
+        lacks: options of `spawn` that it cannot keep, and why: they are refused.
+    """
+
+    variables: Sequence[str]
+    lacks: Mapping[str, str]
+
+    def machines_for(self, nprocs: int) -> int:
+        """The number of machines for so many workers."""
+
+    def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
+        """Start the agents. Raises UnisonoError, and leaves nothing, if one cannot be started."""

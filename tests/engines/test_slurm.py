@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
+from slurm_cluster import Entry, wait_until
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 90.0
@@ -58,41 +56,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+def slurm(slurm_entry: Entry) -> Callable[..., str]:
     """Run a command in the cluster's namespaces; its output."""
-    missing = [name for name in ("slurmctld", "slurmd", "munged", "unshare", "ip") if shutil.which(name) is None]
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root, and {missing}: apt-get install slurm-wlm munge iproute2")
-    directory = tmp_path_factory.mktemp("slurm")
-    for path in (directory, *directory.parents):
-        if os.stat(path).st_uid == 0 and path != Path("/"):
-            path.chmod(path.stat().st_mode | 0o055)  # munged wants a path that others can look through
-    command = ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "--mount-proc", "bash"]
-    cluster = subprocess.Popen([*command, str(Path(__file__).parent / "cluster.sh"), str(directory)])
-    try:
-        wait_until((directory / "ready").exists, lambda: f"no cluster: {cluster.poll()}", limit_s=30.0)
-        inside = psutil.Process(cluster.pid).children()[0].pid
-        environ = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf"), "MASTER_ADDR": ""}
-        environ = {name: value for name, value in environ.items() if value}
+    enter, variables = slurm_entry
+    environ = {name: value for name, value in {**os.environ, **variables}.items() if name != "MASTER_ADDR"}
 
-        def run(*arguments: str, cwd: Path = directory) -> str:
-            enter = ["nsenter", f"--target={inside}", "--mount", "--net", "--pid", f"--wd={cwd}", *arguments]
-            path = f"{cwd}:{os.environ['PATH']}"
-            found = subprocess.run(enter, env={**environ, "PATH": path}, capture_output=True, text=True, timeout=60)
-            assert found.returncode == 0, found.stderr
-            return found.stdout
+    def run(*arguments: str, cwd: Path = ROOT) -> str:
+        path = f"{cwd}:{os.environ['PATH']}"
+        found = subprocess.run(
+            [*enter, *arguments], env={**environ, "PATH": path}, capture_output=True, text=True, timeout=60, cwd=cwd
+        )
+        assert found.returncode == 0, found.stderr
+        return found.stdout
 
-        yield run
-    finally:
-        cluster.kill()  # and with it, by --kill-child, the first process of its namespace, and all others
-        cluster.wait()
-
-
-def wait_until(is_true: Callable[[], bool], describe: Callable[[], str], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_true():
-        assert time.monotonic() < deadline, describe()
-        time.sleep(0.1)
+    return run
 
 
 class Job:
@@ -112,7 +89,7 @@ class Job:
         self.id = slurm("sbatch", "--parsable", "--output=out", *options, "job.sh", cwd=directory).strip()
 
     def facts(self) -> dict[str, str]:
-        text = self._slurm("scontrol", "show", "job", self.id)
+        text = self._slurm("scontrol", "show", "job", self.id, cwd=self._directory)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     @property

@@ -42,6 +42,12 @@ def test_a_random_loop_trains_the_weights_of_one_device_or_is_refused(mode: Mode
 
 # Random programs that trained other weights once.
 FOUND = [
+    (SOLO, Setup(every=4), "draw a; forward fit; backward accelerator; step f; save; resume; step f; step f"),
+    (
+        THREADS_2,
+        Setup(samples=15, others=4, every=2),
+        "draw a; forward fit; draw b; forward square; add; backward named; step f",
+    ),
     (
         SOLO,
         Setup(every=3),

@@ -86,7 +86,9 @@ def _run_on_machines(
     from unisono.launch.hosts.agent import run_agent
     from unisono.launch.options import Options
     from unisono.launch.run_target import run_worker_target, variables_of_run
+    from unisono.launch.settings import Settings
     from unisono.launch.spawn import check_nprocs, make_job
+    from unisono.launch.unpicklable import pickle_call
 
     family = pick_backend(parsed.backend)
     group_backend(family, parsed.process_group)
@@ -94,7 +96,8 @@ def _run_on_machines(
     max_restarts = _max_restarts(parsed, machines, place)
     given = _options_of(parsed, max_restarts, parsed.grace or 25.0, not parsed.no_prefix)
     args = target, variables_of_run(machines.run_id, max_restarts)
-    run_agent(make_job(run_worker_target, args, count, family, Options(**given)), machines)
+    call = pickle_call(run_worker_target, args, Settings.read())
+    run_agent(make_job(call, count, family, Options(**given)), machines).unwrap()
 
 
 def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, has_prefix: bool) -> SpawnOptions:

@@ -16,6 +16,7 @@ from typing import Literal, TypedDict
 
 from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends.cores import disjoint_cores, fair_num_threads
+from unisono.protocols import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class SpawnOptions(TypedDict, total=False):
     grace_s: float
     output: Output
     process_group: Literal["gloo"] | None
+    engine: str | Engine | None
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Options:
     grace_s: float = 5.0
     output: Output = Output()
     process_group: Literal["gloo"] | None = None
+    engine: str | Engine | None = None
     daemon: bool = False
 
     def __post_init__(self) -> None:

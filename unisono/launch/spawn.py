@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, Unpack, overload
 
@@ -17,6 +18,7 @@ from unisono.backends import pick_backend
 from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ProcessContext
+from unisono.launch.engines import find_engine, spawn_on
 from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
@@ -100,6 +102,8 @@ def spawn(
               continues from its own checkpoint. Default: 0.
             - `grace_s`: seconds that a worker has between SIGTERM (or SIGINT) and SIGKILL. Default: 5.
             - `output`: `Output(...)`: log files, and what is shown of the workers' output.
+            - `engine`: workers on other machines: "slurm", "ray", or `unisono.engines.Hosts([...])` and the like
+              (docs/several_machines.md). `fn` may be any that can be sent; what it prints is shown here.
             - `process_group`: how torch.distributed reduces. Default: memory shared between the workers, and NCCL on
               CUDA; "gloo" sends over the loopback interface and lets several workers share a GPU, useful in tests.
 
@@ -119,6 +123,14 @@ def spawn(
     _check_call(fn, args)
     check_names("spawn", options, ["args", "nprocs", "join", "daemon", *SpawnOptions.__annotations__], _MOVED)
     chosen = Options(daemon=daemon, **options)
+    if chosen.engine is not None:
+        if not join:
+            raise ValueError("spawn(join=False) does not go with engine=, whose machines are waited for")
+        try:
+            return spawn_on(find_engine(chosen.engine), fn, args, nprocs, replace(chosen, engine=None))
+        except BaseException as error:
+            shorten_traceback(error)
+            raise
     family = pick_backend(chosen.backend)
     count = check_nprocs(nprocs, family, chosen.process_group)
     group_backend(family, chosen.process_group)
@@ -129,7 +141,8 @@ def spawn(
         raise ValueError(f"Output(ranks=...) names rank {outside[0]}; the ranks are 0 to {count - 1}")
     if count == 1 and join and not chosen.needs_process:
         return [_run_inline(fn, args, family)]
-    context = ProcessContext(Supervisor(make_job(fn, args, count, family, chosen)))
+    call = pickle_call(fn, tuple(args), Settings.read())
+    context = ProcessContext(Supervisor(make_job(call, count, family, chosen)))
     if join:
         try:
             return context.join() or []
@@ -155,12 +168,11 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
     return nprocs
 
 
-def make_job(fn: Callable[..., Any], args: Sequence[Any], count: int, family: Backend, options: Options) -> Job:
+def make_job(call: bytes, count: int, family: Backend, options: Options) -> Job:
     """Make the job of `count` workers on this machine, and prepare this process for them.
 
     Raises:
         ValueError: there are fewer cores than workers to be pinned, or too little memory, files or processes for them.
-        UnpicklableError: `fn` or `args` cannot be sent to the workers.
         UnisonoError: workers cannot be supervised on this platform.
     """
     num_threads, cores = options.shared_cores.divide(count)
@@ -170,7 +182,7 @@ def make_job(fn: Callable[..., Any], args: Sequence[Any], count: int, family: Ba
             "or WSL"
         )
     check_room(count)
-    job = Job(pickle_call(fn, tuple(args), Settings.read()), count, family.name, options, num_threads, cores)
+    job = Job(call, count, family.name, options, num_threads, cores)
     _settle_streams()
     return job
 

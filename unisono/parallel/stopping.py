@@ -62,8 +62,8 @@ def should_stop(asked: bool | None = None, *, world: World | None = None) -> boo
         # All ranks agreed in the same call, so all of them leave out the reduction from then on.
         return True
     with world.timeline.loop().span(REDUCE):
-        asked = torch.tensor(int(bool(asked) or preemption.is_requested()), dtype=torch.int32, device=HOST)
-        stop.is_agreed = bool(world.comm.all_reduce(asked, "max").item())
+        wish = torch.tensor(int(bool(asked) or preemption.is_requested()), dtype=torch.int32, device=HOST)
+        stop.is_agreed = bool(world.comm.all_reduce(wish, "max").item())
     if stop.is_agreed:
         preemption.agree()
     return stop.is_agreed

@@ -34,7 +34,12 @@ def warm_store() -> None:
     ],
 )
 def test_a_store_listens_where_the_others_come_as_far_as_that_is_known(addresses, is_alone, expected):
-    assert listening_address(addresses, is_alone) == expected
+    assert listening_address("node1", addresses, is_alone) == expected
+
+
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), (OTHER, "")])
+def test_a_literal_address_is_where_a_store_listens_if_it_is_here(host, expected):
+    assert listening_address(host, [host], is_alone=False) == expected
 
 
 def reaches(address: str, port: int) -> bool:
@@ -54,12 +59,12 @@ def test_a_store_is_not_reached_from_other_networks_of_its_machine():
     local.set("key", "value")
     assert reaches("127.0.0.1", port)
     assert not reaches(outward, port)
-    for host, is_seen in [(outward, False), ("127.0.0.1", True)]:  # the second by all of its addresses
+    for host, other in [(outward, "127.0.0.1"), ("127.0.0.1", outward)]:
         port = free_port()
         store = serve_store(host, port, SECOND)
         assert not store.check(["key"])
-        assert reaches(outward, port)
-        assert reaches("127.0.0.1", port) == is_seen
+        assert reaches(host, port)
+        assert not reaches(other, port)
 
 
 JOINING = """

@@ -97,19 +97,21 @@ class MachineOptions:
     lost_after_s: float = 60.0
 
 
-def run_agent(job: Job, options: MachineOptions) -> None:
+def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
     """Run this machine's agent until the run is over.
 
     Args:
         job: the job of this machine's workers; where they meet is not yet known, and its restarts are those of the
             whole run.
 
+    Returns:
+        The results of this machine's ranks, or an error: the first cause of the run's failure, on any machine; an
+        UnisonoError, where the agents have lost contact with one another; a StoppedError, where the ranks of all
+        machines have agreed to stop; SystemExit with 128 + its number, where a signal has ended this agent.
+
     Raises:
         OSError: `log_dir` cannot hold the files of a run; nothing was started.
-        UnisonoError: the agents could not meet, or have lost contact with one another.
-        StoppedError: the ranks of all machines have agreed to stop.
-        SystemExit: a signal has ended this agent; 128 + its number.
-        BaseException: the first cause of the run's failure, on any machine.
+        UnisonoError: no agent serves the endpoint.
     """
     run = None
     if job.options.output.log_dir is not None:
@@ -136,7 +138,7 @@ def run_agent(job: Job, options: MachineOptions) -> None:
                 handler.shutdown()
     if run is not None:
         run.finish_with(verdict, exit_code_of(verdict.error), agent.was_asked)
-    verdict.unwrap()
+    return verdict
 
 
 def rendezvous_settings(options: MachineOptions) -> dict[str, str]:

@@ -296,6 +296,13 @@ def _tasks_on(environ: Mapping[str, str], node_rank: int) -> int:
     return counts[node_rank] if node_rank < len(counts) else _number(environ, "SLURM_NTASKS_PER_NODE", 1)
 
 
+def node_of_step() -> tuple[int, int, str]:
+    """The number of this node of a SLURM step, the number of nodes, and where their agents meet, host:port."""
+    environ = os.environ
+    count = _number(environ, "SLURM_STEP_NUM_NODES", 1)
+    return _number(environ, "SLURM_NODEID"), count, f"{_first_host(environ)}:{_slurm_port(environ)}"
+
+
 def _first_host(environ: Mapping[str, str]) -> str:
     """The first of a compressed list of hosts: `node[003-005,9],other1` begins with node003."""
     name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"

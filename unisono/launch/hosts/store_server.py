@@ -33,7 +33,7 @@ def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False
     Raises:
         OSError: for example, the port is in use.
     """
-    address = listening_address(addresses_of(host), is_alone)
+    address = listening_address(host, addresses_of(host), is_alone)
     is_six = ":" in address or (not address and socket.has_dualstack_ipv6())
     listener = socket.create_server(
         (address, port),
@@ -47,12 +47,14 @@ def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False
     )
 
 
-def listening_address(addresses: Sequence[str], is_alone: bool) -> str:
+def listening_address(host: str, addresses: Sequence[str], is_alone: bool) -> str:
     """The address to listen at, of a host's addresses; "" means all of this machine.
 
-    A loopback address that other machines are meant to use is only this machine's own view of its name: the address by
-    which they connect is not known.
+    A literal address is where it listens. A name whose loopback address other machines are meant to use is only this
+    machine's own view: the address by which they connect is not known.
     """
+    if host in addresses and is_this_machine(host):
+        return host
     own = [each for each in addresses if is_this_machine(each) and (is_alone or not is_loopback(each))]
     return own[0] if own else ""
 

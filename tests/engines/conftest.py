@@ -1,0 +1,3 @@
+"""The fixtures of the engines' tests."""
+
+from slurm_cluster import slurm_entry as slurm_entry

@@ -1,0 +1,99 @@
+"""A caller of `spawn(engine=)`, as a script: `python on_engine.py ENGINE HOW NPROCS`; prints how it ended, as JSON.
+
+ENGINE is an expression over `unisono.engines`.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+import unisono
+import unisono.engines
+from unisono import Accelerator, should_stop
+
+SAMPLES, EPOCHS = 24, 2
+
+
+class Mine(Exception):  # noqa: N818 - of this script
+    """Known to the script alone."""
+
+
+class Place:
+    """Likewise."""
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+
+def program(index: int, how: str) -> Place:
+    world = unisono.current_world()
+    total = unisono.all_reduce(torch.tensor(index + 1.0), "sum").item()
+    print(f"rank {index} is here", flush=True)
+    is_first, is_last = index == 0, index == world.world_size - 1
+    if how == "raise" and is_last:
+        raise Mine("not today")
+    if how == "kill" and is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "restart" and is_last and world.restart_count == 0:
+        raise Mine("not at first")
+    if how == "lose" and is_last:
+        for process in psutil.Process().parents():  # the agent, as if its machine were gone
+            if "unisono.engines" in " ".join(process.cmdline()):
+                process.kill()
+        signal.pause()
+    steps = 0
+    if how == "stop":
+        while not should_stop(is_first and steps == 3):
+            steps += 1
+    if how == "wait":
+        should_stop()
+        Path(f"waits-{index}").touch()
+        while not should_stop():
+            steps += 1
+        steps = 0
+    if how.startswith("train"):
+        steps = train(how)
+    return Place(index, world.world_size, world.node_rank, world.restart_count, total, steps)
+
+
+def train(how: str) -> int:
+    accelerator = Accelerator(seed=0, project_dir="checkpoints")
+    model, numbers = torch.nn.Linear(1, 1), torch.utils.data.TensorDataset(torch.arange(SAMPLES))
+    loader = torch.utils.data.DataLoader(numbers, batch_size=8 // unisono.world_size(), shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
+    accelerator.load_state(must_exist=False)
+    steps = 0
+    for epoch in range(loader.epoch, EPOCHS):
+        for [ids] in loader:
+            accelerator.backward(model(ids.float()[:, None]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if how == "train and die" and epoch == 1 and steps == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            accelerator.save_state()
+            with open(f"ledger-{unisono.rank()}", "a") as ledger:
+                ledger.writelines(f"{epoch} {each}\n" for each in ids.tolist())
+    return steps
+
+
+if __name__ == "__main__":
+    engine, how, nprocs = eval(sys.argv[1], vars(unisono.engines)), sys.argv[2], int(sys.argv[3])
+    ended: dict[str, object] = {}
+    try:
+        found = unisono.spawn(
+            program, (how,), nprocs, engine=engine, backend="cpu", max_restarts=int(how == "restart"), timeout=60
+        )
+        ended["results"] = [each.values for each in found]
+    except BaseException as error:
+        ended |= {"type": type(error).__name__, "text": str(error), "notes": getattr(error, "__notes__", [])}
+        ended["is_own"] = isinstance(error, Mine)
+        ended["traceback"] = str(error.__cause__ or "")
+        if isinstance(error, unisono.errors.StoppedError):
+            ended["results"] = [each.values for each in error.results]
+    print("\nended " + json.dumps(ended), flush=True)

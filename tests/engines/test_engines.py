@@ -1,0 +1,220 @@
+"""Every engine keeps what `spawn` promises: results by rank, exceptions in their own type, restarts, stops, no rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from on_engine import EPOCHS, SAMPLES
+
+from unisono import spawn
+from unisono.engines import Hosts, Local, Slurm
+
+CALLER = Path(__file__).parent / "on_engine.py"
+RAY = """
+import sys
+import ray
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+cluster.add_node(num_cpus=2)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+class Ground(NamedTuple):
+    """Where a script that calls an engine runs.
+
+    Attributes:
+        engine: as an expression; "{directory}" stands for the script's.
+        enter: precedes the command.
+        environ: further variables.
+    """
+
+    engine: str
+    enter: tuple[str, ...] = ()
+    environ: dict[str, str] = {}  # noqa: RUF012 - never changed
+
+    def start(self, directory: Path, how: str, nprocs: int = 4) -> subprocess.Popen[str]:
+        command = [*self.enter, sys.executable, str(CALLER), self.engine.format(directory=directory), how, str(nprocs)]
+        environ = {**os.environ, **self.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with (directory / "errors").open("a") as errors:
+            return subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=directory, env=environ
+            )
+
+    def run(self, directory: Path, how: str, nprocs: int = 4) -> dict[str, Any]:
+        return result_of(self.start(directory, how, nprocs), directory)
+
+
+def result_of(process: subprocess.Popen[str], directory: Path) -> dict[str, Any]:
+    try:
+        output, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    lines = [line for line in output.splitlines() if line.startswith("ended ")]
+    assert len(lines) == 1, output + (directory / "errors").read_text()
+    return {**json.loads(lines[0].removeprefix("ended ")), "output": output}
+
+
+@pytest.fixture(scope="module")
+def local() -> Ground:
+    return Ground("Local(2)")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """Two hosts: a real sshd, at two addresses of this machine."""
+    server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if server is None or shutil.which("ssh") is None or os.geteuid() != 0:
+        pytest.skip("needs root, ssh and sshd: apt-get install openssh-server")
+    directory = tmp_path_factory.mktemp("ssh")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)], check=True)
+    (directory / "python").write_text(f'#!/bin/sh\nPYTHONPATH={os.pathsep.join(sys.path)} exec {sys.executable} "$@"\n')
+    (directory / "python").chmod(0o755)
+    port = 20000 + os.getpid() % 10000
+    settings = ["UsePAM=no", "StrictModes=no", "PermitRootLogin=yes", f"AuthorizedKeysFile={directory}/user.pub"]
+    listening = [f"ListenAddress=127.0.0.{number}:{port}" for number in (1, 2)]
+    options = [word for each in (*settings, *listening) for word in ("-o", each)]
+    daemon = subprocess.Popen([server, "-D", "-e", "-f", "/dev/null", "-h", str(directory / "host"), *options])
+    known = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
+    given = ("-p", str(port), "-i", str(directory / "user"), *known)
+    try:
+        yield Ground(f"Hosts(['root@127.0.0.1', 'root@127.0.0.2'], python='{directory}/python', options={given})")
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Ground]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray: pip install ray")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # No descendant of this process: Ray starts and ends processes at any time.
+    command = ["setsid", "--fork", sys.executable, "-c", RAY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as cluster:
+        assert cluster.stdout is not None
+        yield Ground("Ray()", environ={"RAY_ADDRESS": cluster.stdout.readline().strip()})
+
+
+@pytest.fixture(scope="module")
+def slurm(slurm_entry: tuple[tuple[str, ...], dict[str, str]]) -> Ground:
+    enter, environ = slurm_entry
+    return Ground("Slurm(2, '{directory}/jobs')", enter, environ)
+
+
+@pytest.fixture(scope="module", params=["local", "hosts", "ray", "slurm"])
+def ground(request: pytest.FixtureRequest) -> Ground:
+    found: Ground = request.getfixturevalue(request.param)
+    return found
+
+
+def test_results_come_by_rank_in_the_script_s_own_classes(ground: Ground, tmp_path: Path) -> None:
+    found = ground.run(tmp_path, "return")
+    assert [[each[0], each[1], each[4]] for each in found["results"]] == [[rank, 4, 10.0] for rank in range(4)]
+    assert [each[2] for each in found["results"]] == [0, 0, 1, 1]
+    if "Ray" not in ground.engine:  # which shows each line of its own accord, and some of them later
+        assert sorted(line for line in found["output"].splitlines() if line.startswith("rank")) == [
+            f"rank {rank} is here" for rank in range(4)
+        ]
+
+
+def test_an_exception_comes_in_its_own_type_with_its_place(ground: Ground, tmp_path: Path) -> None:
+    found = ground.run(tmp_path, "raise")
+    assert (found["type"], found["text"], found["is_own"]) == ("Mine", "not today", True)
+    assert 'raise Mine("not today")' in found["traceback"]
+    assert any("rank 3 of 4" in note for note in found["notes"])
+
+
+def test_the_rank_that_was_killed_is_named(local: Ground, tmp_path: Path) -> None:
+    found = local.run(tmp_path, "kill")
+    assert found["type"] == "WorkerDiedError"
+    assert found["text"].startswith("rank 3 (pid ")
+
+
+def test_a_failed_group_is_restarted_on_all_machines(local: Ground, tmp_path: Path) -> None:
+    found = local.run(tmp_path, "restart")
+    assert [each[3] for each in found["results"]] == [1] * 4
+
+
+def test_an_agreed_stop_brings_results(local: Ground, tmp_path: Path) -> None:
+    found = local.run(tmp_path, "stop")
+    assert found["type"] == "StoppedError"
+    assert [each[5] for each in found["results"]] == [3] * 4
+
+
+def test_a_lost_machine_is_an_error_that_says_so(ground: Ground, tmp_path: Path) -> None:
+    began = time.monotonic()
+    found = ground.run(tmp_path, "lose")
+    assert found["type"] == "UnisonoError", found
+    assert any(words in found["text"] for words in ("has sent no result", "has been silent", "have lost each other"))
+    assert time.monotonic() - began < 90
+
+
+def test_ctrl_c_asks_the_workers_to_stop_and_they_return(ground: Ground, tmp_path: Path) -> None:
+    process = ground.start(tmp_path, "wait")
+    deadline = time.monotonic() + 100
+    while len(list(tmp_path.glob("waits-*"))) < 4:
+        assert time.monotonic() < deadline, (tmp_path / "errors").read_text()
+        assert process.poll() is None, (tmp_path / "errors").read_text()
+        time.sleep(0.1)
+    # `nsenter --pid` forks: the caller is its child.
+    caller = psutil.Process(process.pid).children()[0] if ground.enter else process
+    caller.send_signal(signal.SIGINT)
+    found = result_of(process, tmp_path)
+    assert found["type"] == "StoppedError", found
+    assert [each[5] for each in found["results"]] == [0] * 4
+
+
+def test_after_a_kill_another_number_of_ranks_goes_on_and_each_sample_counts_once(
+    ground: Ground, tmp_path: Path
+) -> None:
+    assert ground.run(tmp_path, "train and die")["type"] == "WorkerDiedError"
+    found = ground.run(tmp_path, "train", 2)
+    assert len(found["results"]) == 2, found
+    ledger = [line for path in tmp_path.glob("ledger-*") for line in path.read_text().splitlines()]
+    counts = Counter(ledger)
+    assert counts.keys() == {f"{epoch} {each}" for epoch in range(EPOCHS) for each in range(SAMPLES)}
+    assert sum(counts.values()) - len(counts) <= 8  # of the step that was killed between saving and writing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"engine": "kubernetes", "nprocs": 2}, ValueError, "engine='kubernetes' does not exist; there are 'local'"),
+        ({"engine": Local(2)}, ValueError, "needs nprocs"),
+        ({"engine": Local(2), "nprocs": 3}, ValueError, "nprocs=3 workers cannot be divided evenly between 2 machines"),
+        ({"engine": Local(2), "nprocs": 2, "join": False}, ValueError, "join=False"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused_at_the_door(arguments: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        spawn(print, **arguments)
+
+
+def test_bad_engines_are_refused() -> None:
+    with pytest.raises(ValueError, match="names no machines"):
+        Hosts("node1")
+    with pytest.raises(ValueError, match="machines=0 is too small"):
+        Local(0)
+    with pytest.raises(TypeError, match="nodes='2'"):
+        Slurm("2")  # type: ignore[arg-type]

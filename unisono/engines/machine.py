@@ -1,0 +1,91 @@
+"""One machine of a run on an engine: our agent, its part of the workers, and their results as bytes.
+
+`main` serves `piped.PipedMachine`: it reads a line of JSON and the bundle from its standard input, and writes the
+outcome to the end of its standard output. The input stays open: a line "stop" is a request to stop early, and its end
+means that the caller is gone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+from unisono.launch.engines import Bundle
+from unisono.outcome import Outcome
+
+MARK = b"\0unisono "  # begins a line of standard output that is not the workers'
+
+
+def run_machine(bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> bytes:
+    """Run the agent of machine `number` of `count`, until the run is over.
+
+    Args:
+        bundle: a pickled `Bundle`.
+        per_machine: the number of workers of each machine.
+        endpoint: host:port where the agents meet.
+
+    Returns:
+        An `Outcome` as bytes: the results of this machine's ranks, each as bytes; or the first cause.
+    """
+    ended = Outcome.capture(_run, bundle, number, count, per_machine, endpoint)
+    return (ended if ended.value is None else ended.value).to_bytes()
+
+
+def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) -> Outcome[list[Any]]:
+    from unisono.backends import pick_backend
+    from unisono.launch.hosts.agent import MachineOptions, run_agent
+    from unisono.launch.spawn import check_nprocs, make_job
+
+    bundle: Bundle = pickle.loads(data)
+    caller = bundle.take_over()
+    family = pick_backend(bundle.options.backend)
+    check_nprocs(per_machine, family, bundle.options.process_group)
+    job = replace(make_job(bundle.call, per_machine, family, bundle.options), caller=caller)
+    return run_agent(job, MachineOptions(count, count, endpoint, bundle.run_id, number))
+
+
+def free_port() -> int:
+    """A port on which nothing listens at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    # Unbuffered, so that the thread that reads it holds no lock at exit; and not of the workers, who would read it too.
+    source, sink = open(os.dup(0), "rb", buffering=0), sys.stdout.buffer  # noqa: SIM115
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    given = json.loads(source.readline())
+    size, bundle = given.pop("size"), b""
+    while len(bundle) < size:
+        bundle += source.read(size - len(bundle)) or sys.exit("unisono: the caller is gone")
+    if ":" not in given["endpoint"]:  # a host's name: this is that host
+        given["endpoint"] += f":{free_port()}"
+        _say(sink, b"endpoint", given["endpoint"].encode())
+    threading.Thread(target=_obey, args=(source,), name="unisono-orders", daemon=True).start()
+    outcome = run_machine(bundle, **given)
+    sys.stdout.flush()
+    _say(sink, b"outcome", outcome)
+
+
+def _say(sink: BinaryIO, what: bytes, data: bytes) -> None:
+    # A new line: what the workers have written may end without one.
+    sink.write(b"\n" + MARK + b"%b %d\n" % (what, len(data)) + data)
+    sink.flush()
+
+
+def _obey(source: io.FileIO) -> None:
+    """Body of the thread that hears the caller."""
+    for line in source:
+        if line == b"stop\n":
+            os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGHUP)

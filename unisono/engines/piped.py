@@ -1,0 +1,142 @@
+"""A machine of a run at the end of a pipe: a process here, or one that `ssh` starts there.
+
+*Threads:* one per machine reads its output: the workers' lines, which go to this process's standard output, and the
+outcome. Standard error is inherited.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from unisono.engines.machine import MARK
+from unisono.errors import UnisonoError, describe_exit
+from unisono.outcome import Outcome
+
+PROGRAM = ("-c", "from unisono.engines.machine import main; main()")
+_ENDPOINT_S = 120.0  # for a machine to begin, which imports torch
+
+
+class PipedMachine:
+    """Runs `machine.py` by a command.
+
+    Args:
+        command: starts it, with its standard streams at this end.
+        where: the machine, for errors.
+        on_end: called with the outcome as bytes, in another thread.
+    """
+
+    def __init__(self, command: Sequence[str], where: str, on_end: Callable[[bytes], None]) -> None:
+        self._where, self._on_end = where, on_end
+        self._endpoint: SimpleQueue[str] = SimpleQueue()
+        # A session of its own: Ctrl-C is the caller's, who asks.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._thread = threading.Thread(target=_read, args=(self,), name="unisono-machine", daemon=True)
+
+    def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
+        """Send the machine what it runs, as for `run_machine`; `endpoint` may be its own host's name alone.
+
+        Returns:
+            The endpoint with its port.
+
+        Raises:
+            UnisonoError: the machine could not be started; `on_end` has been called with its outcome.
+        """
+        given = {"number": number, "count": count, "per_machine": per_machine, "endpoint": endpoint}
+        assert self._process.stdin is not None
+        self._thread.start()
+        with suppress(OSError):  # it has ended already, which the thread reports
+            self._process.stdin.write(json.dumps({**given, "size": len(bundle)}).encode() + b"\n" + bundle)
+            self._process.stdin.flush()
+        if ":" in endpoint:
+            return endpoint
+        try:
+            found = self._endpoint.get(timeout=_ENDPOINT_S)
+        except Empty:
+            found = ""
+        if not found:
+            ended = describe_exit(self._process.poll())
+            raise UnisonoError(f"{self._where} did not begin: it {ended}; what it has printed says why")
+        return found
+
+    def ask_to_stop(self) -> None:
+        """Ask the workers to stop early."""
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):
+            self._process.stdin.write(b"stop\n")
+            self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the machine's processes: its agent ends at the end of its input."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the machine's processes have ended; return whether they have."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.poll() is not None
+
+    def destroy(self) -> None:
+        """End the local process at once."""
+        self._process.kill()
+
+    def _hear(self) -> None:
+        outcome = None
+        stream = self._process.stdout
+        assert stream is not None
+        held = b""  # an empty line that may precede a mark
+        for line in stream:
+            if line.startswith(MARK):
+                what, size = line.removeprefix(MARK).split()
+                data, held = stream.read(int(size)), b""
+                if what == b"endpoint":
+                    self._endpoint.put(data.decode())
+                else:
+                    outcome = data
+                continue
+            sys.stdout.buffer.write(held if line == b"\n" else held + line)
+            sys.stdout.buffer.flush()
+            held = line if line == b"\n" else b""
+        code = self._process.wait()
+        self._endpoint.put("")
+        if outcome is None:
+            lost = UnisonoError(f"{self._where} {describe_exit(code)}, and has sent no result")
+            outcome = Outcome[None].failure(lost).to_bytes()
+        self._on_end(outcome)
+
+
+def _read(machine: PipedMachine) -> None:
+    """Body of the thread."""
+    machine._hear()
+
+
+class PipedRun:
+    """The machines of a run; a `Run`."""
+
+    def __init__(self) -> None:
+        self.machines: list[PipedMachine] = []
+        self.ended: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+
+    def outcomes(self, timeout_s: float) -> Iterator[tuple[int, bytes]]:
+        with suppress(Empty):
+            yield self.ended.get(timeout=timeout_s)
+            while True:
+                yield self.ended.get_nowait()
+
+    def ask_to_stop(self) -> None:
+        for machine in self.machines:
+            machine.ask_to_stop()
+
+    def kill(self) -> None:
+        for machine in self.machines:
+            machine.kill()
+        for machine in self.machines:
+            if not machine.wait(10.0):
+                machine.destroy()

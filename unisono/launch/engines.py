@@ -1,0 +1,138 @@
+"""`spawn(..., engine=)`: workers on machines that an engine lends, such as SLURM, Ray, or hosts by SSH.
+
+An engine starts one agent of ours per machine (`unisono/engines/machine.py`), which starts that machine's workers. So
+what is promised of workers is kept by the same code as on one machine, and an engine only has to bring bytes there and
+back.
+
+A result crosses the agent as bytes: the script's own classes are known to its workers, and to the caller.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from typing import Any
+from uuid import uuid4
+
+from unisono.errors import StoppedError
+from unisono.launch.job import Caller
+from unisono.launch.options import Options
+from unisono.launch.settings import Settings
+from unisono.launch.unpicklable import pickle_call
+from unisono.outcome import Outcome, first_cause
+from unisono.protocols import Engine, Run
+
+_GROUP = "unisono.engines"
+_LOOK_S = 0.2
+_MARGIN_S = 10.0  # after the grace period, in which the agents of the other machines end
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What the agent of each machine gets.
+
+    Attributes:
+        call: as for `Job`.
+        caller: as for `Job`; its variables are those that the engine was asked to send.
+    """
+
+    call: bytes
+    options: Options
+    caller: Caller
+    run_id: str = field(default_factory=lambda: uuid4().hex)
+
+    def take_over(self) -> Caller:
+        """Make this process, an agent, the caller of its machine's workers: with the directory and the paths that are
+        here, too."""
+        with suppress(OSError):
+            os.chdir(self.caller.directory)
+        os.environ.update(self.caller.environ)
+        sys.path.extend(each for each in self.caller.path if each not in sys.path and os.path.isdir(each))
+        sys.argv[:] = self.caller.argv
+        return replace(self.caller, environ=dict(os.environ), directory=os.getcwd(), path=list(sys.path))
+
+
+def find_engine(engine: str | Engine) -> Engine:
+    """The engine of this name, with its defaults, among the entry points "unisono.engines".
+
+    Raises:
+        ValueError: there is none.
+        ImportError: the library that it needs is missing.
+    """
+    if not isinstance(engine, str):
+        return engine
+    known = {each.name: each for each in entry_points(group=_GROUP)}
+    if engine not in known:
+        raise ValueError(f"engine={engine!r} does not exist; there are {', '.join(map(repr, sorted(known)))}")
+    return known[engine].load()()  # type: ignore[no-any-return]
+
+
+def spawn_on(
+    engine: Engine, fn: Callable[..., Any], args: Sequence[Any], nprocs: int | None, options: Options
+) -> list[Any]:
+    """Call `fn(index, *args)` in workers on the engine's machines; as `spawn`."""
+    if nprocs is None:
+        raise ValueError("spawn(engine=) needs nprocs, the number of workers on all machines together")
+    machines = engine.machines_for(nprocs)
+    if nprocs % machines:
+        raise ValueError(f"nprocs={nprocs} workers cannot be divided evenly between {machines} machines")
+    for name, reason in engine.lacks.items():
+        if getattr(options, name) != getattr(Options, name):
+            raise ValueError(f"spawn's {name} does not go with this engine: {reason}")
+    caller = Caller(environ={name: os.environ[name] for name in engine.variables if name in os.environ}, columns=0)
+    call = pickle_call(call_packed, (fn, tuple(args)), Settings.read())
+    run = engine.start(pickle.dumps(Bundle(call, options, caller)), machines, nprocs // machines)
+    outcomes = _join(run, machines, options)
+    failures = {number: each for number, each in outcomes.items() if each.error is not None}
+    packed = dict(value for each in outcomes.values() for value in _results_of(each))
+    if not failures or all(isinstance(each.error, StoppedError) for each in failures.values()):
+        results = [Outcome.from_bytes(packed[rank]).unwrap() for rank in sorted(packed)]
+        if not failures:
+            return results
+        raise StoppedError(results, max(each.error.steps for each in failures.values()))  # type: ignore[union-attr]
+    failed = {number: each for number, each in failures.items() if not isinstance(each.error, StoppedError)}
+    failed[first_cause(failed)].unwrap()
+    raise AssertionError("an outcome with an error raises it")
+
+
+def call_packed(index: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, bytes]:
+    """Call `fn(index, *args)` in a worker; its rank, and the result as bytes."""
+    return index, Outcome(value=fn(index, *args)).to_bytes()
+
+
+def _results_of(outcome: Outcome[Any]) -> Sequence[tuple[int, bytes]]:
+    if isinstance(outcome.error, StoppedError):
+        return outcome.error.results  # type: ignore[return-value]
+    return outcome.value or ()
+
+
+def _join(run: Run, machines: int, options: Options) -> dict[int, Outcome[Any]]:
+    """Wait for the agents. The first Ctrl-C asks them to stop, the second one ends them."""
+    outcomes: dict[int, Outcome[Any]] = {}
+    deadline = float("inf")
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        while len(outcomes) < machines and time.monotonic() < deadline:
+            try:
+                for number, data in run.outcomes(_LOOK_S):
+                    outcomes[number] = Outcome.from_bytes(data)
+            except KeyboardInterrupt as error:
+                if interrupt is not None:
+                    raise
+                interrupt = error
+                print("\nunisono: the workers are asked to stop; Ctrl-C again ends them now", file=sys.stderr)
+                run.ask_to_stop()
+            has_failed = any(each.error is not None for each in outcomes.values())
+            if (has_failed or interrupt is not None) and deadline == float("inf"):
+                deadline = time.monotonic() + options.grace_s + _MARGIN_S
+    finally:
+        run.kill()
+    if interrupt is not None and not all(isinstance(each.error, StoppedError) for each in outcomes.values()):
+        raise interrupt
+    return outcomes
