@@ -11,17 +11,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """`facts` is `run.json`; events and samples are in the order in which they were written."""
+    """`facts` is `run.json`; samples are in the order in which they were written."""
 
     facts: dict[str, Any]
-    events: list[dict[str, Any]]
     samples: list[dict[str, Any]]
 
 
 def read_run(path: str | Path) -> RecordedRun:
     path = Path(path)
     facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    return RecordedRun(facts, _read_lines(path / "events.jsonl"), _read_lines(path / "samples.jsonl"))
+    return RecordedRun(facts, _read_lines(path / "samples.jsonl"))
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import unisono
 import unisono.compat.accelerate as compat
 from unisono import Accelerator, DeviceLoader, Output, current_world
-from unisono.comm.solo import SoloCommunicator
+from unisono.comm.threads import ThreadCommunicator
 from unisono.foreign_names import IN_PACKAGE, advice_on
 from unisono.parallel.rank_view import split_between
 
@@ -224,7 +224,7 @@ def test_what_is_no_tensor_is_named_with_its_rank(mode: Mode, value: Any) -> Non
 
 
 def worlds(size: int) -> list[Any]:
-    return [SimpleNamespace(rank=rank, world_size=size, comm=SoloCommunicator()) for rank in range(size)]
+    return [SimpleNamespace(rank=rank, world_size=size, comm=ThreadCommunicator.group(1)[0]) for rank in range(size)]
 
 
 @given(st.integers(0, 12), st.integers(1, 5), st.sampled_from([list, tuple, torch.tensor]), st.booleans())

@@ -317,8 +317,8 @@ def test_modules_import_one_another_in_no_circle():
 CULPRITS: dict[str, list[tuple[str, str]]] = {
     "imports go down only": [
         ("unisono.tree", "from unisono.backends import get_backend"),
-        ("unisono.comm.solo", "def f():\n    from unisono.world import World"),
-        ("unisono.comm.solo", "from unisono.backends.cpu import CpuBackend"),
+        ("unisono.comm.threads", "def f():\n    from unisono.world import World"),
+        ("unisono.comm.threads", "from unisono.backends.cpu import CpuBackend"),
         ("unisono.loaders.channel", "import unisono.parallel.optimizer"),
         ("unisono.parallel.optimizer", "from unisono.loaders.channel import Channel"),
         ("unisono.tree", "import_module('unisono.launch.spawn')"),
@@ -370,7 +370,7 @@ INNOCENTS: dict[str, list[tuple[str, str]]] = {
     "imports go down only": [
         ("unisono.parallel.data_parallel", "from unisono.loaders.parallel_loader import ParallelLoader"),
         ("unisono.comm.threads", "from unisono.comm.meeting import Meeting"),
-        ("unisono.world", "from unisono.comm.solo import SoloCommunicator"),
+        ("unisono.world", "from unisono.comm.threads import ThreadCommunicator"),
     ],
     "names come from the module that defines them": [
         ("unisono.world", "from unisono.backends import NAMES, cpu, get_backend")
@@ -379,7 +379,9 @@ INNOCENTS: dict[str, list[tuple[str, str]]] = {
         ("unisono.world", "'''Runs on \"cuda\".'''\ntensor.cpu(); text = 'no cuda device'"),
         ("unisono.backends.cpu", "name = 'cpu'"),
     ],
-    "only comm and launch name execution modes": [("unisono.world", "from unisono.comm.solo import SoloCommunicator")],
+    "only comm and launch name execution modes": [
+        ("unisono.world", "from unisono.comm.threads import ThreadCommunicator")
+    ],
     "only comm, launch and world know process groups": [("unisono.comm.processes", "import torch.distributed as dist")],
     "only launch, backends and world read the environment": [("unisono.launch.worker", "os.environ.clear()")],
     "only its backend and its communicator know torch_xla": [

@@ -47,8 +47,7 @@ def test_the_script_prints_what_the_page_shows(ranks: str, tmp_path: Path) -> No
 def test_the_last_script_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     found = run(tmp_path, "train_all.py", "-n", "2")
     assert found[0].startswith("epoch 0"), found
-    verdicts = ("bound:", "waiting in the loop's body")  # the last one where other programs take the cores
-    assert any(each in line for line in found for each in verdicts)
+    assert any("bound:" in line for line in found)
     assert list((tmp_path / "runs/spirals/spirals").glob("events.out.tfevents.*"))
     again = run(tmp_path, "train_all.py", "-n", "1")
     assert again[0] == next(line for line in found if line.endswith("points are right")), "no epoch is left to train"

@@ -20,7 +20,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 
 from unisono.backends import get_backend
 from unisono.comm.processes import ProcessCommunicator
-from unisono.comm.solo import SoloCommunicator
+from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import NoWorldError
 from unisono.outcome import this_process
 from unisono.timeline import Timeline
@@ -64,7 +64,7 @@ def default_group(store: Path, backend: str | None = "gloo") -> Iterator[object]
 def test_a_plain_process_has_the_world_of_one_always_the_same():
     world = current_world()
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (0, 1, 0, 1, 0)
-    assert isinstance(world.comm, SoloCommunicator)
+    assert isinstance(world.comm, ThreadCommunicator)
     assert current_world() is world
     assert in_new_thread(current_world) is world
 

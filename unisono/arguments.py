@@ -13,32 +13,20 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def check_type(value: Any, name: str, advice: str, *kinds: Any) -> None:
-    """Check that an argument is of one of these types. A bool is no number, unless `bool` is one of them.
-
-    Raises:
-        TypeError: it is of another type; the message names that, and gives the advice.
-    """
+    """Check that an argument is of one of these types; a TypeError names its type, and gives the advice. A bool is no
+    number, unless `bool` is one of them."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"{name}={value!r:.200} is of type {type(value).__name__}; {advice}")
 
 
 def check_choice(value: Any, name: str, *choices: Any) -> None:
-    """Check that an argument is one of these choices.
-
-    Raises:
-        ValueError: it is none of them; the message names them.
-    """
+    """Check that an argument is one of these choices; a ValueError names them."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} does not exist; choose one of {', '.join(map(str, choices))}")
 
 
 def check_integer(value: Any, name: str, least: int, advice: str = "") -> int:
-    """Check that an argument is an integer of at least `least`, and return it.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is smaller.
-    """
+    """Check that an argument is an integer (else TypeError) of at least `least` (else ValueError), and return it."""
     check_type(value, name, advice or "pass an integer", int)
     if value < least:
         raise ValueError(f"{name}={value} is too small; {advice or f'pass an integer of at least {least}'}")
@@ -64,16 +52,8 @@ class ArgumentRule(NamedTuple):
 
 
 def check_by_rules(given: Mapping[str, Any], **rules: ArgumentRule) -> None:
-    """Check the arguments that have a rule, in the order of the rules.
-
-    Args:
-        given: the arguments, by name; those without a rule are ignored.
-        rules: by the names of arguments.
-
-    Raises:
-        TypeError: one is of another type.
-        ValueError: one is out of range, or not among its choices.
-    """
+    """Check the arguments that have a rule, in the order of the rules; TypeError for another type, ValueError for what
+    is out of range, or not among the choices."""
     for name, rule in rules.items():
         value = given[name]
         if rule.choices:

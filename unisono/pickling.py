@@ -42,7 +42,7 @@ _LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # names in code that may 
 
 
 @dataclass(frozen=True)
-class Call:
+class PickledCall:
     """A function and its arguments, rebuilt by `loads_call`."""
 
     fn: Callable[..., Any]
@@ -64,11 +64,7 @@ def block_of(storage: Any) -> Any:
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None) -> bytes:
-    """Pickle a call for a process without the contents of this `__main__`.
-
-    Args:
-        first: an object that is rebuilt before the call.
-    """
+    """Pickle a call for a process without the contents of this `__main__`; `first` is rebuilt before it."""
     with io.BytesIO() as file:
         # One pickler for both dumps: its memo keeps shared objects shared.
         pickler = _ByValue(file)
@@ -94,12 +90,9 @@ def pickled_before_failure(value: Any) -> list[Any]:
     return []
 
 
-def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> Call:
+def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> PickledCall:
     """Rebuild the call given to `dumps_call`; define the names that were sent with it in this process's `__main__`.
-
-    Args:
-        take_first: called with `first`, before the modules that the call needs are imported.
-    """
+    `take_first` is called with `first`, before the modules that the call needs are imported."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
     fn, args, looked_up, names, lines = unpickler.load()
@@ -112,7 +105,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
             main[name] = each
     for file, text in lines.items():
         linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not checked against the disk
-    return Call(fn, args)
+    return PickledCall(fn, args)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations

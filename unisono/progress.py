@@ -40,12 +40,11 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None 
             raise
         raise ImportError("unisono.tqdm needs tqdm, which is not installed; pip install tqdm", name="tqdm") from error
     if (world or current_world()).rank != 0:
-        return bars.LogBar(iterable, *args, **{**options, "disable": True})
+        return bars.LineBar(iterable, *args, **{**options, "disable": True})
     if isinstance(iterable, DeviceLoader):
         options.setdefault("initial", iterable.num_skipped())
     file = options.get("file") or sys.stderr
     if bars.is_notebook() or (hasattr(file, "isatty") and file.isatty()):
         return bars.auto.tqdm(iterable, *args, **options)
-    if file is sys.stderr and (columns := columns_behind_pipe()):
-        return bars.PipedBar(iterable, *args, **{"ncols": bars.width_within(columns), **options})
-    return bars.LogBar(iterable, *args, **options)
+    columns = columns_behind_pipe() if file is sys.stderr else 0
+    return bars.LineBar(iterable, *args, columns=columns, **options)

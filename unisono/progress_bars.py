@@ -1,10 +1,8 @@
-"""Bars for two cases that tqdm lacks: through a pipe that prefixes lines and ends on a terminal, and in a log.
+"""The bar that tqdm lacks: through a pipe that prefixes lines and ends on a terminal, and in a log.
 
 tqdm moves the cursor up and down for nested bars, and begins each drawing with a carriage return. If lines get a prefix
-and are interleaved with those of others, both produce empty prefixed lines. These bars write complete lines: ended by a
-carriage return if the next one is to replace them, otherwise by a newline.
-
-Importing this imports tqdm. Neither bar starts tqdm's monitor, a thread.
+and are interleaved with those of others, both produce empty prefixed lines. This bar writes complete lines: ended by a
+carriage return if the next one is to replace them, otherwise by a newline. Importing this imports tqdm.
 """
 
 from __future__ import annotations
@@ -25,61 +23,42 @@ def is_notebook() -> bool:
     return auto.tqdm is not tqdm_asyncio
 
 
-def width_within(columns: int) -> int:
-    """The width of a bar on a terminal, after the prefix of its line; the last column would wrap."""
-    return max(columns - _MARK - 1, 10)
+class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
+    """One line that is redrawn in place, and erased with leave=False; or in a log a line from time to time, and one at
+    the end, except with leave=False.
 
-
-class PipedBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
-    """One line that is updated in place. It is erased with leave=False."""
+    Args:
+        columns: the width of the terminal that shows the line; 0 for a log.
+    """
 
     # Without tqdm's monitor thread: it lowers miniters, which is 1 already.
     monitor_interval = 0
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._drawn = 0  # columns of the current text
-        if options.get("disable", False) is None:  # "where there is no terminal"
+    def __init__(self, *args: Any, columns: int = 0, **options: Any) -> None:
+        self._is_redrawn, self._drawn = columns > 0, 0  # the columns of the current text
+        self._written_at: float | None = None
+        # After the prefix of the line; the last column would wrap.
+        usual = {"ncols": max(columns - _MARK - 1, 10)} if columns else {"mininterval": _LOG_EVERY_S}
+        if columns and options.get("disable", False) is None:  # "where there is no terminal"
             options["disable"] = False
-        super().__init__(*args, **{"miniters": 1, **options})
+        super().__init__(*args, **{"miniters": 1, **usual, **options})
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Draw the bar, or `msg` in its place. Returns False: tqdm has nothing left to do."""
+        """Draw the bar, or `msg` in its place, if it is time for it. Returns False: tqdm has nothing left to do."""
+        now, is_last = time.monotonic(), self.disable  # the last line is ended by tqdm
         text = str(self) if msg is None else msg
-        width = disp_len(text)
-        end = "" if self.disable and text else "\r"  # the last line, which tqdm ends by a newline
-        if text or self._drawn:
+        if self._written_at is None:
+            self._written_at = now  # counted from the start: the first line of a log reports progress
+        is_due = self._is_redrawn or is_last or now - self._written_at >= self.mininterval
+        if is_due and (text or self._drawn):
+            width = disp_len(text) if self._is_redrawn else 0
+            end = "" if is_last and text else "\r" if self._is_redrawn else "\n"
             self.fp.write(text + " " * (self._drawn - width) + end)
             self.fp.flush()
-        self._drawn = width
+            self._written_at, self._drawn = now, width
         return False
 
     def clear(self, nolock: bool = False) -> None:
-        """Erase the bar, for a line that takes its place."""
-        if not self.disable:
+        """Erase the bar, for a line that takes its place; lines of a log stay."""
+        if self._is_redrawn and not self.disable:
             self.display("")
-
-
-class LogBar(tqdm_asyncio):  # type: ignore[misc]
-    """A line from time to time, and one at the end, except for a bar with leave=False."""
-
-    monitor_interval = 0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._written_at: float | None = None
-        super().__init__(*args, **{"miniters": 1, "mininterval": _LOG_EVERY_S, **options})
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Write a line, if it is time for one. Returns False: tqdm has nothing left to do."""
-        now = time.monotonic()
-        if self._written_at is None:
-            self._written_at = now  # counted from the start: the first line reports progress
-        is_last = self.disable  # tqdm ends it by a newline
-        text = str(self) if msg is None else msg
-        if text and (is_last or now - self._written_at >= self.mininterval):
-            self._written_at = now
-            self.fp.write(text + "\n" * (not is_last))
-            self.fp.flush()
-        return False
-
-    def clear(self, nolock: bool = False) -> None:
-        """Leave the written lines."""

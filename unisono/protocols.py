@@ -47,6 +47,10 @@ class Backend(Protocol):
     """Whether moving a batch is worth a separate thread. If not, `to_device` is called on the thread that loads, needs
     no `activate`, and returns a batch in main memory unchanged, with None as its token."""
 
+    moves_in_loop: bool
+    """Whether only the thread that computes may use its devices. Then no other one calls a member that takes a device
+    or a token, and a batch is moved when its loop asks for it."""
+
     is_lazy: bool
     """Whether it records work until `mark_step`, and then runs it whole. Reading a value in between costs a graph."""
 

@@ -120,11 +120,8 @@ def is_seeding() -> bool:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the three generators for the block, then restore their states.
-
-    Raises:
-        BusyError: another thread has been in such a block for `_SEEDING_S`.
-    """
+    """Seed the three generators for the block, then restore their states; BusyError if another thread has been in such
+    a block for `_SEEDING_S`."""
     # Looked up once: if the block imports numpy, there is no state of it to restore.
     numpy = sys.modules.get("numpy")
     if not _seeding.acquire(timeout=_SEEDING_S):

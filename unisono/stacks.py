@@ -61,10 +61,7 @@ def own_frames(top: FrameType | None = None) -> list[Frame]:
 
 def describe_call(frames: Iterable[Frame]) -> str:
     """Describe the call in the user's program and its place, as `save() in main ("a.py", line 3)`; "" if there is none.
-
-    Args:
-        frames: the most recent call first.
-    """
+    The frames have the most recent call first."""
     called = ""
     for frame in frames:
         if frame.is_users:

@@ -80,7 +80,7 @@ class Track:
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self.totals: defaultdict[str, int] = defaultdict(int)
         self.counts: defaultdict[str, int] = defaultdict(int)
-        self.innermost: Loop | None = None
+        self.innermost: LoopTiming | None = None
         self.on_device: DeviceTrack | None = None
         self._phase: str | None = None
         self._name: str | None = None  # of the innermost named block, to which all its time belongs
@@ -189,7 +189,7 @@ class DeviceTrack(Track):
                 self.totals[phase] += took
 
 
-class Loop:
+class LoopTiming:
     """One loop of the calling thread, waiting for its first batch; loops nest.
 
     Afterwards the thread is outside again, or in the loop around it.

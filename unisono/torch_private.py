@@ -49,6 +49,8 @@ NAMES = {  # ours: (torch's, what we do by it)
     "current_graph_task_id": ("torch._C._current_graph_task_id", "tells backward passes apart"),
     "will_engine_execute_node": ("torch._C._will_engine_execute_node", "sees where a backward pass leaves gradients"),
     "queue_callback": ("torch.autograd.Variable._execution_engine.queue_callback", "ends steps with backward passes"),
+    "is_in_tls": ("torch._C._is_key_in_tls", "finds the world of a backward pass in autograd's thread"),
+    "from_tls": ("torch._C._get_obj_in_tls", "finds the world of a backward pass in autograd's thread"),
     # Many tensors in one call.
     "foreach_copy_": ("torch._foreach_copy_", "copies gradients and buffers"),
     "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),
@@ -81,15 +83,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "CHECK_INPUT_DIM": ("torch.nn.BatchNorm1d._check_input_dim", "checks the input of a synchronised BatchNorm"),
     # torch.compile.
     "disable_dynamo": ("torch._compile._disable_dynamo", "keeps collectives out of compiled graphs"),
-    "set_code_strategy": (
-        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
-        "keeps prepared models out of compiled graphs",
-    ),
-    "CodeStrategy": (
-        "torch._C._dynamo.eval_frame._FrameExecStrategy",
-        "keeps prepared models out of compiled graphs",
-    ),
-    "CodeAction": ("torch._C._dynamo.eval_frame._FrameAction", "keeps prepared models out of compiled graphs"),
+    "leave_out_of_graphs": ("torch._dynamo.trace_rules.add", "keeps prepared models out of compiled graphs"),
     "set_lru_cache": ("torch._C._dynamo.eval_frame._set_lru_cache", "keeps the order of compiled graphs"),
     "compile_session_context": ("torch.compiler._compile_session_context", "compiles while other replicas run"),
     "compile_counters": ("torch._dynamo.utils.counters", "sees whether a call has compiled something"),
@@ -103,6 +97,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module once for all replicas"),
     "ORIGINAL": ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "finds the module that torch.compile wraps"),
     # Other switches of the process.
+    "cpus_near": ("torch.numa.binding._get_logical_cpus_to_bind_to", "pins workers to the cores near their GPUs"),
     "get_fp32_precision": ("torch._C._get_fp32_precision_getter", "gives workers torch.backends.fp32_precision"),
     "set_fp32_precision": ("torch._C._set_fp32_precision_setter", "gives workers torch.backends.fp32_precision"),
     # Operators, and a generator for each replica.
@@ -154,6 +149,10 @@ NAMES = {  # ours: (torch's, what we do by it)
     "SHUTDOWN": (f"{_AGENT}._shutdown", "runs on several machines"),
     "REMAINING_RESTARTS": (f"{_AGENT}._remaining_restarts", "restarts the workers of several machines"),
     # Strategies.
+    "ACTIVE": (
+        "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
+        "lets torch.compile cut graphs at the buckets of strategy='ddp'",
+    ),
     "BUILD_PARAMETERS": (
         "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
         "fixes the order of additions with strategy='ddp'",

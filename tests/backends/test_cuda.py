@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from unisono import DeviceLoader
 from unisono.backends import cuda, get_backend
 from unisono.backends.cuda import dense_parts, pin_leaf
+from unisono.cli.checks import check_devices
 from unisono.pickling import dumps
 
 
@@ -102,14 +106,25 @@ def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_se
     assert activated == [device] == [torch.device("cuda", index)]
 
 
-def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch):
+@pytest.mark.parametrize(
+    ("hip", "library", "function"),
+    [
+        (None, "libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
+        ("7.2.1", "libamdhip64.so.7", "hipThreadExchangeStreamCaptureMode"),
+    ],
+)
+def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch, hip, library, function):
     modes: list[int] = []
 
-    class Driver:
-        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 - as in CUDA
-            modes.append(mode._obj.value)
+    def load(name: str, mode: int) -> Any:
+        if name != library:
+            raise OSError(name)
+        assert bool(mode & os.RTLD_NOLOAD) is (hip is not None)
+        return SimpleNamespace(**{function: lambda mode: modes.append(mode._obj.value)})
 
-    monkeypatch.setattr(cuda, "_driver", Driver)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    cuda._exchange_capture_mode.cache_clear()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     activate = partial(cuda.CudaBackend().activate, torch.device("cuda", 0))
     activate()
@@ -118,6 +133,35 @@ def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(mo
     thread.start()
     thread.join()
     assert modes == [1]
+    cuda._exchange_capture_mode.cache_clear()
+
+
+LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef)
+  MIG 3g.20gb     Device  1: (UUID: MIG-cba663e8)
+"""
+
+
+@pytest.mark.parametrize("listed", [LISTED, LISTED.splitlines()[0], None], ids=["MIG", "whole", "no nvidia-smi"])
+def test_a_device_that_mig_hides_is_named_with_the_way_out(monkeypatch, tmp_path, listed):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    if listed is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] && cat <<END\n{listed}\nEND\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RuntimeError, match="invalid device ordinal") as caught:
+        cuda.CudaBackend().activate(torch.device("cuda", 1))
+    notes = getattr(caught.value, "__notes__", [])
+    findings = [finding for finding in check_devices() if "MIG" in finding.text]
+    assert len(notes) == len(findings) == (listed is LISTED)
+    for said in (*notes, *(f"{finding.text}: {finding.advice}" for finding in findings)):
+        assert said.startswith("MIG divides the GPUs here into 2 instances")
+        assert "CUDA_VISIBLE_DEVICES=MIG-..." in said
 
 
 class Event:

@@ -15,10 +15,8 @@ from unisono.comm.operations import (
     Call,
     Entry,
     action_of,
-    departure,
     digest_of,
     mismatch_error,
-    name_ranks,
 )
 from unisono.errors import CollectiveMismatchError
 
@@ -48,17 +46,6 @@ def test_calls_are_equal_exactly_when_name_shape_type_and_argument_are():
         Call.on("all_reduce", torch.ones(2), "max"),
     ]
     assert call not in others
-
-
-def test_departures_are_told_in_the_right_number():
-    assert departure({1: ""}) == "rank 1 has left this world"
-    assert departure({1: "called barrier()"}).startswith("rank 1 has left this world after it called barrier(): it ")
-    assert departure({3: "called barrier()", 1: ""}) == "ranks 1, 3 have left this world"
-
-
-def test_ranks_are_named_in_the_right_number():
-    assert name_ranks([1]) == "rank 1"
-    assert name_ranks(range(1, 4)) == "ranks [1, 2, 3]"
 
 
 CALLS = [Call("barrier"), Call.on("all_reduce", torch.ones(10), "sum"), Call("broadcast_object", argument=1)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from unisono.backends import get_backend
 from unisono.comm.selection import bound_device, group_backend
-from unisono.launch.hosts.environment import Place
+from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.process_group import join
 
 
@@ -49,7 +49,7 @@ def test_a_rank_makes_its_group_of_both_parts_and_bound_to_its_own_device(monkey
     monkeypatch.setattr(type(family), "enter_worker", lambda *_: device)
     monkeypatch.setattr(dist, "init_process_group", note)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # or it would be set, and stay so
-    place = Place("a test", 1, 2, 1, 2, 0, address="", port=0, store=str(tmp_path / "store"))
+    place = RankPlace("a test", 1, 2, 1, 2, 0, address="", port=0, store=str(tmp_path / "store"))
     with pytest.raises(RuntimeError, match="as far as"):
         join(place, family, timedelta(seconds=5))
     assert (asked["backend"], asked["device_id"]) == ("cpu:gloo,cuda:nccl", device)

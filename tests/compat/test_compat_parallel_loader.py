@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -110,29 +109,6 @@ def test_a_loader_without_a_length_is_taken_and_only_len_says_so():
         list(loader)
     with pytest.raises(TypeError, match="no argument 'batchdims'; is it batchdim"):
         pl.MpDeviceLoader([], xm.xla_device(), batchdims=1)
-
-
-@needs_two
-def test_a_failing_source_fails_every_device_behind_the_complete_groups():
-    def source():
-        yield from numbered(5)
-        raise FileNotFoundError("sample 5")
-
-    with pl.ParallelLoader(source(), TWO) as loader:
-        for device, numbers in zip(TWO, [[0, 2], [1, 3]], strict=True):
-            batches = loader.per_device_loader(device)
-            assert [int(next(batches)[0]) for _ in numbers] == numbers
-            with pytest.raises(FileNotFoundError, match="sample 5"):
-                next(batches)
-
-
-@needs_two
-def test_a_loader_that_is_dropped_early_leaves_no_thread():
-    for _ in range(3):
-        loader = pl.ParallelLoader(numbered(40), TWO)
-        next(loader.per_device_loader(TWO[0]))
-        del loader
-    gc.collect()  # the leak police counts
 
 
 def test_a_workers_loader_is_not_cut_and_its_own_sampler_decides():

@@ -55,17 +55,6 @@ def test_a_native_run_has_the_very_module_this_thread_and_plain_batches_too():
     assert seen == [module]
 
 
-def test_a_failing_replica_is_told_by_its_own_error_and_not_by_its_victims(several):
-    def fail():
-        if xm.get_ordinal() == RANKS - 1:
-            raise FileNotFoundError(f"file of {xm.get_ordinal()}")
-        xm.rendezvous("never")
-
-    with pytest.raises(FileNotFoundError, match=f"file of {RANKS - 1}") as caught:
-        several.run(fail)
-    assert any(f"rank {RANKS - 1} of {RANKS}" in note for note in caught.value.__notes__)
-
-
 def test_a_step_closure_belongs_to_its_replica():
     def loop(model, loader, device, context):
         heard = []

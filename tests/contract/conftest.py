@@ -21,7 +21,7 @@ from modes import FAMILY
 from unisono.backends import get_backend
 from unisono.backends.cpu import CpuBackend
 from unisono.comm.processes import ProcessCommunicator
-from unisono.comm.solo import SoloCommunicator
+from unisono.comm.threads import ThreadCommunicator
 from unisono.launch.spawn import spawn
 from unisono.outcome import Outcome, first_cause
 from unisono.protocols import Communicator
@@ -58,7 +58,7 @@ class Ranks:
 
     def _run(self, body: Body, timeout: timedelta) -> list[Any]:
         if self.mode == "solo":
-            return [body(SoloCommunicator())]
+            return [body(ThreadCommunicator.group(1)[0])]
         if self.mode == "threads":
             return _run_threads(body, self.size, timeout)
         there, process_group = (_on_accelerator, "gloo") if self.mode == "accelerators" else (_there, None)

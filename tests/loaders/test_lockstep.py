@@ -27,7 +27,7 @@ from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Stamps
 from unisono.loaders.sharding import Claim, Rule
 from unisono.loaders.sources import Begun
-from unisono.loaders.stream_position import Position, Read, Taken
+from unisono.loaders.stream_position import Position, Read, StreamPosition
 from unisono.world import World, thread_worlds
 
 
@@ -76,7 +76,7 @@ class Shelf:
 
 
 def start_of(ranks: int) -> Begun:
-    return Begun(0, Taken.nothing("stride", ranks, 1).to_state(0), iter(()))
+    return Begun(0, StreamPosition.nothing("stride", ranks, 1).to_state(0), iter(()))
 
 
 def deliveries_of(rank: int, batches: Sequence[Any], mark: int = 7, by: Any = "stride") -> list[Delivery]:

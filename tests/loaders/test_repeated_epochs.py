@@ -10,12 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from epochs import Numbers, worlds
-from modes import devices
-from rereading import COUNT, loop_of, plain, shuffled, taken
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
+from rereading import COUNT, plain, shuffled, taken
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
-from unisono import Accelerator, DataParallel, DeviceLoader, ParallelLoader
+from unisono import Accelerator, DeviceLoader, ParallelLoader
 from unisono.loaders import registry
 
 
@@ -40,19 +38,14 @@ def test_a_loader_made_again_for_each_epoch_is_told_of_once(told, make):
     assert "set_epoch" in words
 
 
-def fold(data: Dataset, *samples: int) -> DataLoader:
-    return DataLoader(Subset(data, samples), batch_size=2, shuffle=True)
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda data, epoch: DataLoader(data, batch_size=2, shuffle=True),
         lambda data, epoch: DataLoader(data, batch_size=2 + epoch, shuffle=True, num_workers=epoch % 2),
         lambda data, epoch: DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(epoch, COUNT))),
-        lambda data, epoch: fold(data, *range(epoch, epoch + 6)),
     ],
-    ids=["plain", "with other batches", "with a sampler", "folds"],
+    ids=["plain", "with other batches", "with a sampler"],
 )
 def test_a_dataloader_made_again_for_each_epoch_is_told_of_once(told, make):
     data = Numbers(COUNT)
@@ -115,21 +108,6 @@ def with_seeds_that_differ(data: Dataset) -> None:
         taken(DeviceLoader(DataLoader(data, batch_size=2, shuffle=True, generator=generator)))
 
 
-def with_folds_of_several_epochs(data: Dataset) -> None:
-    for start in (0, 3, 6):
-        loader = DeviceLoader(fold(data, *range(start, start + 6)))
-        for _ in range(2):
-            taken(loader)
-
-
-def by_a_data_parallel(data: Dataset) -> None:
-    replicas = DataParallel(nn.Identity(), devices(2))
-    train, validation = (DataLoader(data, batch_size=2, shuffle=True) for _ in range(2))
-    for _ in range(3):
-        replicas(loop_of, train)
-        replicas(loop_of, validation)
-
-
 @pytest.mark.parametrize(
     "read",
     [
@@ -138,8 +116,6 @@ def by_a_data_parallel(data: Dataset) -> None:
         with_set_epoch,
         with_states,
         with_seeds_that_differ,
-        with_folds_of_several_epochs,
-        by_a_data_parallel,
     ],
 )
 def test_a_dataset_that_is_read_by_several_without_repetition_is_not_told_of(told, read):

@@ -37,13 +37,13 @@ from torch.utils.data import get_worker_info
 from unisono import DeviceLoader
 from unisono.errors import StateError
 from unisono.loaders.stream_parts import PartReader
-from unisono.loaders.stream_position import Layer, Position, Taken
+from unisono.loaders.stream_position import Layer, Position, StreamPosition
 
 
 @given(data=st.data(), count=st.integers(0, 40), size=st.integers(1, 4))
 def test_what_was_left_is_dealt_anew_with_any_numbers_again_and_again(data, count, size):
     left = list(range(count))
-    taken = Taken.nothing("stride", 1, 1)
+    taken = StreamPosition.nothing("stride", 1, 1)
     for _ in range(data.draw(st.integers(1, 4))):
         ranks, workers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
         row = ranks * workers

@@ -7,7 +7,7 @@ import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
 
 import unisono
-from unisono.comm.solo import SoloCommunicator
+from unisono.comm.threads import ThreadCommunicator
 from unisono.world import thread_worlds
 
 pytestmark = [pytest.mark.any_family, pytest.mark.every_mode]
@@ -110,7 +110,7 @@ def test_a_world_may_be_named_instead_of_the_current_one():
 
 def test_collectives_count_as_reducing():
     world = unisono.World(
-        device=torch.device("cpu:0"), backend=unisono.current_world().backend, comm=SoloCommunicator()
+        device=torch.device("cpu:0"), backend=unisono.current_world().backend, comm=ThreadCommunicator.group(1)[0]
     )
     for collective in (
         lambda: unisono.all_reduce(torch.ones(1), world=world),

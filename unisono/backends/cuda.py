@@ -19,20 +19,23 @@ Counting devices uses NVML through torch and does not initialise CUDA, so a pare
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from unisono.backends.mig import describe_mig
 from unisono.backends.movement import send
 from unisono.backends.usual import UsualBackend
 from unisono.protocols import DeviceClock
 from unisono.torch_private import sparse_indices, sparse_values
 from unisono.tree import map_objects, nbytes, objects
 
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, and hipStreamCaptureModeThreadLocal
 
 
 class _Ready(NamedTuple):
@@ -73,8 +76,16 @@ class CudaBackend(UsualBackend):
     def device_count(self) -> int:
         return torch.cuda.device_count()
 
+    def unused_hardware(self) -> str:
+        return describe_mig() if self.is_available() else ""
+
     def activate(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)
+        try:
+            torch.cuda.set_device(device)
+        except RuntimeError as error:
+            if advice := describe_mig():
+                error.add_note(advice)
+            raise
         if threading.current_thread() is not threading.main_thread():
             _leave_captures_alone()
 
@@ -144,18 +155,22 @@ class CudaBackend(UsualBackend):
 
 def _leave_captures_alone() -> None:
     """Ensure that nothing in the calling thread ends a graph capture in another thread."""
-    driver = _driver()
-    if driver is not None:
-        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+    exchange = _exchange_capture_mode()
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
 @cache
-def _driver() -> Any:
-    """The driver's library; None if it has another name, as on other systems."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
+def _exchange_capture_mode() -> Any:
+    """The function of the driver's library, or of ROCm's runtime; None if it has another name, as on other systems."""
+    hip = torch.version.hip
+    names = ["libcuda.so.1"] if hip is None else ["libamdhip64.so", f"libamdhip64.so.{hip.split('.')[0]}"]
+    for name in names:
+        with suppress(OSError):
+            # As torch has loaded it: a second copy of a runtime would have a state of its own.
+            library = ctypes.CDLL(name, ctypes.DEFAULT_MODE if hip is None else os.RTLD_NOLOAD)
+            return getattr(library, f"{'cu' if hip is None else 'hip'}ThreadExchangeStreamCaptureMode")
+    return None
 
 
 def _move_leaf(leaf: Any, device: torch.device) -> Any:

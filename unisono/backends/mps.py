@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends.movement import send
 from unisono.backends.usual import UsualBackend
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 class MpsBackend(UsualBackend):
     name = "mps"
     process_group_backend = "gloo"
+    moves_in_loop = True  # Metal operations of two threads crash torch (its issue 197805)
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -61,7 +63,8 @@ class MpsBackend(UsualBackend):
         return int(torch.mps.current_allocated_memory())
 
     def _narrow_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
+        values = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        if isinstance(values, torch.Tensor) and values.dtype == torch.float64:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("a batch holds float64 tensors, which mps does not have: they arrive as float32")

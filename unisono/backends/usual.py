@@ -17,6 +17,7 @@ class UsualBackend:
     name: str
     device_count: Callable[[], int]
     moves_in_background = True
+    moves_in_loop = False
     is_lazy = False
 
     def is_available(self) -> bool:

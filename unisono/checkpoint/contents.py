@@ -47,11 +47,8 @@ class Contents:
 
 
 def read_contents(folder: Folder) -> Contents:
-    """Read the checkpoint at that place, or the latest one in that folder; all of it is verified.
-
-    Raises:
-        NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
-    """
+    """Read the checkpoint at that place, or the latest one in that folder; all of it is verified. Raises as
+    `directory.find`."""
     with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
         found, (local, manifest) = find(folder, lambda each: verify(each, Path(directory) / each.name))
         try:

@@ -69,11 +69,8 @@ class Place:
 
 
 def check_place(place: Place) -> None:
-    """Check that the folder, whose contents would be replaced, holds nothing but a checkpoint.
-
-    Raises:
-        FileExistsError: it is not a checkpoint.
-    """
+    """Check that the folder, whose contents would be replaced, holds nothing but a checkpoint; FileExistsError if it is
+    not a checkpoint."""
     folder = place.folder
     if not _is_ours(folder):
         what = "holds numbered checkpoints" if list(numbered_in(folder)) else "is no checkpoint"
@@ -98,15 +95,8 @@ def new_mark() -> str:
 
 
 def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
-    """Write the checkpoint, completely or not at all.
-
-    Args:
-        manifest: complete except for its files.
-        mark: from `new_mark`.
-
-    Raises:
-        OSError: a file cannot be written; what was there before is intact.
-    """
+    """Write the checkpoint, completely or not at all; an OSError leaves what was there before intact. The manifest is
+    complete except for its files; `mark` is from `new_mark`."""
     folder = place.folder
     try:
         with folder.new_files(mark) as directory:
@@ -204,15 +194,10 @@ def newest_first(root: Folder) -> list[Folder]:
 
 
 def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
-    """Find the checkpoint at a place; among numbered ones, the one that `latest` names, or else the newest.
+    """Find the checkpoint at a place; among numbered ones, the one that `latest` names, or else the newest. Returns it
+    with what `check` has read of it: all (`verify`), or only its manifest (`read_manifest`).
 
     Damaged ones are skipped with a warning each, if there is another one.
-
-    Args:
-        check: reads all of it, as `verify` does, or only its manifest, as `read_manifest`.
-
-    Returns:
-        The checkpoint, and what `check` returned.
 
     Raises:
         NoCheckpointError: there is no checkpoint.

@@ -20,16 +20,13 @@ Format = Literal["torch", "safetensors"]
 
 
 def export(folder: Folder, out: Path, name: str | None = None, file_format: Format = "torch") -> tuple[Location, str]:
-    """Write the complete state of one object, on the CPU, as `torch.save(object.state_dict(), out)` does.
+    """Write the complete state of one object, on the CPU, as `torch.save(object.state_dict(), out)` does; return the
+    checkpoint, and the object's name.
 
     Args:
         folder: a checkpoint, or a directory of numbered ones, of which the latest is used.
-        out: the file to write.
-        name: the object's name; None uses the only model.
+        name: None uses the only model.
         file_format: "safetensors" supports tensors only.
-
-    Returns:
-        The checkpoint, and the object's name.
 
     Raises:
         CheckpointError: as for loading; or there is no such object, or it contains more than tensors.

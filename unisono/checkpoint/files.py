@@ -21,12 +21,7 @@ _PIECE = 1 << 22  # bytes per read
 
 
 class Checksum(NamedTuple):
-    """The checksum of a file's contents.
-
-    Attributes:
-        size: in bytes.
-        crc: its CRC-32.
-    """
+    """The size in bytes and the CRC-32 of a file's contents."""
 
     size: int = 0
     crc: int = 0
@@ -38,14 +33,7 @@ class Checksum(NamedTuple):
 
 class CheckedFile:
     """A new file that computes its checksum as it is written; a context manager. Has what `torch.save` needs of a file.
-
-    Attributes:
-        checksum: of what was written.
-        failure: the first error of the system.
-
-    Raises:
-        OSError: as for `os.open`, `os.write` and `os.fsync`; includes that the file already exists.
-    """
+    `failure` is the first error of the system."""
 
     def __init__(self, path: Path) -> None:
         self.checksum = Checksum()
@@ -146,10 +134,7 @@ def sync(path: Path) -> None:
 @contextmanager
 def lock_directory(path: Path) -> Iterator[None]:
     """Hold the directory's lock, which ends with the process, however that ends. Some file systems have none (NFS).
-
-    Raises:
-        FileExistsError: another process or thread holds it.
-    """
+    FileExistsError if another process or thread holds it."""
     import fcntl  # not on Windows
 
     directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

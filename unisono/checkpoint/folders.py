@@ -37,11 +37,7 @@ _WAS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 @dataclass(frozen=True)
 class Folder(ABC):
-    """A folder, which need not exist.
-
-    Attributes:
-        url: its absolute path, or its URL, without a slash at the end.
-    """
+    """A folder, which need not exist; `url` is its absolute path, or its URL, without a slash at the end."""
 
     url: str
 
@@ -84,11 +80,8 @@ class Folder(ABC):
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other saves out of the folder, where it has locks; a store has none.
-
-        Raises:
-            FileExistsError: another one is in progress.
-        """
+        """Keep other saves out of the folder, where it has locks; a store has none. FileExistsError if another one is
+        in progress."""
         yield
 
     @abstractmethod
@@ -196,11 +189,8 @@ class RemoteFolder(Folder):
         return into
 
     def _store(self) -> tuple[Any, str]:
-        """The file system, and the place in it.
-
-        Raises:
-            ImportError: fsspec, or what it needs for this store, is not installed.
-        """
+        """The file system, and the place in it; ImportError if fsspec, or what it needs for this store, is not
+        installed."""
         try:
             core = import_module("fsspec.core")
         except ImportError as error:
@@ -212,11 +202,8 @@ class RemoteFolder(Folder):
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
     """The folder at a path, which becomes absolute and resolved, so that later changes of the working directory or of
-    links do not matter; or at a URL. file:// is a path.
-
-    Raises:
-        ValueError: a URL was converted to a `Path`, which removed a slash from it; or it is a chain of file systems.
-    """
+    links do not matter; or at a URL. file:// is a path. ValueError if a URL has lost a slash as a `Path`, or is a
+    chain."""
     text = os.fspath(path)
     if _WAS_URL.match(text):
         raise ValueError(f"{text!r} was a URL before it was converted to a path; pass it as a string, with two slashes")

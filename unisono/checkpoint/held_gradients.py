@@ -30,11 +30,8 @@ Held = dict[str, torch.Tensor]
 
 
 def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
-    """The microbatches of the unfinished step; None between steps.
-
-    Raises:
-        CheckpointError: its gradients are reduced, but no optimizer has stepped on them.
-    """
+    """The microbatches of the unfinished step; None between steps; CheckpointError if its gradients are reduced, but no
+    optimizer has stepped on them."""
     step = steps.step
     if step.state == TAKEN or not step.visits:
         return None
@@ -67,12 +64,8 @@ def resume_step(
     steps: Steps,
     engines: Sequence[Engine],
 ) -> None:
-    """Continue in the middle of the step that was saved. A collective.
-
-    Args:
-        saved: what `claims_of` returned on each rank that has saved.
-        held: their gradients, on rank zero; None on the others.
-    """
+    """Continue in the middle of the step that was saved, from what `claims_of` returned on each rank and, on rank zero,
+    their gradients. A collective."""
     own = _part_of_gradients(saved, held, steps.world)
     for place, engine in enumerate(engines):
         for name, each in engine.named_leaves().items():

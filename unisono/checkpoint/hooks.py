@@ -42,18 +42,9 @@ def add_hook(hooks: Hooks, hook: Callable[..., None]) -> RemovableHandle:
 def run_save_hooks(
     hooks: Hooks, models: Sequence[nn.Module], modules: Sequence[nn.Module], place: Place, world: World
 ) -> tuple[list[nn.Module], Path]:
-    """Call the hooks of a save. A collective.
-
-    Args:
-        models: the prepared models, which the hooks get; `modules` are those of the user.
-        place: where the checkpoint will be, and no save is in progress.
-
-    Returns:
-        The models that are not to be saved, and the directory with the files of the hooks.
-
-    Raises:
-        ValueError: a hook has changed a state, which is saved from the model.
-    """
+    """Call the hooks of a save, with the prepared models; `modules` are those of the user. A collective. Returns the
+    models that are not to be saved, and the directory with the files of the hooks. ValueError if a hook has changed a
+    state."""
     directory: Path = agree_on(lambda: _new_directory(place), world)
     states = [model_state(each, world) for each in modules]
     try:
@@ -112,11 +103,8 @@ def remove_files(directory: Path) -> None:
 
 
 def take_files(directory: Path, checkpoint: Path) -> dict[str, Checksum]:
-    """Move the files into a checkpoint that is being written, and return their checksums by name.
-
-    Raises:
-        FileExistsError: the checkpoint has a file of that name.
-    """
+    """Move the files into a checkpoint that is being written, and return their checksums by name. FileExistsError if
+    the checkpoint has a file of that name."""
     found: dict[str, Checksum] = {}
     for each in sorted(directory.iterdir()):
         target = checkpoint / each.name

@@ -56,12 +56,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Manifest:
-        """Parse the contents of a manifest's file.
-
-        Raises:
-            DamagedCheckpointError: it is not a manifest, or not what was written.
-            CheckpointVersionError: it was written by a newer unisono.
-        """
+        """Parse a manifest's file. DamagedCheckpointError if it is not what was written, CheckpointVersionError if a
+        newer unisono has written it."""
         try:
             known = json.loads(data)
             is_ours = isinstance(known, dict) and known.get("format") == FORMAT
@@ -82,13 +78,8 @@ class Manifest:
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """Read the manifest of a checkpoint, without checking its other files.
-
-    Raises:
-        DamagedCheckpointError: there is no manifest, or it is damaged.
-        CheckpointVersionError: as for `from_bytes`.
-        OSError: it cannot be read; a store that does not answer has not damaged its checkpoints.
-    """
+    """Read the manifest of a checkpoint, without checking its other files. Raises as `Manifest.from_bytes`; and OSError
+    if it cannot be read: a store that does not answer has not damaged its checkpoints."""
     try:
         data = folder.read(MANIFEST)
     except FileNotFoundError as error:
@@ -97,16 +88,8 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
-    """Read the whole checkpoint, and compare it with its manifest.
-
-    Args:
-        into: an empty directory, to which the files of a store are downloaded.
-
-    Returns:
-        The directory in main storage that has the checkpoint's files, and the manifest.
-
-    Raises:
-        DamagedCheckpointError: it is not what was written; the message names the file. Or as for `read_manifest`.
+    """Read the whole checkpoint, if it is in a store into that directory, and compare it with its manifest. Returns the
+    directory that has its files, and the manifest. DamagedCheckpointError names the file that is not what was written.
     """
     manifest = read_manifest(folder)
     local = folder.fetch(manifest.files, into)

@@ -45,11 +45,8 @@ _OF_ZERO1 = "ZeroRedundancyOptimizer"  # the class in checkpoints that earlier v
 
 
 def kind_of(name: str, each: Any) -> str:
-    """How an object is handled: "model", "optimizer", "loader", "generator" or "state".
-
-    Raises:
-        TypeError: it cannot be saved.
-    """
+    """How an object is handled: "model", "optimizer", "loader", "generator" or "state"; TypeError if it cannot be
+    saved."""
     if isinstance(each, DeviceLoader | DeviceIterator | ParallelLoader):
         return "loader"
     if isinstance(each, Optimizer):
@@ -102,11 +99,7 @@ def own_states(objects: Objects) -> dict[str, Any]:
 
 
 def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
-    """On rank zero, copies of all other states; {} on others. A collective.
-
-    Raises:
-        TypeError: a state is not plain data.
-    """
+    """On rank zero, copies of all other states; {} on others. A collective. TypeError if a state is not plain data."""
     modules, own_copy = modules_of(objects), copy if world.rank == 0 else None
     states: dict[str, Any] = {}
     for name, each in objects.items():
@@ -184,12 +177,8 @@ def check_fit(
     where: str,
     allow_other_optimizer: bool = False,
 ) -> None:
-    """Check that a checkpoint holds these objects, before anything is changed.
-
-    Raises:
-        CheckpointMismatchError: the message has the first names that are missing, unexpected or of another shape, or
-            both classes of an optimizer.
-    """
+    """Check that a checkpoint holds these objects, before anything is changed. A CheckpointMismatchError has the first
+    names that are missing, unexpected or of another shape, or both classes of an optimizer."""
     for name, (kind, own_class) in kinds_of(objects).items():
         if name not in saved:
             raise CheckpointMismatchError(
@@ -244,13 +233,8 @@ def _shape_of(value: Any) -> list[int] | None:
 def restore(
     objects: Objects, states: Mapping[str, Any], others: Mapping[str, Any], own: Mapping[str, Any], world: World
 ) -> None:
-    """Load the states. A collective.
-
-    Args:
-        states: of models and optimizers, on rank zero; {} on others.
-        others: of objects whose state is the same on all ranks.
-        own: of this rank's loaders and generators.
-    """
+    """Load the states: on rank zero those of models and optimizers, on all ranks `others`, and of each its `own`: those
+    of its loaders and generators. A collective."""
     modules = modules_of(objects)
     for name, each in objects.items():
         kind = kind_of(name, each)

@@ -12,15 +12,8 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.
 
 
 def as_plain(value: Any, where: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The value with copies of its tensors; containers keep their types.
-
-    Args:
-        where: the value in words, for the error.
-        copy: copies a tensor.
-
-    Raises:
-        TypeError: the value contains something that is not plain data; the message says where.
-    """
+    """The value, `where` in words, with copies of its tensors; containers keep their types. TypeError if it contains
+    something that is not plain data; the message says where."""
     kind = type(value)
     if kind in _LEAVES:
         return value

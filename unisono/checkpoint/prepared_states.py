@@ -34,18 +34,7 @@ _FOLDER = "checkpoints"
 
 
 class PreparedStates:
-    """The state of one Accelerator, as saved in its checkpoints.
-
-    Args:
-        prepared: what the Accelerator has prepared.
-        steps: its steps.
-        scaler: that of its loss.
-        project_dir: None uses "runs" in the working directory.
-        total_limit: the number of numbered checkpoints to keep; None keeps all.
-
-    Attributes:
-        save_hooks, load_hooks: called before each save, and before each load.
-    """
+    """The state of one Accelerator, as saved in its checkpoints."""
 
     def __init__(
         self,
@@ -124,11 +113,8 @@ class PreparedStates:
         self._saver.close()
 
     def _check_optimizers(self) -> None:
-        """Refuse to leave out the state of an optimizer that trains one of the models.
-
-        Raises:
-            CheckpointError: there is such an optimizer.
-        """
+        """Refuse to leave out the state of an optimizer that trains one of the models; CheckpointError if there is such
+        an optimizer."""
         for engine in self._prepared_engines():
             for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_unprepared):
                 if each is not None and not any(each is other for other in self._registered):

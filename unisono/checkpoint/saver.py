@@ -82,12 +82,7 @@ class Loaded(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What was loaded, including what does not belong to objects.
-
-    Attributes:
-        facts: those of each rank.
-        held: the accumulated gradients of each rank, on rank zero; None between steps.
-    """
+    """What was loaded; the facts of each rank; on rank zero the accumulated gradients of each, None between steps."""
 
     loaded: Loaded
     facts: Sequence[Any]
@@ -95,13 +90,8 @@ class Restored(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """What is to be written, in main memory.
-
-    Attributes:
-        contents: of `state.pt`.
-        parts: this rank's shards, if all ranks write concurrently.
-        values: the entries among them that are not tensors.
-    """
+    """What is to be written, in main memory: `state.pt`; if all ranks write concurrently, this rank's shards, and the
+    entries among them that are not tensors."""
 
     contents: dict[str, Any]
     parts: dict[str, torch.Tensor] | None
@@ -109,11 +99,7 @@ class _Copied(NamedTuple):
 
 
 class Saver:
-    """Saves and loads the checkpoints of one rank.
-
-    Args:
-        world: the rank's.
-    """
+    """Saves and loads the checkpoints of one rank."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -160,23 +146,13 @@ class Saver:
         held: Mapping[str, torch.Tensor] | None = None,
         hook_files: Path | None = None,
     ) -> Location | None:
-        """Save the objects. A collective.
+        """Save the objects; returns and raises as `Checkpointer.save`, on all ranks. A collective.
 
         Args:
             place: the destination; if it is a function, rank zero calls it.
-            score: save only if it is higher than the score of the checkpoint at that place. Rank zero's counts.
-            is_async: return when everything is copied.
             facts: plain data of this rank, to be saved with the states.
             held: its gradients of a step that has begun.
             hook_files: on rank zero, a directory with files of hooks, which the checkpoint takes in.
-
-        Returns:
-            The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
-
-        Raises:
-            Exception: the error of an earlier save, on all ranks.
-            CollectiveMismatchError: other ranks do something else, or are at another step.
-            OSError, CheckpointError, TypeError: it cannot be saved; on all ranks.
         """
         world, comm = self.world, self.world.comm
         score = checked_score(score)
@@ -321,19 +297,11 @@ class Saver:
         allow_other_optimizer: bool = False,
         choose: Callable[[str], Objects] | None = None,
     ) -> Restored | None:
-        """Load the objects. A collective.
+        """Load the objects. A collective. Rank zero's folder counts. Raises as `Checkpointer.load`.
 
         Args:
-            folder: a checkpoint, or a directory of numbered ones. Rank zero's counts.
-            must_exist: whether a missing checkpoint is an error; if False, None is returned.
-            allow_other_optimizer: whether an optimizer may be of another class than the saved one.
             choose: called with the place of the files of the checkpoint that was found; returns the objects to load in
                 place of all.
-
-        Raises:
-            NoCheckpointError: there is no checkpoint.
-            DamagedCheckpointError, CheckpointVersionError: as for `directory.find`.
-            CheckpointMismatchError: the checkpoint holds other objects; nothing was loaded.
         """
         world = self.world
         world.comm.announce("load_state")

@@ -18,7 +18,7 @@ from unisono.backends import NAMES, get_backend
 from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
-from unisono.launch.hosts.addresses import interface_of, is_loopback, unknown_interfaces
+from unisono.launch.hosts.addresses import unknown_interfaces
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import memory_limit
@@ -239,7 +239,7 @@ def _try_connection(address: str, port: int, what: str) -> Finding:
 
 
 def check_names() -> Iterator[Finding]:
-    """Whether this machine's name resolves to an address, how fast, and which address gloo then announces."""
+    """Whether this machine's name resolves to an address, and how fast."""
     host = socket.gethostname()
     began = time.monotonic()
     try:
@@ -250,14 +250,6 @@ def check_names() -> Iterator[Finding]:
     took_s = time.monotonic() - began
     text = f"{host} is {' '.join(addresses)} ({took_s * 1e3:.0f} ms)"
     yield warning_if(took_s > _SLOW_LOOKUP_S, "names", text, RESOLVER_ADVICE)
-    owner = interface_of(addresses[0])
-    up = [name for name, found in psutil.net_if_stats().items() if found.isup and not name.startswith("lo")]
-    advice = f"for more than one machine: set GLOO_SOCKET_IFNAME to one of {', '.join(up)}" if up else ""
-    if is_loopback(addresses[0]):
-        yield Finding("gloo", "note", f"announces {addresses[0]}, which no other machine reaches", advice)
-    else:
-        text = f"announces {addresses[0]} ({owner or 'an address of no interface'}) to other machines"
-        yield warning_if(owner is None, "gloo", text, advice)
 
 
 def _addresses_of(host: str) -> list[str]:

@@ -100,11 +100,7 @@ class WokenError(BrokenWorldError):
 
     When its group is aborted, the wait in the driver ends as if it had succeeded, and yields numbers that were never
     computed. So the rank's thread gets this at the next line that it runs. It is created by the interpreter, without
-    arguments: a process has one world, which breaks only once.
-
-    Attributes:
-        words: what has happened.
-        reason: the first cause.
+    arguments, so `words` and `reason` are the class's: a process has one world, which breaks only once.
     """
 
     words = ""

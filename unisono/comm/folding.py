@@ -84,7 +84,7 @@ def all_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> SharedFold |
     Returns:
         What is left to do: a fold for all threads; a result that every rank must copy into its tensor; or None.
     """
-    if _reduced_by_nccl(tensors, op):
+    if len(tensors) == 1 or _reduced_by_nccl(tensors, op):
         return None
     if is_worth_sharing(tensors) and _are_flat(tensors):
         return SharedFold(tensors, op)

@@ -6,7 +6,7 @@ are still leaving the previous generation.)
 
 Invariants:
 
-1. An exchange is one `_Round` object. A fast rank that enters the next round gets a new object, so it can never modify
+1. Each round is one `_Exchange` object. A fast rank that enters the next one gets a new object, so it can never modify
    what a slow rank is still reading.
 2. The last rank to arrive combines the values, in rank order, outside the lock. The result is shared and must not be
    modified.
@@ -29,7 +29,7 @@ from unisono.stacks import describe_call, own_frames
 R = TypeVar("R")
 
 
-class _Round:
+class _Exchange:
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
         self.threads: dict[int, int] = {}
@@ -38,29 +38,21 @@ class _Round:
 
 
 class Meeting:
-    """A place where `size` threads meet repeatedly.
-
-    Args:
-        size: the number of ranks.
-        timeout: how long a rank waits for the others before it breaks the world; a last resort.
-    """
+    """A place where `size` threads meet repeatedly. A rank that waits longer than the time-out, a last resort, breaks
+    the world."""
 
     def __init__(self, size: int, timeout: timedelta) -> None:
         self.size = size
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._round = _Round()
+        self._round = _Exchange()
         self._departed: dict[int, str] = {}  # with the last action of each
         self._last_calls: dict[int, Call] = {}
         self._broken: tuple[str, BaseException | None] | None = None
 
     def exchange(self, rank: int, call: Call, value: Any, combine: Callable[[list[Any]], R]) -> R:
         """Contribute `value`, wait for every rank's, and return `combine(values in rank order)`, the same object to
-        all.
-
-        Raises:
-            BrokenWorldError: a rank failed or departed, now or before.
-            CollectiveMismatchError: another rank made another call.
+        all. BrokenWorldError if a rank failed or departed, CollectiveMismatchError if another rank made another call.
         """
         with self._changed:
             if rank in self._departed:
@@ -72,7 +64,7 @@ class Meeting:
             is_last = len(here.calls) == self.size
             if is_last:
                 # The round is complete: from here on neither `leave` nor a break can affect it.
-                self._round = _Round()
+                self._round = _Exchange()
             elif self._departed:
                 self._break(_departed_message(self._departed, rank, call), None)
                 self._check(rank, call)
@@ -107,7 +99,7 @@ class Meeting:
                 first = min(waiting)
                 self._break(_departed_message(self._departed, first, waiting[first]), None)
 
-    def _wait(self, here: _Round, rank: int, call: Call) -> None:
+    def _wait(self, here: _Exchange, rank: int, call: Call) -> None:
         def is_over() -> bool:
             # Once all have arrived, nothing can stop the round: the last rank combines without waiting for others.
             return here.outcome is not None or (self._broken is not None and len(here.calls) < self.size)
@@ -130,7 +122,7 @@ class Meeting:
             self._broken = (message, cause)
             self._changed.notify_all()
 
-    def _combine(self, here: _Round, combine: Callable[[list[Any]], R]) -> Outcome[R]:
+    def _combine(self, here: _Exchange, combine: Callable[[list[Any]], R]) -> Outcome[R]:
         calls = [here.calls[rank] for rank in range(self.size)]
         if all(call == calls[0] for call in calls):
             outcome = Outcome.capture(combine, [here.values[rank] for rank in range(self.size)])

@@ -139,21 +139,14 @@ def check_reduction(tensor: torch.Tensor, op: str, name: str = "all_reduce") -> 
 
 
 def check_root(root: int, size: int) -> None:
-    """Check that `root` is a rank of the world.
-
-    Raises:
-        ValueError: `root` is not in 0 .. size - 1.
-    """
+    """Check that `root` is a rank of the world; ValueError if `root` is not in 0 .. size - 1."""
     if not 0 <= root < size:
         raise ValueError(f"root={root} is not a rank in a world of {size}; ranks are 0 to {size - 1}")
 
 
 def check_scatter(tensor: torch.Tensor, size: int) -> None:
-    """Check that a tensor can be split into `size` equal parts along dim 0.
-
-    Raises:
-        ValueError: its first dimension is missing or not a multiple of `size`.
-    """
+    """Check that a tensor can be split into `size` equal parts along dim 0; ValueError if its first dimension is
+    missing or not a multiple of `size`."""
     if tensor.ndim == 0 or tensor.shape[0] % size:
         raise ValueError(
             f"reduce_scatter over {size} ranks splits dim 0 into equal parts, but the shape is {list(tensor.shape)}; "

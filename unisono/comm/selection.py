@@ -23,12 +23,7 @@ from unisono.protocols import Backend, Communicator
 def thread_communicators(
     devices: Sequence[torch.device], backends: Sequence[Backend], timeout: timedelta
 ) -> list[Communicator]:
-    """Make communicators for threads of this process, one on each device.
-
-    Args:
-        devices: the ranks' devices.
-        backends: the devices' families.
-    """
+    """Make communicators for threads of this process, one on each device, of these families."""
     communicators = ThreadCommunicator.group(len(devices), timeout)
     transports = {
         backend.thread_transport([each for each, its in zip(devices, backends, strict=True) if its is backend])

@@ -42,12 +42,8 @@ def free_reducers_before_groups() -> None:
 
 
 def end_group(is_broken: bool, waits_for_device: bool) -> None:
-    """End the default process group, and with it all others.
-
-    Args:
-        is_broken: whether collectives in progress have failed; then nothing waits for them.
-        waits_for_device: whether ending it may wait for a device.
-    """
+    """End the default process group, and with it all others: without waiting for collectives in progress, if it is
+    broken."""
     if not waits_for_device:
         dist.destroy_process_group()
         return

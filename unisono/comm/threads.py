@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: collectives through shared memory.
+"""Ranks as threads of one process, or a plain process, which is one such rank: collectives through shared memory.
 
 Tensors are combined by the last thread to arrive, in one meeting. In an all_reduce of large ones each thread does its
 part on the tensors of all ranks, between two meetings: before the first the tensors are incomplete, and until the

@@ -21,12 +21,8 @@ C = TypeVar("C", bound=Communicator)
 
 
 class ThroughHostCommunicator(Generic[C]):
-    """A communicator for tensors anywhere, by way of one for tensors in main memory.
-
-    Args:
-        inner: the one in main memory.
-        settle: makes the rank's device execute what it has recorded, so that nothing is computed twice for the copy.
-    """
+    """A communicator for tensors anywhere, by way of `inner`, one for tensors in main memory. `settle` makes the rank's
+    device execute what it has recorded, so that nothing is computed twice for the copy."""
 
     def __init__(self, inner: C, settle: Callable[[], None]) -> None:
         self.inner = inner

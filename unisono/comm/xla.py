@@ -42,12 +42,8 @@ def reduction_dtype(dtype: torch.dtype) -> torch.dtype | None:
 
 
 class _XlaCommunicator(ThroughHostCommunicator[C], ABC):
-    """Reduces floating-point tensors by the runtime.
-
-    Args:
-        inner: where the ranks meet.
-        settle: cuts the graph of this rank's device, and returns when the device has run it.
-    """
+    """Reduces floating-point tensors by the runtime, where the ranks have met in `inner`. `settle` cuts the graph of
+    this rank's device, and returns when the device has run it."""
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
@@ -85,15 +81,8 @@ class XlaProcesses(_XlaCommunicator[ProcessCommunicator]):
 
 @cache
 def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
-    """Declare these devices to the runtime, once, as replicas of one another, and verify that they are.
-
-    Args:
-        devices: all devices of this process; those of its peers are then replicas, too.
-        size: the number of devices in all processes.
-
-    Raises:
-        BrokenWorldError: they do not reduce among themselves.
-    """
+    """Declare all devices of this process to the runtime, once, as replicas of one another and of those of its peers;
+    `size` is their number. BrokenWorldError if they do not reduce among themselves."""
     import torch_xla.core.xla_model as xm
 
     xm.set_replication(devices[0], list(devices))
@@ -101,13 +90,11 @@ def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
 
 
 def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
-    """Reduce ones, those of this process, and compare with the number of ranks.
+    """Reduce ones, those of this process, and compare with the number of ranks; BrokenWorldError if the result differs:
+    runtimes that are not connected reduce nothing, silently.
 
     What was recorded on the devices before is cut and run first: on only one of them, it would make that graph
     different, or keep the others waiting in the reduction.
-
-    Raises:
-        BrokenWorldError: the result differs. Runtimes that are not connected reduce nothing, silently.
     """
     import torch_xla
 

@@ -108,11 +108,7 @@ def left_out(module: str) -> Callable[[str], Any]:
 
 
 def refuse(owner: str, name: str) -> NoReturn:
-    """Raise the error for a name that a module, or an object of it, does not have.
-
-    Raises:
-        AttributeError: always.
-    """
+    """Raise the AttributeError for a name that a module, or an object of it, does not have."""
     if advice := _advice_on(f"{owner}.{name}"):
         raise AttributeError(f"{owner}.{name} is deliberately not supported: {advice}")
     raise AttributeError(f"module {owner!r} has no attribute {name!r}")

@@ -18,8 +18,6 @@ class Ending:
 
     Attributes:
         due: when to send the next signal, by `time.monotonic()`, a clock shared with the workers; None if none is due.
-        sent: the signals that were sent; a death by one of them was caused by us.
-        began_at: when the first one was sent.
         was_asked: whether the caller has asked for the end, which gives the workers their grace period.
     """
 

@@ -44,7 +44,7 @@ from unisono.launch.starting.process_ends import kill_marked
 from unisono.launch.starting.zygote_client import open_group
 from unisono.launch.watching.memory import OomWatch
 from unisono.launch.watching.monitor import Monitor
-from unisono.launch.watching.output import Output
+from unisono.launch.watching.output import WorkerOutput
 from unisono.launch.worker import TELL_STACKS
 from unisono.outcome import Outcome, first_cause, this_process
 
@@ -61,10 +61,7 @@ class Group:
     """The workers of one attempt: all of them, or those of this machine.
 
     Args:
-        job: what they run.
         directory: theirs, where they meet.
-        hang_watch: decides when the group hangs.
-        output, monitor: handle the workers' streams, and sample their processes.
         on_started: called when all workers have a pid.
         others: the other machines, if the workers have peers there.
     """
@@ -74,7 +71,7 @@ class Group:
         job: Job,
         directory: Path,
         hang_watch: HangWatch,
-        output: Output,
+        output: WorkerOutput,
         monitor: Monitor,
         on_started: Callable[[], None],
         others: OtherMachines | None = None,
@@ -132,7 +129,7 @@ class Group:
 
     def hear(self, report: MachineReport) -> None:
         """Handle a report of another machine: its workers' progress, or that its part of the group has failed."""
-        self._standstill.hear(report, time.monotonic(), self._running_workers())
+        self._standstill.hear(report, time.monotonic())
         if report.verdict:
             verdict: Outcome[Any] = Outcome.from_bytes(report.verdict)
             self.give_up(verdict, _SETTLE_S if verdict.is_secondary else 0.0)

@@ -47,12 +47,8 @@ def death(worker: Worker, status: int | None, how: str, what_else: str = "") -> 
 
 
 def conclude(workers: Sequence[Worker], tails: dict[int, list[str]], reason: Outcome[Any] | None) -> Outcome[list[Any]]:
-    """Return the group's outcome.
-
-    Args:
-        workers: in rank order, all ended; fewer than the group's if it was stopped during its start.
-        tails: the last lines that each rank wrote to stderr, as many as are kept.
-        reason: why the group was stopped although none of its workers had failed: it hung, or a machine was lost.
+    """Return the group's outcome. `workers` have all ended, in rank order; fewer than the group's if it was stopped
+    during its start. `reason` is why it was stopped although none of them had failed: it hung, or a machine was lost.
     """
     outcomes = {worker.rank: worker.outcome for worker in workers if worker.outcome is not None}
     failures = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}

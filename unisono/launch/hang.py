@@ -79,13 +79,8 @@ class HangWatch:
 
 
 def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) -> WorkerHungError:
-    """Make the error of a group that hangs.
-
-    Args:
-        watch: the watch that has detected it.
-        stacks: each rank's stacks, as written by faulthandler.
-        ranks: the ranks that have not ended.
-    """
+    """Make the error of a group that hangs, from each rank's stacks, as written by faulthandler; `ranks` have not
+    ended."""
     pulses = watch.pulses
     doing = {rank: _doing(rank, pulses, stacks) for rank in ranks}
     waiting = {rank: what for rank, what in doing.items() if what}

@@ -5,8 +5,8 @@ its workers, and a file that was edited meanwhile has different contents there. 
 so the caller describes its modules, and rank zero compares those that it has imported for `fn` with that. Each module
 that differs is reported once.
 
-Only the user's modules are compared, not installed ones; of their globals, plain data, objects of plain data, functions
-and classes, except for names that begin with an underscore.
+Only the user's modules are compared, not installed ones; of their globals, plain data and functions, except for names
+that begin with an underscore.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import Enum
 from functools import cache
 from hashlib import blake2b
 from importlib.machinery import SourceFileLoader
-from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -45,16 +43,9 @@ def describe_module(module: ModuleType) -> dict[str, str]:
     """Texts of a module's globals, which are equal in two processes if what is described is."""
     texts = {}
     for name, value in list(vars(module).items()):
-        kind = type(value)  # `isinstance` would ask a proxy for its object's class
-        if name.startswith("_") or issubclass(kind, ModuleType):
-            continue
-        with suppress(Exception):  # TypeError for other than plain data, and whatever a proxy raises for its attributes
-            if not issubclass(kind, FunctionType | type):
+        if not name.startswith("_"):
+            with suppress(TypeError):
                 texts[name] = _text_of(value, [_MAX_ITEMS])
-            elif value.__module__ == module.__name__:
-                texts[name] = f"code {_digest_of(value)}"
-            else:  # imported from another module, which is compared itself: here only its name counts
-                texts[name] = f"{value.__module__}.{value.__qualname__}"
     return texts
 
 
@@ -93,41 +84,31 @@ def is_users_file(file: str) -> bool:
 
 
 def _text_of(value: Any, left: list[int]) -> str:
-    """The text of plain data; `left` counts the items that may still be visited.
-
-    The values' own methods are not called: those of a lazy mapping may import a whole library.
+    """The text of plain data or of a function; `left` counts the items that may still be visited.
 
     Raises:
-        TypeError: it is, or holds, other than plain data, or too much of it.
+        TypeError: it is, or holds, something else, or too much. Other objects are not asked: one may import a library.
     """
     kind = type(value)
     left[0] -= 1
-    if left[0] < 0 or issubclass(kind, type | Enum):  # members of an Enum also hold what Python has computed of them
-        raise TypeError(f"{kind} is no plain data, or there is too much of it")
-    if kind in _PLAIN or issubclass(kind, PurePath):
+    if kind in _PLAIN and left[0] >= 0:
         return repr(value)
-    if issubclass(kind, dict):
-        items = dict.items(value)
-        return "{" + ", ".join(f"{_text_of(key, left)}: {_text_of(each, left)}" for key, each in items) + "}"
-    if kind in (list, tuple, set, frozenset):
-        texts = [_text_of(each, left) for each in value]
-        return f"[{', '.join(texts)}]" if kind in (list, tuple) else f"{{{', '.join(sorted(texts))}}}"
-    held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or not held:
-        raise TypeError(f"{kind} is no plain data")
-    return f"{kind.__qualname__}({', '.join(f'{name}={_text_of(each, left)}' for name, each in held.items())})"
+    if kind is FunctionType:
+        return (
+            f"code {blake2b(_text_of_code(value.__code__).encode(errors='surrogatepass'), digest_size=4).hexdigest()}"
+        )
+    if left[0] < 0 or kind not in (dict, list, tuple, set, frozenset):
+        raise TypeError(f"{kind} is no plain data, or there is too much of it")
+    if kind is dict:
+        return "{" + ", ".join(f"{_text_of(key, left)}: {_text_of(each, left)}" for key, each in value.items()) + "}"
+    texts = [_text_of(each, left) for each in value]
+    return f"[{', '.join(texts)}]" if kind in (list, tuple) else f"{{{', '.join(sorted(texts))}}}"
 
 
-def _digest_of(value: FunctionType | type) -> str:
-    """A digest of what a function or the methods of a class do, independent of the position in the file."""
-    functions = [value] if isinstance(value, FunctionType) else vars(value).values()
-    texts = [_text_of_constant(each.__code__) for each in functions if isinstance(each, FunctionType)]
-    return blake2b("".join(texts).encode(errors="surrogatepass"), digest_size=4).hexdigest()
-
-
-def _text_of_constant(constant: Any) -> str:
+def _text_of_code(constant: Any) -> str:
+    """What a function does, wherever it is in its file."""
     if isinstance(constant, CodeType):
         names = constant.co_names, constant.co_varnames, constant.co_freevars
-        return repr((constant.co_code, names, [*map(_text_of_constant, constant.co_consts)]))
+        return repr((constant.co_code, names, [*map(_text_of_code, constant.co_consts)]))
     # The order of a frozenset depends on the process's hash seed.
     return repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from unisono import terminal
-from unisono.launch.hosts.environment import Place
+from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import describe_modules
 from unisono.launch.options import Options
 
@@ -59,8 +59,7 @@ class Job:
         restart_count: how many times the group has been restarted.
         first_rank, world_size, node_rank: the place of this machine's workers among all; a world size of 0 means that
             these are all.
-        address, port, store: where the ranks meet, as in `Place`; without an address, it is in the group's directory.
-        samples: the path of the monitor's samples.
+        address, port, store: where the ranks meet, as in `RankPlace`; without an address, in the group's directory.
     """
 
     call: bytes
@@ -77,7 +76,6 @@ class Job:
     address: str = ""
     port: int = 0
     store: str = ""
-    samples: str = ""
 
     @property
     def ranks(self) -> range:
@@ -89,9 +87,9 @@ class Job:
         """Seconds between two checks of a worker's progress."""
         return min(_PULSE_S, (self.options.hang_timeout_s or self.options.timeout_s) / 20)
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> RankPlace:
         """One worker's place in the world."""
-        return Place(
+        return RankPlace(
             launcher="unisono",
             rank=rank,
             world_size=self.world_size or self.nprocs,

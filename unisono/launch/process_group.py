@@ -22,7 +22,7 @@ import torch.distributed as dist
 from unisono.comm.selection import bound_device, group_backend, process_communicator
 from unisono.launch.gloo_output import suppress_greetings
 from unisono.launch.hosts.addresses import address_towards, interface_of
-from unisono.launch.hosts.environment import Place
+from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.protocols import Backend
 from unisono.world import World
@@ -35,7 +35,7 @@ _kept: dist.distributed_c10d.Store | None = None  # the store that ends with ran
 
 
 def join(
-    place: Place,
+    place: RankPlace,
     backend: Backend,
     timeout: timedelta,
     process_group: Literal["gloo"] | None = None,
@@ -103,7 +103,7 @@ def _go_last(store: dist.distributed_c10d.Store, world: World, patience_s: float
         gone = store.add("unisono/gone", 0)  # reads the counter
 
 
-def _name_interface(place: Place) -> None:
+def _name_interface(place: RankPlace) -> None:
     """Select the interface that leads to the peers for gloo, whose default is the one that the host name resolves
     to."""
     interface: str | None = _LOOPBACK  # needs no name service, and offers no address of another network
@@ -114,7 +114,7 @@ def _name_interface(place: Place) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _store_of(place: Place, timeout: timedelta) -> dist.distributed_c10d.Store:
+def _store_of(place: RankPlace, timeout: timedelta) -> dist.distributed_c10d.Store:
     global _kept
     if not place.address:
         return dist.FileStore(place.store, place.world_size)  # type: ignore[attr-defined] # torch re-exports it silently
@@ -135,7 +135,7 @@ def _store_of(place: Place, timeout: timedelta) -> dist.distributed_c10d.Store:
     return store
 
 
-def _explanation(place: Place) -> str:
+def _explanation(place: RankPlace) -> str:
     if not place.address:
         return f"rank {place.rank} could not join the process group of its peers"
     return (

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from unisono import preemption
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.exit_codes import exit_code_of
-from unisono.launch.hosts.environment import TAKEN, Place, announce, take
+from unisono.launch.hosts.environment import TAKEN, RankPlace, announce, take
 from unisono.world import World, current_world
 
 _LOCAL = "127.0.0.1"
@@ -31,13 +31,7 @@ _LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Target:
-    """What is run.
-
-    Attributes:
-        name: as given: a script or a module.
-        argv: its arguments.
-        is_module: whether the name is that of a module.
-    """
+    """What is run: a script, or a module, and its arguments."""
 
     name: str
     argv: tuple[str, ...] = ()
@@ -64,12 +58,10 @@ def check_target(target: Target) -> None:
 
 
 def run_target(target: Target) -> None:
-    """Run the target in this process, which has its world; `sys.exit(0)` is a success, as for any script.
+    """Run the target in this process, which has its world; `sys.exit(0)` is a success, as for any script, and any other
+    SystemExit is raised.
 
     So is an early end that the ranks have agreed on; `preemption.is_agreed` reports it to the caller.
-
-    Raises:
-        BaseException: what the target raised; includes SystemExit with a code other than 0.
     """
     sys.argv[:] = [target.name, *target.argv]
     announce(_place_of(current_world()))  # to `spawn` in the script
@@ -92,16 +84,8 @@ def _call_target(target: Target) -> None:
 
 
 def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -> None:
-    """Run the target as a worker of `spawn`, with torchrun's variables.
-
-    Args:
-        variables: those of the run, as `variables_of_run` returns them, and those of its machine, unless they are set;
-            those of this rank are added.
-
-    Raises:
-        WorkerDiedError: the target called `sys.exit` with a code other than 0.
-        BaseException: what the target raised.
-    """
+    """Run the target as a worker of `spawn`, with torchrun's variables: those of this rank, and the given ones of the
+    run and its machine. WorkerDiedError if it called `sys.exit` with a code other than 0."""
     try:
         with variables_set({**variables, **_variables_of_rank(current_world())}):
             take(_place_of(current_world(), os.environ))  # child processes of the script are not this rank
@@ -157,9 +141,9 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _place_of(world: World, variables: Mapping[str, str] | None = None) -> Place:
+def _place_of(world: World, variables: Mapping[str, str] | None = None) -> RankPlace:
     variables = variables or {}
-    return Place(
+    return RankPlace(
         "unisono run",
         rank=world.rank,
         world_size=world.world_size,

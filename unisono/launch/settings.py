@@ -100,11 +100,7 @@ class Settings:
         return replace(settings, values={name: each for name, each in settings.values.items() if is_picklable(each)})
 
     def adopt(self, backend: Backend) -> dict[str, str]:
-        """Set, in a worker of that device family, what differs.
-
-        Returns:
-            By name, why a setting could not be set.
-        """
+        """Set, in a worker of that device family, what differs. Returns, by name, why a setting could not be set."""
         # First: it also reseeds the CPU's generator, whose exact state is among the settings.
         if backend.moves_in_background:  # it has its own generator, which may not even exist in the caller
             torch.manual_seed(self.seed)

@@ -19,12 +19,12 @@ from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ProcessContext
 from unisono.launch.engines import find_engine, spawn_on
-from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
 from unisono.launch.job import Job
 from unisono.launch.messages import shorten_traceback
 from unisono.launch.options import Cores, Options, Output, SpawnOptions
+from unisono.launch.reports import count_of
 from unisono.launch.resource_limits import check_room
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
@@ -176,6 +176,10 @@ def make_job(call: bytes, count: int, family: Backend, options: Options) -> Job:
         UnisonoError: workers cannot be supervised on this platform.
     """
     num_threads, cores = options.shared_cores.divide(count)
+    if isinstance(pin := options.shared_cores.pin, str) and not family.is_accelerated():
+        raise ValueError(
+            f"Cores(pin={pin!r}) keeps workers near their GPUs, and theirs are on {family.name}; pass pin=True"
+        )
     if not hasattr(os, "fork"):
         raise UnisonoError(
             f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "

@@ -1,8 +1,7 @@
 """What happens when a group seems to hang: its ranks are asked for their stacks, and then the late ranks are named.
 
 Each of several machines reports the progress of its ranks to the others (`MachineReport`), so all notice when none
-moves any more. The first to notice asks the others; each sends the stacks of its own ranks, and the one that has them
-all reports.
+moves any more. Each sends the stacks of its own ranks, and the one that has them all first reports.
 
 *Threads:* the supervisor's.
 """
@@ -31,10 +30,8 @@ class StackCollection:
     """The collection for one group, from the first doubt to the error, or to the next progress.
 
     Args:
-        watch: decides when the group hangs.
         here: the ranks of this machine.
-        directory: where they write their stacks.
-        ask: sends the workers the signal to write them.
+        ask: sends the workers the signal to write their stacks, into that directory.
         others: the other machines, if the group has ranks there.
     """
 
@@ -69,8 +66,8 @@ class StackCollection:
             returned = [rank for rank in self._watch.returned if rank in self._here]
             self._others.say(pulses=pulses, returned=returned, stacks={})
 
-    def hear(self, report: MachineReport, now: float, running: Sequence[Worker]) -> None:
-        """Handle another machine's report: the progress of its ranks, or a request for stacks."""
+    def hear(self, report: MachineReport, now: float) -> None:
+        """Handle another machine's report: the progress of its ranks, or their stacks."""
         before = self._reports.get(report.machine)
         self._reports[report.machine] = report
         for rank, (progress, doing) in report.pulses.items():
@@ -78,22 +75,14 @@ class StackCollection:
         for rank in (before.pulses.keys() if before is not None else set()) - report.pulses.keys():
             self._watch.forget(rank, now)
         self._watch.returned.update(report.returned)
-        # A counter, as machines see only the latest report of one another.
-        if report.num_asks > (0 if before is None else before.num_asks) and self._due is None:
-            self._request_stacks(now, running)
         if self._stacks is not None and self._is_answered():
             self._due = now
 
     def examine(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
-        """Request the stacks; on a later call, unless a rank has moved, return the error that names the late ranks.
-
-        Args:
-            running: the workers on this machine that have not ended.
-        """
+        """Request the stacks of `running`, which have not ended; on a later call, unless a rank has moved, return the
+        error that names the late ranks."""
         if self._due is None:
             self._request_stacks(now, running)
-            if self._others is not None:
-                self._others.ask()
             return None
         if self._stacks is None:
             self._stacks = self._read_stacks(running)

@@ -21,6 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from unisono.launch.job import Job
 from unisono.launch.rendezvous import rendezvous
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.watching.monitor import Monitor
-from unisono.launch.watching.output import Output
+from unisono.launch.watching.output import WorkerOutput
 from unisono.launch.watching.run_directory import RunDirectory
 from unisono.outcome import Outcome
 from unisono.stacks import frames_of
@@ -199,14 +200,13 @@ class Supervisor:
                 self._record_failures(verdict)
                 if restart_count == self._options.max_restarts or not self.may_restart(verdict.error):
                     break
-                tell_restart(verdict, restart_count + 1, self._options.max_restarts, self._run)
+                tell_restart(verdict, restart_count + 1, self._options.max_restarts)
         return self._conclude_job(verdict)
 
     def _record_failures(self, verdict: Outcome[list[Any]]) -> None:
         """Append what ended the ranks to their logs, which contain only what they wrote themselves."""
         if self._run is None or verdict.error is None or self._group is None:
             return
-        self._run.event("failed", error=f"{type(verdict.error).__name__}: {verdict.error}", where=verdict.where)
         for worker in self._group.workers:
             if worker.outcome is not None and worker.outcome.error is not None:
                 self._run.append(worker.rank, "".join(traceback.format_exception(worker.outcome.error)))
@@ -224,24 +224,22 @@ class Supervisor:
             return self._run_group(directory, restart_count)
 
     def _run_group(self, directory: Path, restart_count: int) -> Outcome[list[Any]]:
-        samples = directory / "samples" if self._run is None else self._run.samples
-        job = replace(self._job, samples=str(samples))
         # With an address, the agent has set the restart count for all machines.
-        if not job.address:
-            job = replace(job, restart_count=restart_count)
+        job = self._job if self._job.address else replace(self._job, restart_count=restart_count)
         # Each attempt has its own; its samples are appended to those of the earlier ones.
-        monitor = Monitor(samples)
-        output = Output(self._options.output, self._run)
+        monitor = Monitor(None if self._run is None else self._run.samples)
+        output = WorkerOutput(self._options.output, self._run)
         watch = HangWatch(self._options.hang_timeout_s, self._options.timeout_s, self._others is None)
         with contextlib.closing(monitor), contextlib.closing(output):
-            self._group = Group(job, directory, watch, output, monitor, self._note_start, self._others)
+            self._group = Group(job, directory, watch, output, monitor, partial(self._note_start, job), self._others)
             return self._group.run(self._wake_r, self._obey_requests)
 
-    def _note_start(self) -> None:
+    def _note_start(self, job: Job) -> None:
         assert self._group is not None
         self._has_started.set()
         if self._run is not None:
-            self._run.event("started", ranks=[*self._job.ranks], pids=[worker.pid for worker in self._group.workers])
+            pids = [worker.pid for worker in self._group.workers]
+            self._run.note(ranks=[*job.ranks], pids=pids, restart_count=job.restart_count)
 
     def _obey_requests(self) -> None:
         assert self._group is not None
@@ -281,7 +279,7 @@ def _supervise(supervisor: Supervisor) -> None:
     supervisor._has_ended.set()
 
 
-def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int, run: RunDirectory | None) -> None:
+def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: int) -> None:
     """Report in one line that a group has failed, and where, and that another one is started."""
     error = verdict.error
     assert error is not None
@@ -291,5 +289,3 @@ def tell_restart(verdict: Outcome[list[Any]], restart_count: int, max_restarts: 
     where = f" ({verdict.where})" if verdict.where else ""
     text = str(error).partition("\n")[0]
     logger.warning("restart %d of %d%s %s%s%s", restart_count, max_restarts, kind, text, place, where)
-    if run is not None:
-        run.event("restarted", restart_count=restart_count, where=verdict.where)

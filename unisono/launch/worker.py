@@ -35,21 +35,20 @@ import torch.utils.data  # here, so that every fork has it
 
 from unisono import preemption, terminal
 from unisono.backends import get_backend
+from unisono.backends.cores import cores_near
 from unisono.comm.processes import is_of_transport
 from unisono.comm.selection import translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
-from unisono.launch.heartbeat import beating, count_of
-from unisono.launch.hosts.environment import Place
+from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import Caller, Job
 from unisono.launch.process_group import depart, join
-from unisono.launch.reports import Kind, Reporter
+from unisono.launch.reports import Kind, Reporter, beating, count_of
 from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.script_group import let_scripts_initialise
 from unisono.launch.settings import Settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import name_process
-from unisono.launch.watching.monitor import SAMPLES_PATH
 from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
 from unisono.world import World, set_process_world
@@ -74,7 +73,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         if not place.address:
             place = replace(place, store=os.path.join(directory, "store"))
         os.environ.clear()
-        os.environ.update({**job.caller.environ, OUTER_DIRECTORY: directory, SAMPLES_PATH: job.samples})
+        os.environ.update({**job.caller.environ, OUTER_DIRECTORY: directory})
         _adopt_caller(job.caller, place, directory)
         world = _join_world(job, place)
         set_process_world(world)
@@ -174,7 +173,7 @@ def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) ->
         reporter.send(Kind.NOTE, text.encode())
 
 
-def _adopt_caller(caller: Caller, place: Place, directory: str) -> None:
+def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
     main = sys.modules["__main__"]
     for name in ("sys", "main"):  # names from the command line that started the zygote
         vars(main).pop(name, None)
@@ -236,13 +235,16 @@ def mark_records(rank: int) -> None:
     logging.setLogRecordFactory(make_marked)
 
 
-def _join_world(job: Job, place: Place) -> World:
+def _join_world(job: Job, place: RankPlace) -> World:
+    options, backend = job.options, get_backend(job.backend)
+    # Before any thread exists: threads inherit it.
     if job.cores is not None:
-        os.sched_setaffinity(0, job.cores[place.local_rank])  # before any thread exists: threads inherit it
+        os.sched_setaffinity(0, job.cores[place.local_rank])
+    elif isinstance(pin := options.shared_cores.pin, str):
+        os.sched_setaffinity(0, cores_near(place.local_rank % max(1, backend.device_count()), pin))
     torch.set_num_threads(job.num_threads)
-    options = job.options
     timeout = timedelta(seconds=options.timeout_s)
-    world = join(place, get_backend(job.backend), timeout, options.process_group)
+    world = join(place, backend, timeout, options.process_group)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for child processes; this process has already read them
         os.environ.setdefault(name, str(job.num_threads))
     return world

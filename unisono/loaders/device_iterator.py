@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.deliveries import Loop as Received
+from unisono.deliveries import Loop
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim
 from unisono.outcome import Outcome
-from unisono.timeline import COMPUTE, EVALUATE, FETCH, Loop
+from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
 from unisono.world import World
 
 
@@ -51,8 +51,8 @@ class DeviceIterator:
         self._receive = receive
         self._state = state
         self._deliveries = world.state.deliveries
-        self._loop: Loop | None = None
-        self._received: Received | None = None
+        self._loop: LoopTiming | None = None
+        self._received: Loop | None = None
         self._ahead: Outcome[Delivery] | None = None
         self._claim = Claim(0, None)
         self._lane = lane  # after all that `__del__` needs, which checks for it: an interrupt may end `__init__` early
@@ -71,7 +71,7 @@ class DeviceIterator:
         if loop is None or received is None or loop.track is not track:
             own = weakref.ref(self)
             received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own))
-            self._loop, self._received = loop, received = Loop(track), received
+            self._loop, self._received = loop, received = LoopTiming(track), received
         else:
             track.switch(FETCH)
         began, queued = track.since, lane.sent - lane.received

@@ -9,7 +9,7 @@ So loader workers are forked by one thread at a time. It holds the locks that Py
 for threads that draw from torch's generator, whose lock it cannot hold. Then each worker acquires all of them once, and
 reports to its parent. One that does not report is killed, and forked again.
 
-*Threads:* any; one at a time is in `one_at_a_time`. `Worker.run` runs in the forked process.
+*Threads:* any; one at a time is in `one_at_a_time`. `LoaderWorker.run` runs in the forked process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _forking: int | None = None  # the thread that forks a loader worker
 _held: list[Any] = []  # the locks that it holds meanwhile
 
 
-class Worker(_Process):  # type: ignore[misc]
+class LoaderWorker(_Process):  # type: ignore[misc]
     """A forked process whose start returns once the process has acquired the locks that it needs."""
 
     _report: int = -1  # the writing end of a pipe, for its report
@@ -108,7 +108,7 @@ class Worker(_Process):  # type: ignore[misc]
 class Context(_Context):  # type: ignore[misc]
     """multiprocessing's "fork" context, with processes that report before their start returns."""
 
-    Process = Worker
+    Process = LoaderWorker
 
 
 def context_of(given: Any) -> Any:
@@ -119,7 +119,7 @@ def context_of(given: Any) -> Any:
 
 def stack_of(worker: Any) -> str:
     """The current stack of a loader worker, as lines to append to a message; empty if unknown."""
-    if not isinstance(worker, Worker) or not worker.is_alive():
+    if not isinstance(worker, LoaderWorker) or not worker.is_alive():
         return ""
     # The worker shares the offset, so its next stack begins at 0, too.
     worker.stacks.seek(0)
@@ -143,11 +143,8 @@ def _without_ours(lines: list[str]) -> list[str]:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Keep other threads from starting loader workers during the block: they would inherit half-made pipes.
-
-    Raises:
-        BusyError: another thread has been starting its own for a minute.
-    """
+    """Keep other threads from starting loader workers during the block: they would inherit half-made pipes. BusyError
+    if another thread has been starting its own for a minute."""
     if not _lock.acquire(timeout=2 * sum(_PATIENCE_S)):
         raise BusyError("another thread of this process has been starting loader workers for a minute")
     try:

@@ -125,11 +125,7 @@ class IndexedSource:
         return Begun(epoch, {"offset": offset}, rounds_of_pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`.
-
-        Raises:
-            StateError: it is not a position of this source.
-        """
+        """Let the next pass begin at `position` in `epoch`; StateError if it is not a position of this source."""
         offset, samples = position["offset"], self._order_length()
         _local(offset, rule.shards)
         if samples is not None and offset > samples * rule.shards:

@@ -28,7 +28,7 @@ from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane, Stamps
 from unisono.loaders.sharding import Claim, Rule, Size, check_sizes_known, mark_of
 from unisono.loaders.sources import Begun
-from unisono.loaders.stream_position import Read, SameStream, Taken
+from unisono.loaders.stream_position import Read, SameStream, StreamPosition
 from unisono.outcome import copy_error
 from unisono.tree import batch_size, can_cut, pick, tree_map
 from unisono.world import World
@@ -76,7 +76,7 @@ class Lockstep:
         self._dim = dim
         self._ahead = ahead
         self._offset: int = begun.position["offset"]  # the same on every rank
-        self._taken = Taken.of_state(begun.position)  # the same, but for the states of the rank's own parts
+        self._taken = StreamPosition.of_state(begun.position)  # the same, but for the states of the rank's own parts
         self._same = SameStream(self._taken.here)
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
@@ -230,11 +230,8 @@ class Lockstep:
 
 
 def check_offers(offers: list[_Offer]) -> None:
-    """Check that the ranks can take these rounds. All of them see the same offers, so all raise or none does.
-
-    Raises:
-        As `Lockstep.receive`.
-    """
+    """Check that the ranks can take these rounds; raises as `Lockstep.receive`. All of them see the same offers, so all
+    raise or none does."""
     for rank, offer in enumerate(offers):
         if offer.failure is not None:
             raise BrokenWorldError(f"the loader of rank {rank} failed with {offer.failure}")

@@ -100,8 +100,10 @@ def _apart(batch: Any, whole: torch.Tensor) -> Any:
 def has_many(batch: Any) -> bool:
     """Whether the batch has so many tensors that it should be merged, if `can_surely_be_sent`; and they stay what they
     are: of their strides, devices and quantisation nothing is sent."""
-    found = {id(each): each for each in tensors(batch)}.values()
-    return len(found) > _MANY and all(each.is_cpu and each.is_contiguous() and not each.is_quantized for each in found)
+    found = tensors(batch)
+    return len({*map(id, found)}) > _MANY and all(
+        each.is_cpu and each.is_contiguous() and not each.is_quantized for each in found
+    )
 
 
 def pack(batch: Any, whose: str) -> Any:

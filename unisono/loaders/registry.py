@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.loaders.indexed import IndexedSource, is_indexed
 from unisono.loaders.sources import ItemSource, PlainSource, Source, makes_batches_alike
@@ -22,8 +22,8 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
-first_epochs: dict[int, dict[Hashable, weakref.ref[Source]]] = {}
-"""By the identity of a dataset and the order: the source that was the last to begin epoch 0."""
+first_epochs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By dataset, and by the order: the source that was the last to begin epoch 0."""
 
 
 class Sources:
@@ -62,26 +62,18 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 
 
 def warn_of_repetition(loader: Iterable[Any], source: Source) -> None:
-    """Warn once that a pass begins in the order of epoch 0 again: its reader was created again for each epoch.
+    """Warn once that a pass, of this source, begins in the order of epoch 0 again: its reader was created again for
+    each epoch.
 
     That is the case if another source has begun epoch 0 over the same dataset in the same order, was the last to do so,
     and is gone. Readers that exist side by side each count their own epochs, and evaluation may repeat its order.
-
-    Args:
-        source: that of the loader whose pass is about to begin.
     """
     if not makes_batches_alike(loader) or not torch.is_grad_enabled():
         return
-    dataset: Any = loader.dataset
-    while type(dataset) is Subset:  # a fold, created again like its DataLoader
-        dataset = dataset.dataset
-    if id(dataset) not in first_epochs:
-        try:
-            # By identity: the dataset need not be hashable, and equal datasets are distinct.
-            weakref.finalize(dataset, first_epochs.pop, id(dataset), None).atexit = False
-        except TypeError:  # a list, for example, which cannot be referenced weakly
-            return
-    sources = first_epochs.setdefault(id(dataset), {})
+    try:
+        sources: dict[Hashable, weakref.ref[Source]] = first_epochs.setdefault(loader.dataset, {})
+    except TypeError:  # a list, for example, which cannot be referenced weakly
+        return
     order = source.seed, source.order, source.length
     before = sources.pop(order, None)
     epoch, position = source.next_position()

@@ -294,11 +294,7 @@ def rounds(
 
 
 def check_sizes_known(sizes: Sequence[Size]) -> None:
-    """Check that batches which must have one size are of known size.
-
-    Raises:
-        ValueError: one is of unknown size.
-    """
+    """Check that batches which must have one size are of known size; ValueError if one is of unknown size."""
     if unsized := next((size.unsized for size in sizes if size.unsized), None):
         raise ValueError(
             f"fixed_batch_size=True compares the sizes of batches, and one of class {unsized} does not say how many "

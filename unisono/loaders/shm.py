@@ -7,8 +7,6 @@ If it is full, a batch cannot be sent, and a process that writes beyond its capa
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -27,62 +25,19 @@ SHM = Path("/dev/shm")
 
 _TOO_MANY = "Too many open files"
 _FULL = "unable to allocate shared memory"  # torch's words
-_DEFAULT_PREFETCH = 2  # torch's
+_LITTLE, _FEW_FILES = 1 << 30, 1024  # bytes, and files
 _WAY_OUT = (
     "enlarge it (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: Memory mounted "
     "there), or pass fewer num_workers, a smaller prefetch_factor or a smaller batch_size"
 )
 
-logger = logging.getLogger(__name__)
 
-
-class Room:
-    """The shared memory for the loader workers of one pool, and whether it is sufficient; the first batch decides.
-
-    Args:
-        num_workers, prefetch_factor: the number of workers, and of batches that each prefetches.
-        waiting: the largest number of received batches that wait for the loop.
-
-    Attributes:
-        is_tight: whether waiting batches should be copied out of shared memory: it, or this process's file descriptors,
-            of which each shared tensor holds one, would not suffice for them.
-    """
-
-    def __init__(self, num_workers: int, prefetch_factor: int | None, waiting: int) -> None:
-        self._num_workers = num_workers
-        self._in_flight = num_workers * (prefetch_factor or _DEFAULT_PREFETCH)
-        self._waiting = waiting
-        self._free: int | None = None
-        self._has_checked = False
-        self.is_tight = False
-
-    def look(self) -> None:
-        """Measure the free space, before the workers start."""
-        if not self._has_checked:
-            found = _free_and_size()
-            self._free = found and found[0]
-
-    def check(self, batch: Any) -> None:
-        """Warn at the first batch if the largest possible number of batches in transit does not fit."""
-        if self._has_checked:
-            return
-        self._has_checked = True
-        found = list(filter(has_storage, {id(each): each for each in tensors(batch)}.values()))
-        nbytes = sum(each.nbytes for each in found if each.is_shared())
-        needed = self._in_flight * nbytes
-        limit = math.inf if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.is_tight = self._waiting * len(found) > limit / 2
-        if self._free is None:
-            return
-        # The batches that wait are copied out if it is tight, so only those in flight can still fill it.
-        self.is_tight = self.is_tight or needed + self._waiting * nbytes > self._free
-        if needed > self._free:
-            logger.warning(
-                "%s had %s free when the loader workers started, and %d batches of %s, which num_workers=%d may have "
-                "in flight at once, need %s, for each rank on this machine; when it is full, loading fails; %s",
-                *(SHM, _megabytes(self._free), self._in_flight, _megabytes(nbytes), self._num_workers),
-                *(_megabytes(needed), _WAY_OUT),
-            )
+def is_tight() -> bool:
+    """Whether batches that wait for the loop should be copied out of shared memory: there is little, as in containers,
+    or this process may have few files open, of which each shared tensor takes one."""
+    found = _free_and_size()
+    few = resource is not None and 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FEW_FILES
+    return few or (found is not None and found[1] < _LITTLE)
 
 
 def share(batch: Any) -> None:

@@ -100,11 +100,7 @@ class Bookmark:
         return state_behind(self._source, self._begun, self._progress)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin at a saved state.
-
-        Raises:
-            StateError: it is not the state of such a source.
-        """
+        """Let the next pass begin at a saved state; StateError if it is not the state of such a source."""
         check_state(state, self._source.length, self._source.seed, self._source.order)
         position = {name: value for name, value in state.items() if name not in FACTS}
         self._source.seek(state["epoch"], position, self._rule)
@@ -137,12 +133,7 @@ class PlainSource:
     """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank.
 
     It resumes through the iterable's own `state_dict` if it has one, else by reading and discarding the samples that
-    were delivered before.
-
-    Args:
-        loader: the iterable.
-        dim: the sample dimension of a batch.
-        seed: only saved in the state, and compared on loading.
+    were delivered before. The seed is only saved in the state, and compared on loading.
     """
 
     is_uneven = False
@@ -180,11 +171,8 @@ class PlainSource:
         return Begun(epoch, position, pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`.
-
-        Raises:
-            StateError: the position does not say how many batches precede it.
-        """
+        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how many batches
+        precede it."""
         if "batches" not in position and position["offset"]:
             raise StateError("the state lacks the number of batches: it was saved by another kind of loader")
         self.epoch, self._position = epoch, {**_START, **position}
@@ -217,11 +205,8 @@ class PlainSource:
 
 
 class ItemSource(PlainSource):
-    """A DataLoader with batch_size=None over a map-style dataset: an item may itself be a batch, of any size.
-
-    Args:
-        items: yields the items in the order of (seed, epoch), each as a batch of one.
-    """
+    """A DataLoader with batch_size=None over a map-style dataset: an item may itself be a batch, of any size. `items`
+    yields them in the order of (seed, epoch), each as a batch of one."""
 
     def __init__(self, items: Source, dim: int) -> None:
         super().__init__((), dim, items.seed)
@@ -234,11 +219,8 @@ class ItemSource(PlainSource):
         return self._items.length
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`.
-
-        Raises:
-            StateError: the position does not say how many items precede it, or there are fewer.
-        """
+        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how many items
+        precede it, or there are fewer."""
         # What is a batch here is one sample for the inner source.
         self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
         super().seek(epoch, position, rule)

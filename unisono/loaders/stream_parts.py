@@ -25,19 +25,15 @@ from unisono.loaders import fetcher
 from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
 from unisono.loaders.resume import is_stateful
 from unisono.loaders.sharding import fingerprint, mark_of
-from unisono.loaders.stream_position import Cutter, Position, Read, Taken
+from unisono.loaders.stream_position import Cutter, Position, Read, StreamPosition
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
 
 
 class Made(NamedTuple):
-    """A batch of one part.
-
-    Attributes:
-        samples: their number; None if only the batch itself shows it.
-        read: what it leaves; None if there is no batch, because drop_last has left the samples out.
-    """
+    """A batch of one part, its number of samples, if that is known without looking at it, and what it leaves. Where
+    drop_last has left the samples out, there is neither a batch nor a `read`."""
 
     batch: Any
     samples: int | None
@@ -67,7 +63,7 @@ class PartReader(IterableDataset[Packed]):
     rank: int
     by: Cutter
     seed: int
-    taken: Taken
+    taken: StreamPosition
 
     def __post_init__(self) -> None:
         # On the CPU even if the user has set another default device.
@@ -119,7 +115,7 @@ class PartReader(IterableDataset[Packed]):
                 continue
             read = samples.read()
             try:
-                batch = self.collate(chunk[0] if self.size is None else chunk)
+                batch = self.collate(chunk[0]) if self.size is None else fetcher.collated(self.collate, chunk)
             except Exception as error:
                 error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
                 raise

@@ -61,7 +61,7 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Taken:
+class StreamPosition:
     """A position in a stream.
 
     Attributes:
@@ -75,17 +75,13 @@ class Taken:
     states: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
-    def nothing(cls, by: Cutter, ranks: int, workers: int) -> Taken:
+    def nothing(cls, by: Cutter, ranks: int, workers: int) -> StreamPosition:
         """The beginning."""
         return cls(by, (Layer(ranks, workers, (Position(),) * (ranks * workers)),))
 
     @classmethod
-    def of_state(cls, state: State) -> Taken:
-        """Read what `to_state` returned.
-
-        Raises:
-            StateError: it is not a position in a stream.
-        """
+    def of_state(cls, state: State) -> StreamPosition:
+        """Read what `to_state` returned; StateError if it is not a position in a stream."""
         try:
             layers = tuple(
                 Layer(ranks, workers, tuple(Position(taken, mark) for taken, mark in parts))
@@ -127,28 +123,24 @@ class Taken:
         """Whether the reader of this part must read samples that were taken before."""
         return (len(self.layers) > 1 or self.here.parts[part].taken > 0) and part not in self.states
 
-    def after(self, reads: Iterable[Read]) -> Taken:
+    def after(self, reads: Iterable[Read]) -> StreamPosition:
         """The position after these batches."""
         parts, states, by = list(self.here.parts), dict(self.states), self.by
         for read in reads:
             by, parts[read.part] = read.by, read.position
             if read.state is not None:
                 states[read.part] = read.state
-        return Taken(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))), states)
+        return StreamPosition(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))), states)
 
-    def cut_again(self, ranks: int, workers: int) -> Taken:
+    def cut_again(self, ranks: int, workers: int) -> StreamPosition:
         """The same position, with what is left cut for these numbers of ranks and workers."""
         if self.here[:2] == (ranks, workers):
             return self
-        return replace(self, layers=self.layers + Taken.nothing(self.by, ranks, workers).layers, states={})
+        return replace(self, layers=self.layers + StreamPosition.nothing(self.by, ranks, workers).layers, states={})
 
     def check_cut(self, by: Cutter) -> None:
-        """Check that no sample is lost if `by` cuts the stream from here on.
-
-        Raises:
-            StateError: something else has cut it before; or the numbers of ranks and workers have changed, and it is
-                not cut by stride.
-        """
+        """Check that no sample is lost if `by` cuts the stream from here on. StateError if something else has cut it
+        before; or if the numbers of ranks and workers have changed, and it is not cut by stride."""
         here = self.here[:2]
         # A stream that the dataset cut for a rank is cut by stride among its workers, so their number may change.
         numbers = {(layer.ranks, layer.workers if by != "dataset" else here[1]) for layer in self.layers}
@@ -172,11 +164,7 @@ class SameStream:
         self._marks: dict[tuple[int, int], int] = {}  # by the row's first part and the number; the latest last
 
     def compare(self, read: Read) -> None:
-        """Add the position that one batch has left.
-
-        Raises:
-            RuntimeError: another reader has seen another stream.
-        """
+        """Add the position that one batch has left; RuntimeError if another reader has seen another stream."""
         row = self._here.row_of(read.by, read.part // self._here.workers, read.part)
         if self._marks.setdefault((row.start, read.position.taken), read.position.mark) != read.position.mark:
             raise RuntimeError(

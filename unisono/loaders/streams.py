@@ -26,12 +26,12 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono.loaders.made_rows import num_rows
+from unisono.loaders.made_rows import num_rows, unlisted
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, makes_batches_alike, rounds_of_loaded
 from unisono.loaders.stream_parts import Made, PartReader
-from unisono.loaders.stream_position import Cutter, Read, SameStream, Taken
+from unisono.loaders.stream_position import Cutter, Read, SameStream, StreamPosition
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
 
@@ -39,15 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class StreamSource:
-    """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is not modified.
+    """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is neither modified nor kept alive:
+    the caller of `begin` holds it. If `seed` is None, it is that of the loader's generator, or 0.
 
     *Threads:* several may begin a pass.
-
-    Args:
-        loader: the user's loader. It is not kept alive: the caller of `begin` holds it.
-        rank, ranks: the rank that reads from this source, and the number of ranks.
-        dim: the sample dimension of a batch.
-        seed: for the generators of loader workers; None uses the seed of the loader's generator, or 0 if it has none.
     """
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, dim: int, seed: int | None) -> None:
@@ -77,7 +72,7 @@ class StreamSource:
         """
         with self._begins:
             epoch, offset, loader = self.epoch, self._position["offset"], self._require_loader()
-            before = Taken.of_state(self._position) if offset else None
+            before = StreamPosition.of_state(self._position) if offset else None
             dataset, by = self._cut_by_rank(loader.dataset, rule, before)
             taken = self._cut_again(by, before)
             size = loader.batch_size
@@ -100,13 +95,10 @@ class StreamSource:
         return Begun(epoch, taken.to_state(offset), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`.
-
-        Raises:
-            StateError: the position does not say how much was read of each part.
-        """
+        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how much was read
+        of each part."""
         if position["offset"]:
-            Taken.of_state(position)
+            StreamPosition.of_state(position)
         self.epoch, self._position = epoch, position if position["offset"] else {"offset": 0}
 
     def next_position(self) -> tuple[int, State]:
@@ -122,7 +114,7 @@ class StreamSource:
         assert loader is not None
         return loader
 
-    def _cut_by_rank(self, dataset: Any, rule: Rule, before: Taken | None) -> tuple[Any, Cutter]:
+    def _cut_by_rank(self, dataset: Any, rule: Rule, before: StreamPosition | None) -> tuple[Any, Cutter]:
         """This rank's stream, and what cuts it; `before` is the position in an epoch that has begun."""
         rank, ranks = self._rank, self._ranks
         if rule.is_cut:
@@ -151,9 +143,9 @@ class StreamSource:
                 )  # fmt: skip
         return dataset, "stride"
 
-    def _cut_again(self, by: Cutter, before: Taken | None) -> Taken:
+    def _cut_again(self, by: Cutter, before: StreamPosition | None) -> StreamPosition:
         """Where the pass begins: at its beginning, or at a position, perhaps one of other numbers of parts."""
-        taken = (before or Taken.nothing(by, self._ranks, self._workers)).cut_again(self._ranks, self._workers)
+        taken = (before or StreamPosition.nothing(by, self._ranks, self._workers)).cut_again(self._ranks, self._workers)
         if before is not None and taken is not before:
             logger.info(
                 "the stream was read in %d x %d parts; what is left is cut into %d x %d",
@@ -185,7 +177,7 @@ class _Reading:
     """The batches of a pass as they are read, and the position after them."""
 
     def __init__(
-        self, made: Iterator[Made], start: Taken, leave_out: Callable[[int], None], is_uneven: bool, dim: int
+        self, made: Iterator[Made], start: StreamPosition, leave_out: Callable[[int], None], is_uneven: bool, dim: int
     ) -> None:
         self._made, self._taken, self._leave_out = made, start, leave_out
         self._is_uneven, self._dim = is_uneven, dim
@@ -202,7 +194,8 @@ class _Reading:
         if not self._is_uneven:  # otherwise these are matters of all ranks
             self._same.compare(made.read)
             self._taken = self._taken.after([made.read])
-        return made.batch, None if made.samples is None else num_rows(made.batch, made.samples, self._dim)
+        batch, listed = unlisted(made.batch)
+        return batch, None if made.samples is None else num_rows(batch, made.samples, self._dim, listed)
 
     def position(self, offset: int, *_: int) -> Any:
         return self._read if self._is_uneven else self._taken.to_state(offset)

@@ -23,7 +23,7 @@ from unisono.errors import BusyError, describe_exit
 from unisono.loaders.fetcher import Fetcher, Request, few
 from unisono.loaders.forked_workers import context_of, one_at_a_time, stack_of
 from unisono.loaders.packing import Packed, pack
-from unisono.loaders.shm import Room, explain, why_full
+from unisono.loaders.shm import explain, is_tight, why_full
 from unisono.outcome import Outcome, chain_of
 from unisono.randomness import notice_who_asks
 from unisono.torch_private import (
@@ -43,7 +43,6 @@ _BUSY_S = 10.0  # the longest wait for another thread to finish with the persist
 _LOOK_S = 0.25  # between two checks on the workers, while no batch arrives
 _LONG_S = 30.0  # until a wait is logged
 _ENDING_S = 1.0  # for a worker whose socket is closed to end
-_WAITING = 16  # batches
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +65,8 @@ class RemoteFetcher:
 
 
 class WorkerStart:
-    """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code the user's dataset.
-
-    Args:
-        dataset: the value for `torch.utils.data.get_worker_info().dataset`.
-        init: the user's own worker_init_fn.
-    """
+    """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code, also their own `init`, the
+    user's dataset."""
 
     def __init__(self, dataset: Any, init: Callable[[int], None] | None) -> None:
         self._dataset = dataset
@@ -117,7 +112,7 @@ class WorkerPool:
         self._turn = _Turn() if loader.persistent_workers else None
         # Not passed to the DataLoader: `_Wait` applies it, and can say which sample is being read.
         self._timeout_s: float = loader.timeout
-        self._room = Room(loader.num_workers, loader.prefetch_factor, _WAITING)
+        self._copies = is_tight()
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,
@@ -157,12 +152,11 @@ class WorkerPool:
             self._forget_the_dead()
             self._generator.manual_seed(seed)
             self._requests.requests = requests or iter(())
-            self._room.look()
             with one_at_a_time():
                 values = iter(self._loader)
             _look_often(values, wait)
             self._requests.requests = iter(())  # else a pass left early would keep the dataset alive
-        return Served(values, wait, self._room)
+        return Served(values, wait, self._copies)
 
     def _forget_the_dead(self) -> None:
         """Start new persistent workers if one has died. Torch would notice it only after 5 s, and in every pass."""
@@ -189,13 +183,8 @@ class _Turn:
 
 
 class _Wait:
-    """A pass's wait for its next batch, and the limit on it.
-
-    Args:
-        timeout_s: the longest wait for a batch; 0 for no limit.
-        turn: shared by the passes if the workers are persistent, else None.
-        describe: as for `WorkerPool.serve`.
-    """
+    """A pass's wait for its next batch, `timeout_s` at most unless that is 0. `turn` is shared by the passes if the
+    workers are persistent; `describe` is as for `WorkerPool.serve`."""
 
     def __init__(self, timeout_s: float, turn: _Turn | None, describe: Callable[[int], str]) -> None:
         self.describe = describe
@@ -206,11 +195,8 @@ class _Wait:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let only this pass communicate with the workers during the block.
-
-        Raises:
-            BusyError: a later pass owns them, or another thread has kept waiting for them for `_BUSY_S`.
-        """
+        """Let only this pass communicate with the workers during the block; BusyError if a later pass owns them, or
+        another thread has kept waiting for them for `_BUSY_S`."""
         self.asked_at, self.has_warned = time.monotonic(), False
         if self._turn is None:
             yield
@@ -252,12 +238,13 @@ class _Wait:
 
 
 class Served:
-    """The values of one pass, unpacked, in the order in which the loader workers serve them."""
+    """The values of one pass, unpacked, in the order in which the loader workers serve them; copies of those in shared
+    memory, if that is tight."""
 
-    def __init__(self, values: Iterator[Any], wait: _Wait, room: Room) -> None:
+    def __init__(self, values: Iterator[Any], wait: _Wait, copies: bool) -> None:
         self._values = values
         self._wait = wait
-        self._room = room
+        self._copies = copies
 
     def __iter__(self) -> Served:
         return self
@@ -266,8 +253,7 @@ class Served:
         try:
             value = self._receive()
             batch = value.unwrap() if isinstance(value, Outcome) else value
-            self._room.check(batch)
-            return map_objects(_in_plain_memory, batch) if self._room.is_tight else batch
+            return map_objects(_in_plain_memory, batch) if self._copies else batch
         except StopIteration:
             self._values = iter(())  # those of persistent workers continue in the next pass
             raise
@@ -289,8 +275,15 @@ class Served:
             if dead is None and isinstance(error, RuntimeError):
                 raise
             how = "died" if dead is None else f"(pid {dead.pid}) {describe_exit(dead.exitcode)}"
-            is_full = dead is not None and dead.exitcode == -signal.SIGBUS
-            why = why_full() if is_full else "unless it was killed on purpose, the usual reason is a lack of memory"
+            code = None if dead is None else dead.exitcode
+            why = "unless it was killed on purpose, the usual reason is a lack of memory"
+            if code == -signal.SIGBUS:
+                why = why_full()
+            elif code is not None and code > 0:
+                why = (
+                    "what it has printed says why; with a multiprocessing_context that is not 'fork', the script runs "
+                    "there once more, and its calls must stand below `if __name__ == '__main__':`"
+                )
             raise RuntimeError(f"a DataLoader worker {how} before its batch was received; {why}") from error
 
 

@@ -14,9 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 
-from unisono.launch.watching.monitor import own_samples
 from unisono.timeline import (
     COMPUTE,
     DEVICE,
@@ -51,7 +49,6 @@ CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
 """What a loop can wait for; the keys of `RankSummary.waits`."""
 
 _PEER_BOUND = 0.3  # the threshold if all peers are equally fast: some reducing is part of every step
-_IDLE_PERCENT = 50  # of one core: a rank that computes on the CPU keeps at least one busy
 _BOUND = 0.1  # the fraction of the loops' time from which a cause of waiting counts as the bottleneck
 
 
@@ -72,10 +69,6 @@ class RankSummary:
         mean_queue: the mean number of batches ready in the loader when the loop asked for one.
         memory: bytes in use at the time of the summary.
         peak_memory: the most bytes of its device ever in use at once; 0 if the family does not count them.
-        peak_rss: the most bytes of memory observed in use by its process and that process's descendants; 0 if not
-            monitored.
-        mean_cpu_percent: the mean CPU usage of these processes, in percent of one core.
-        is_accelerated: whether the rank computes on a device other than the CPU.
         host: the name of its machine.
         counters: the counters of the device's runtime in this process: graphs compiled, for example.
         spans: by track, "loop" and the helpers'; the latest `MAX_SPANS` of each, on the clock of its machine.
@@ -97,9 +90,6 @@ class RankSummary:
     nbytes: int = 0
     mean_queue: float = 0.0
     peak_memory: int = 0
-    peak_rss: int = 0
-    mean_cpu_percent: float = 0.0
-    is_accelerated: bool = False
     host: str = ""
     counters: dict[str, int] = field(default_factory=dict)
 
@@ -238,12 +228,6 @@ class Report:
         if peers >= max(source, transfer, _PEER_BOUND if self.slowest is None else _BOUND):
             slowest = "" if self.slowest is None else f"; rank {self.slowest} is the slowest"
             return f"peer-bound: {peers:.0%} of the step goes to reducing and to waiting for other ranks{slowest}"
-        if max(source, transfer) < _BOUND and self._is_idle():
-            return (
-                f"waiting in the loop's body: {source + transfer:.0%} of the step waits for data, and less than half a "
-                f"core per rank is busy{self._longest_named()}; unisono.phase(name) shows which lines of the loop take "
-                "the time"
-            )
         if max(source, transfer) < _BOUND:
             others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
             return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}{self._longest_named()}"
@@ -253,10 +237,6 @@ class Report:
             f"transfer-bound: {transfer:.0%} of the step waits for batches to be moved; samples of a smaller type "
             "would help"
         )
-
-    def _is_idle(self) -> bool:
-        """Whether ranks that compute on CPUs hardly use them: they sleep, or wait for a disk, a network or a lock."""
-        return all(not each.is_accelerated and 0 < each.mean_cpu_percent < _IDLE_PERCENT for each in self.ranks)
 
     def _longest_named(self) -> str:
         """Name the longest named phase, if it took enough time to matter."""
@@ -272,7 +252,7 @@ def summarise(world: World | None = None) -> RankSummary:
     own = world.timeline.loop()
     if own.on_device is not None:
         own.on_device.read()
-    tracks, samples = world.timeline.tracks(), own_samples(world.rank)
+    tracks = world.timeline.tracks()
     counts: Counter[str] = Counter()
     for track in tracks:
         # Copied at once: helper threads add keys during the iteration.
@@ -295,10 +275,6 @@ def summarise(world: World | None = None) -> RankSummary:
         waits={cause: waited * counts[wait_counter(cause)] / 1e9 for cause in CAUSES},
         nbytes=counts["bytes"],
         mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,
-        peak_rss=max((sample.rss for sample in samples), default=0),
-        # Without the first sample, whose 0 only says that nothing precedes it.
-        mean_cpu_percent=fmean(sample.cpu_percent for sample in samples[1:]) if samples[1:] else 0.0,
-        is_accelerated=world.backend.is_accelerated(),
         host=platform.node(),
         counters=world.backend.counters(),
     )

@@ -55,10 +55,6 @@ def _lines_below(report: Report) -> Iterator[str]:
     if any(each.peak_memory for each in report.ranks):
         peaks = (f"{each.device} {each.peak_memory / 1e6:,.0f} MB" for each in report.ranks)
         yield f"memory of the devices, at most: {', '.join(dict.fromkeys(peaks))}"
-    if any(each.peak_rss for each in report.ranks):
-        peak = max(each.peak_rss for each in report.ranks)
-        busy = sum(each.mean_cpu_percent for each in report.ranks) / 100
-        yield f"with loader workers: at most {peak / 1e6:,.0f} MB per rank, {busy:.1f} cores busy over all"
     if counted := report.counters:
         yield "the devices' runtime: " + ", ".join(f"{count:,} {name}" for name, count in counted.items())
     parts = []

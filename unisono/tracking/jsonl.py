@@ -32,12 +32,9 @@ from unisono.tracking.tracker import Value
 
 
 class JsonLines:
-    """The file `metrics.jsonl` of a run; `metrics-2.jsonl` and so on if earlier runs have left theirs.
+    """The file `metrics.jsonl` of a run, at `path`; `metrics-2.jsonl` and so on if earlier runs have left theirs.
 
     Numbers that JSON cannot represent are written as strings: "NaN", "Infinity", "-Infinity".
-
-    Attributes:
-        path: the path of the file.
     """
 
     name = "jsonl"
@@ -60,11 +57,7 @@ class JsonLines:
         return self.path
 
     def log(self, values: Mapping[str, Value], step: int | None) -> None:
-        """Write one line.
-
-        Raises:
-            OSError: the line cannot be written.
-        """
+        """Write one line; OSError if the line cannot be written."""
         elapsed_s = round(monotonic() - self._began, 3)
         self._write({"step": step, "time": elapsed_s, "values": _name_non_finite(values)})
 

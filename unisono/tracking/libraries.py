@@ -19,11 +19,8 @@ from unisono.tracking.tracker import Tracker, Value
 
 
 class TensorBoard:
-    """Event files in the run's directory; strings are shown as text, the configuration as hyperparameters.
-
-    Attributes:
-        tracker: torch's SummaryWriter.
-    """
+    """Event files in the run's directory, by torch's SummaryWriter, which is `tracker`; strings are shown as text, the
+    configuration as hyperparameters."""
 
     name = "tensorboard"
 
@@ -47,11 +44,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases.
-
-    Attributes:
-        tracker: its Run.
-    """
+    """A run of Weights & Biases; `tracker` is its Run."""
 
     name = "wandb"
 
@@ -70,13 +63,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """MLflow's active run, in the experiment named after the project. Strings are logged as tags, which keep the latest
-    value.
+    """MLflow's active run, `tracker`, in the experiment named after the project. Strings are logged as tags, which keep
+    the latest value.
 
     The run is stored where MLflow's tracking URI points, not in the run's directory.
-
-    Attributes:
-        tracker: its ActiveRun.
     """
 
     name = "mlflow"

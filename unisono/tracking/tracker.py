@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any, Protocol, runtime_checkable
+from types import NoneType
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
+from unisono.arguments import check_type
 from unisono.tree import is_array
 
 Value = bool | int | float | str
@@ -49,16 +51,9 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def plain_step(step: Any) -> int | None:
-    """The step as an integer, or None.
-
-    Raises:
-        TypeError: the step is not an integer.
-    """
-    if step is None:
-        return None
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step={step!r} is of type {type(step).__name__}; pass an integer, or None")
-    return int(step)
+    """The step as an integer, or None; TypeError if the step is not an integer."""
+    check_type(step, "step", "pass an integer, or None", SupportsIndex, NoneType)
+    return None if step is None else int(step)
 
 
 def _checked_key(key: Any) -> str:

@@ -31,19 +31,8 @@ _DIRECTORY = "runs"
 
 
 class Trackers:
-    """The trackers of one Accelerator.
-
-    Args:
-        log_with, project_dir: as for the Accelerator.
-        is_main_process: whether this is rank zero.
-
-    Attributes:
-        opened: the trackers, while they are open.
-
-    Raises:
-        TypeError, ValueError: `log_with` contains something that is neither a tracker nor a known name.
-        ImportError: a named library is not installed.
-    """
+    """The trackers of one Accelerator, those in `opened` while they are open. Raises the errors of
+    `Accelerator(log_with=)`."""
 
     def __init__(self, log_with: LogWith, project_dir: str | os.PathLike[str] | None, is_main_process: bool) -> None:
         self._names, self._own = _choose(log_with)

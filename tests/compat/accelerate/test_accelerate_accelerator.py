@@ -12,7 +12,7 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -123,19 +123,6 @@ def test_reduce_is_the_sum_and_gather_takes_what_requires_grad(mode: Mode) -> No
     assert mode.run(body) == [(mode.ranks, [2.0, 2.0, 4.0, 4.0][: 2 * mode.ranks])] * mode.ranks
 
 
-@SEVERAL
-def test_rows_of_a_split_tail_are_gathered_once(mode: Mode) -> None:
-    def body() -> list[int]:
-        accelerator = Accelerator()
-        loader = accelerator.prepare(DataLoader(rows(7), batch_size=2))
-        gathered = [accelerator.gather({"x": x})["x"] for (x,) in loader]
-        with pytest.raises(TypeError, match="gather takes tensors, and got 'text'"):
-            accelerator.gather(["text"])
-        return torch.cat(gathered).flatten().int().tolist()
-
-    assert mode.run(body) == [list(range(7))] * mode.ranks
-
-
 @ALL
 def test_rows_of_no_prepared_batch_are_gathered_as_they_are_and_that_is_said_once(mode: Mode) -> None:
     def body() -> tuple[list[list[int]], int]:
@@ -229,6 +216,11 @@ def test_an_fsdp_plugin_shards(mode: Mode) -> None:
     [
         ({}, FSDP()),
         ({"reshard_after_forward": False}, FSDP(reshard_after_forward=False)),
+        (
+            {"mixed_precision_policy": MixedPrecisionPolicy(output_dtype=torch.float32, cast_forward_inputs=False)},
+            FSDP(output_dtype=torch.float32, cast_forward_inputs=False),
+        ),
+        ({"mixed_precision_policy": MixedPrecision(torch.bfloat16)}, FSDP(param_dtype=torch.bfloat16)),
         ({"sharding_strategy": "SHARD_GRAD_OP"}, FSDP(reshard_after_forward=False)),
         ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, FSDP(reshard_after_forward=False, replicas=3)),
     ],

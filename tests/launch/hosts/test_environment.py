@@ -15,7 +15,14 @@ import warm_scripts
 from agents import free_port
 
 from unisono.errors import NoWorldError
-from unisono.launch.hosts.environment import OUTER_DIRECTORY, AgentPlace, Place, announced_agent, announced_place, take
+from unisono.launch.hosts.environment import (
+    OUTER_DIRECTORY,
+    AgentPlace,
+    RankPlace,
+    announced_agent,
+    announced_place,
+    take,
+)
 from unisono.world import announcement
 
 TORCHRUN = {
@@ -57,54 +64,6 @@ TRAINER = {
 }
 
 
-# Places.
-
-
-@pytest.mark.parametrize(
-    ("environ", "place"),
-    [
-        (TORCHRUN, Place("torchrun", 3, 4, 1, 2, 1, "node1", 1234, 2, is_store_there=True)),
-        (SLURM, Place("a SLURM step", 4, 5, 0, 1, 2, "node07", 20000 + 777 + 997)),
-        (POD, Place("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)),
-        (TRAINER, Place("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)),
-    ],
-    ids=["torchrun", "SLURM", "a pod", "a pod of the Kubeflow trainer"],
-)
-def test_a_launcher_is_recognised(environ, place):
-    assert announced_place(environ) == place
-
-
-def test_a_torchrun_of_one_worker_is_a_world_all_the_same_for_it_may_grow():
-    place = announced_place({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    assert place is not None
-    assert place.world_size == 1
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"SLURM_STEP_ID": "4294967291"},
-        {"SLURM_STEP_ID": ""},
-        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"},
-    ],
-    ids=["the batch script", "no step", "one task"],
-)
-def test_what_is_no_step_of_several_tasks_announces_nothing(changes):
-    assert announced_place({**SLURM, **changes}) is None
-    assert announcement({**SLURM, **changes}) is None
-
-
-def test_an_address_that_the_job_script_exports_is_taken():
-    place = announced_place({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"})
-    assert place is not None
-    assert (place.address, place.port) == ("10.0.0.1", 5000)
-
-
-def test_a_pod_that_is_to_start_several_ranks_is_told_how():
-    with pytest.raises(NoWorldError, match=r"PET_NPROC_PER_NODE=4 ask for an agent in this pod.*unisono run script.py"):
-        announced_place({**TRAINER, "PET_NPROC_PER_NODE": "4"})
-
-
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -114,34 +73,59 @@ MPIRUN = {
     "PMIX_RANK": "3",
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SUBMITIT = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"}
+ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
+ONE_WORKER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-def test_mpirun_is_recognised_and_needs_an_address_between_machines():
-    address = {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
-    assert announced_place({**MPIRUN, **address}) == Place("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
-    assert announced_place({**HYDRA, **address}) == Place("mpirun", 1, 2, 1, 2, 0, "node1", 1234)
-    assert announced_place({**SLURM, **MPIRUN, **address}) == Place("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
-    for environ in (MPIRUN, HYDRA):
-        with pytest.raises(NoWorldError, match="mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500"):
-            announced_place(environ)
+# Places.
+
+OF_TORCHRUN = RankPlace("torchrun", 3, 4, 1, 2, 1, "node1", 1234, 2, is_store_there=True)
+OF_MPIRUN = RankPlace("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
+PLACES = {
+    "torchrun": (TORCHRUN, OF_TORCHRUN),
+    "torchrun in a pod": ({**POD, **TORCHRUN}, OF_TORCHRUN),
+    "torchrun in a pod of the trainer": ({**TRAINER, **TORCHRUN}, OF_TORCHRUN),
+    "torchrun in a step": ({**SLURM, **TORCHRUN}, OF_TORCHRUN),
+    "torchrun of one worker, which may grow": (
+        {**TORCHRUN, **ONE_WORKER},
+        RankPlace("torchrun", 0, 1, 0, 1, 1, "node1", 1234, 2, is_store_there=True),
+    ),
+    "SLURM": (SLURM, RankPlace("a SLURM step", 4, 5, 0, 1, 2, "node07", 20000 + 777 + 997)),
+    "SLURM with an address": ({**SLURM, **ADDRESS}, RankPlace("a SLURM step", 4, 5, 0, 1, 2, "node1", 1234)),
+    "a pod": (POD, RankPlace("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)),
+    "a pod of the trainer": (TRAINER, RankPlace("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)),
+    "Open MPI": ({**MPIRUN, **ADDRESS}, OF_MPIRUN),
+    "Open MPI in a step": ({**SLURM, **MPIRUN, **ADDRESS}, OF_MPIRUN),
+    "MPICH": ({**HYDRA, **ADDRESS}, RankPlace("mpirun", 1, 2, 1, 2, 0, "node1", 1234)),
+    "the batch script of SLURM": ({**SLURM, "SLURM_STEP_ID": "4294967291"}, None),
+    "a job of SLURM without a step": ({**SLURM, "SLURM_STEP_ID": ""}, None),
+    "a step of one task": ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, None),
+    "one pod": ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, None),
+    "one process of mpirun": ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
+    "one task of submitit": ({**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"}, None),
+    "a worker of spawn": ({**TORCHRUN, OUTER_DIRECTORY: "/tmp/x"}, None),
+    "nothing": ({}, None),
+    "a rank alone": ({"RANK": "0"}, None),
+    "a number alone": ({"WORLD_SIZE": "2"}, None),
+}
 
 
-def test_on_one_machine_the_ranks_of_mpirun_meet_at_a_port_of_their_job():
+@pytest.mark.parametrize(("environ", "place"), PLACES.values(), ids=PLACES)
+def test_the_place_that_a_launcher_announces(environ, place):
+    assert announced_place(environ) == place
+    if place is None and "SLURM_PROCID" in environ:
+        assert announcement(environ) is None
+
+
+def test_on_one_machine_the_ranks_of_mpirun_and_submitit_meet_at_a_port_of_their_job():
     alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
     place, other = announced_place(alone), announced_place({**alone, "PMIX_NAMESPACE": "5"})
-    assert place is not None
-    assert other is not None
     assert (place.address, place.rank, place.node_rank) == ("127.0.0.1", 3, 0)
     assert 20000 <= place.port < 30000
     assert place.port != other.port
-    assert announced_place({**alone, "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}) is None
-
-
-def test_the_local_tasks_of_submitit_are_one_world():
-    task = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"}
-    place = announced_place({**task, "SUBMITIT_LOCAL_JOB_ID": "7"})
-    assert place == Place("submitit", 1, 2, 1, 2, 0, "127.0.0.1", place.port if place else 0)
-    assert announced_place({**task, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"}) is None
+    task = announced_place({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "7"})
+    assert task == RankPlace("submitit", 1, 2, 1, 2, 0, "127.0.0.1", task.port)
 
 
 LONE = [{"PMIX_RANK": "1"}, {"FLUX_TASK_RANK": "2"}, {"LOCAL_RANK": "1"}, {"RANK": "3"}]
@@ -168,22 +152,6 @@ def test_a_script_under_mpirun_trains_in_one_world(tmp_path: Path) -> None:
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["0 of 2: 3.0", "1 of 2: 3.0"]), done.stderr
-
-
-def test_torchrun_inside_a_pod_or_a_step_comes_first():
-    for outer in (POD, TRAINER, SLURM):
-        place = announced_place({**outer, **TORCHRUN})
-        assert place is not None
-        assert place.launcher == "torchrun"
-
-
-@pytest.mark.parametrize("environ", [{}, {"RANK": "0"}, {"WORLD_SIZE": "2"}, {**POD, "RANK": "0", "WORLD_SIZE": "1"}])
-def test_an_environment_of_no_launcher_announces_nothing(environ):
-    assert announced_place(environ) is None
-
-
-def test_a_worker_of_spawn_is_announced_nothing():
-    assert announced_place({**TORCHRUN, OUTER_DIRECTORY: "/tmp/x"}) is None
 
 
 @pytest.mark.slow
@@ -213,43 +181,36 @@ ASKING = "from unisono.launch.hosts.environment import announced_place; print(an
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({**POD, "MASTER_PORT": "-1"}, "MASTER_PORT='-1' is not an integer"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "node[1-"}, r"SLURM_STEP_NODELIST='node\[1-' names no hosts"),
-        (
-            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x"},
-            r"SLURM_STEP_TASKS_PER_NODE='2\(x' does not list the tasks of nodes",
-        ),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"TASKS_PER_NODE='2\(x' does not list the tasks of nodes"),
         ({**SLURM, "SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
+        *(
+            ({**SLURM, "SLURM_STEP_NODELIST": text}, "SLURM_STEP_NODELIST=.* names no hosts")
+            for text in (",", "a[1", "a]1", "a[]", "a[x-y]", "a b", "[[", "node[1-")
+        ),
+        ({**TRAINER, "PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE=4 ask for an agent in this pod.*unisono run"),
+        (MPIRUN, "mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500"),
+        (HYDRA, "mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500"),
     ],
 )
-def test_a_malformed_variable_is_named(environ, words):
-    with pytest.raises(ValueError, match=words):
+def test_a_malformed_or_missing_variable_is_named(environ, words):
+    with pytest.raises((ValueError, NoWorldError), match=words):
         announced_place(environ)
 
 
 # Agents.
 
 
-def test_an_agent_s_place_is_read_from_a_slurm_step_with_one_task_on_each_node():
-    environ = {**SLURM, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
-    assert announced_agent(environ) == AgentPlace("the SLURM step", "3", 2, f"node07:{20000 + 777 + 997}", "777.1")
-
-
-def test_several_agents_on_a_node_are_refused():
+def test_an_agent_s_place_is_read_from_a_step_with_one_task_on_each_node_or_from_kubernetes():
+    step = {**SLURM, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
+    assert announced_agent(step) == AgentPlace("the SLURM step", "3", 2, f"node07:{20000 + 777 + 997}", "777.1")
     with pytest.raises(ValueError, match="srun --ntasks-per-node=1 unisono run"):
         announced_agent(SLURM)
-
-
-def test_an_agent_s_place_is_read_from_kubernetes():
-    environ = {**TRAINER, "PET_NPROC_PER_NODE": "8", "PET_MAX_RESTARTS": "2", "PET_RDZV_ID": "job"}
+    pod = {**TRAINER, "PET_NPROC_PER_NODE": "8", "PET_MAX_RESTARTS": "2", "PET_RDZV_ID": "job"}
     expected = AgentPlace("the PET_ variables", "2", 1, "job-node-0-0.job:29400", "job", nproc=8, max_restarts=2)
-    assert announced_agent(environ) == expected
+    assert announced_agent(pod) == expected
     elastic = {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "worker-0:23456", "PET_NPROC_PER_NODE": "auto"}
     assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None, "auto")
-
-
-def test_without_a_launcher_there_is_no_agent_s_place():
-    assert announced_agent({}) is None
-    assert announced_agent(POD) is None
+    assert announced_agent({}) is None is announced_agent(POD)
 
 
 # Nothing initialised.
@@ -268,30 +229,18 @@ def test_several_processes_with_nothing_initialised_are_an_error(monkeypatch, en
         current_world()
 
 
-# Compressed lists.
-
-
 @pytest.mark.parametrize(
     ("text", "first"),
     [("node[003-005,9],other1", "node003"), ("rack[1-2]n[08-10]x,a", "rack1n08x"), ("a,b", "a"), ("n1", "n1")],
 )
 def test_the_first_host_of_a_list_is_found(text, first):
-    place = announced_place({**SLURM, "SLURM_STEP_NODELIST": text})
-    assert place is not None
-    assert place.address == first
-
-
-@pytest.mark.parametrize("text", [",", "a[1", "a]1", "a[]", "a[x-y]", "a b", "[["])
-def test_what_is_no_list_of_hosts_is_refused(text):
-    with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=.* names no hosts"):
-        announced_place({**SLURM, "SLURM_STEP_NODELIST": text})
+    assert announced_place({**SLURM, "SLURM_STEP_NODELIST": text}).address == first
 
 
 @pytest.mark.parametrize(("text", "sizes"), [("2(x2),1", [2, 2, 1]), ("3", [3, 1, 1]), ("1,2,4", [1, 2, 4])])
 def test_the_number_of_ranks_on_each_machine_is_found(text, sizes):
     environ = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": text}
-    places = [announced_place({**environ, "SLURM_NODEID": str(number)}) for number in range(3)]
-    assert [place.local_world_size for place in places if place is not None] == sizes
+    assert [announced_place({**environ, "SLURM_NODEID": str(number)}).local_world_size for number in range(3)] == sizes
 
 
 # Joining, by real processes.

@@ -27,11 +27,9 @@ NOTEBOOK = "sys.modules['ipykernel'] = types.ModuleType('ipykernel')"
     ("before", "environ", "is_started"),
     [
         ("", {}, False),
-        ("", {"UNISONO_WARM": "1"}, True),
         (NOTEBOOK, {}, True),
-        (NOTEBOOK, {"UNISONO_WARM": "0"}, False),
         (NOTEBOOK, {"RANK": "0", "WORLD_SIZE": "2"}, False),
-        ("", {"UNISONO_WARM": "1", "UNISONO_RENDEZVOUS": "/nowhere"}, False),
+        (NOTEBOOK, {"UNISONO_RENDEZVOUS": "/nowhere"}, False),
     ],
 )
 def test_an_import_starts_it_where_that_was_asked_for(before, environ, is_started):
@@ -40,16 +38,6 @@ def test_an_import_starts_it_where_that_was_asked_for(before, environ, is_starte
         [sys.executable, "-c", source], env={**os.environ, **environ}, capture_output=True, text=True, timeout=100
     )
     assert (done.stdout, done.stderr) == (f"{is_started} False\n", "")
-
-
-def test_a_zygote_starts_none_of_its_own(monkeypatch):
-    monkeypatch.setenv("UNISONO_WARM", "1")
-    zygote_client._close()
-    warm_early()
-    pid = zygote_pid()
-    assert pid is not None
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        assert b"UNISONO_WARM" not in file.read()
 
 
 def test_one_that_cannot_be_started_is_left_to_the_first_spawn(monkeypatch):

@@ -21,7 +21,7 @@ import pytest
 from faults import PATIENCE_S, SOON_S
 
 from unisono.launch import options
-from unisono.launch.watching.output import Output
+from unisono.launch.watching.output import WorkerOutput
 from unisono.launch.watching.run_directory import RunDirectory
 
 PLAIN = options.Output(prefix=False)
@@ -78,7 +78,7 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def worker(output: Output, rank: int, code: str) -> Iterator[subprocess.Popen[bytes]]:
+def worker(output: WorkerOutput, rank: int, code: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that runs some code as a worker, killed at the block's end; its stdin and a pipe speak to the test."""
     stdout, stderr = output.open(rank)
     command = [sys.executable, "-S", "-E", "-c", textwrap.dedent(code)]
@@ -91,7 +91,7 @@ def worker(output: Output, rank: int, code: str) -> Iterator[subprocess.Popen[by
         process.communicate()
 
 
-def write(output: Output, rank: int, code: str) -> None:
+def write(output: WorkerOutput, rank: int, code: str) -> None:
     """Let a worker run some code to its end."""
     with worker(output, rank, code) as process:
         assert process.wait(PATIENCE_S) == 0
@@ -131,7 +131,7 @@ SPEAK = """
 )
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_lines_are_marked_as_asked(shown, run, prefix, stdout, stderr, is_kept):
-    output = Output(options.Output(prefix=prefix), run if is_kept else None, *shown.fds)
+    output = WorkerOutput(options.Output(prefix=prefix), run if is_kept else None, *shown.fds)
     write(output, 1, SPEAK)
     output.close()
     assert (shown.stdout, shown.stderr) == (stdout, stderr)
@@ -140,7 +140,7 @@ def test_lines_are_marked_as_asked(shown, run, prefix, stdout, stderr, is_kept):
 
 def test_a_restart_appends_to_the_files(shown, run):
     for attempt in range(2):
-        output = Output(PLAIN, run, *shown.fds)
+        output = WorkerOutput(PLAIN, run, *shown.fds)
         write(output, 0, f"print('attempt {attempt}')")
         output.close()
     assert run.log(0, "stdout").read_bytes() == b"attempt 0\nattempt 1\n"
@@ -148,7 +148,7 @@ def test_a_restart_appends_to_the_files(shown, run):
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_only_the_ranks_that_were_asked_for_are_shown_and_all_are_kept(shown, run, is_kept):
-    output = Output(options.Output(ranks=(1,)), run if is_kept else None, *shown.fds)
+    output = WorkerOutput(options.Output(ranks=(1,)), run if is_kept else None, *shown.fds)
     for rank in range(3):
         write(output, rank, SPEAK)
     output.close()
@@ -160,14 +160,14 @@ def test_only_the_ranks_that_were_asked_for_are_shown_and_all_are_kept(shown, ru
 
 def test_stdout_is_the_caller_s_own_terminal_where_nothing_needs_it(terminal, shown):
     ours, theirs = terminal
-    output = Output(options.Output(), None, theirs, shown.fds[1])
+    output = WorkerOutput(options.Output(), None, theirs, shown.fds[1])
     write(output, 0, "import sys; print(sys.stdout.isatty(), sys.stderr.isatty())")
     output.close()
     assert read_until(ours, b"\n") == b"True False\r\n"
 
 
 def test_lines_of_many_workers_are_never_mixed(shown, run):
-    output = Output(options.Output(prefix=True), run, *shown.fds)
+    output = WorkerOutput(options.Output(prefix=True), run, *shown.fds)
     code = """
         import os, random
         dice = random.Random({rank})
@@ -188,7 +188,7 @@ def test_lines_of_many_workers_are_never_mixed(shown, run):
 
 
 def test_progress_bars_move_and_the_last_state_is_remembered(shown):
-    output = Output(options.Output(), None, *shown.fds)
+    output = WorkerOutput(options.Output(), None, *shown.fds)
     code = """
         import os
         for percent in range(0, 101, 50):
@@ -204,7 +204,7 @@ def test_progress_bars_move_and_the_last_state_is_remembered(shown):
 
 def test_a_question_is_shown_before_its_line_is_over(pipe, shown):
     reading, writing = pipe
-    output = Output(options.Output(), None, shown.fds[0], writing)
+    output = WorkerOutput(options.Output(), None, shown.fds[0], writing)
     code = """
         import os, sys
         os.write(2, b"Password: ")
@@ -221,7 +221,7 @@ def test_a_question_is_shown_before_its_line_is_over(pipe, shown):
 
 
 def test_the_last_words_of_a_killed_worker_are_whole_and_the_next_line_stands_for_itself(shown, run):
-    output = Output(options.Output(), run, *shown.fds)
+    output = WorkerOutput(options.Output(), run, *shown.fds)
     code = """
         import os, signal
         os.write(1, b"half")
@@ -238,7 +238,7 @@ def test_the_last_words_of_a_killed_worker_are_whole_and_the_next_line_stands_fo
 
 
 def test_the_tail_is_the_last_lines_and_bounded(shown):
-    output = Output(options.Output(ranks=()), None, *shown.fds)
+    output = WorkerOutput(options.Output(ranks=()), None, *shown.fds)
     write(output, 0, "import sys\nfor n in range(10_000): print('line', n, file=sys.stderr)")
     write(output, 1, "import os; os.write(2, b'x' * 1_000_000)")
     output.close()
@@ -266,7 +266,7 @@ def wait_until_still(pid: int) -> int:
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
 def test_a_stopped_terminal_stops_who_writes_to_it_and_not_the_end(kind, request, shown):
     ours, theirs = request.getfixturevalue(kind)
-    output = Output(options.Output(), None, shown.fds[0], theirs)
+    output = WorkerOutput(options.Output(), None, shown.fds[0], theirs)
     with worker(output, 0, FLOOD) as process:
         assert wait_until_still(process.pid) < 2_000_000  # bytes that are somewhere on the way
     assert seconds(lambda: output.close(0.2)) < SOON_S
@@ -275,7 +275,7 @@ def test_a_stopped_terminal_stops_who_writes_to_it_and_not_the_end(kind, request
 
 
 def test_a_broken_pipe_is_silent_and_the_files_go_on(pipe, shown, run):
-    output = Output(options.Output(), run, shown.fds[0], pipe[1])
+    output = WorkerOutput(options.Output(), run, shown.fds[0], pipe[1])
     os.close(pipe[0])
     write(output, 0, "import os\nfor n in range(100): os.write(2, b'x' * 9999 + b'\\n')")
     output.close()
@@ -283,7 +283,7 @@ def test_a_broken_pipe_is_silent_and_the_files_go_on(pipe, shown, run):
 
 
 def test_a_descriptor_that_the_caller_closes_is_not_written_to_as_another_file(tmp_path, shown, run):
-    output = Output(options.Output(), run, *shown.fds)
+    output = WorkerOutput(options.Output(), run, *shown.fds)
     os.close(shown.fds[1])
     shown.fds[1] = os.open(tmp_path / "precious", os.O_WRONLY | os.O_CREAT)  # gets the number
     write(output, 0, SPEAK)
@@ -295,7 +295,7 @@ def test_a_descriptor_that_the_caller_closes_is_not_written_to_as_another_file(t
 def test_a_caller_without_streams_still_keeps_files(run):
     closed = os.open(os.devnull, os.O_WRONLY)
     os.close(closed)
-    output = Output(options.Output(), run, closed, closed)
+    output = WorkerOutput(options.Output(), run, closed, closed)
     write(output, 0, SPEAK)
     output.close()
     assert run.log(0, "stdout").read_bytes() == b"to stdout\n"
@@ -306,7 +306,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(shown, run, caplog):
     for rank in range(2):
         run.log(rank, "stdout").symlink_to("/dev/full")
     run.log(1, "stderr").mkdir()
-    output = Output(options.Output(), run, *shown.fds)
+    output = WorkerOutput(options.Output(), run, *shown.fds)
     for rank in range(2):
         write(output, rank, SPEAK + "    print('and more')")
     output.close()
@@ -319,7 +319,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(shown, run, caplog):
 
 @pytest.mark.parametrize("stray", [["sleep", "1000"], ["yes"]])
 def test_a_stray_that_holds_a_pipe_does_not_hold_the_end(shown, stray):
-    output = Output(options.Output(), None, *shown.fds)
+    output = WorkerOutput(options.Output(), None, *shown.fds)
     code = f"""
         import subprocess, sys
         print("last words", file=sys.stderr)
@@ -345,7 +345,7 @@ def test_no_other_process_inherits_a_descriptor(shown, run):
         return int(subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, timeout=PATIENCE_S).stdout)
 
     before = num_inherited()
-    output = Output(options.Output(prefix=True), run, *shown.fds)
+    output = WorkerOutput(options.Output(prefix=True), run, *shown.fds)
     output.open(0)
     assert num_inherited() == before
     output.close()
@@ -353,7 +353,7 @@ def test_no_other_process_inherits_a_descriptor(shown, run):
 
 def test_the_end_comes_at_once_and_leaves_nothing_whatever_was_opened(shown, run):
     before = os.listdir("/proc/self/fd")
-    unused, half = (Output(options.Output(), run, *shown.fds) for _ in range(2))
+    unused, half = (WorkerOutput(options.Output(), run, *shown.fds) for _ in range(2))
     half.open(0)  # and never handed over
     for output in (unused, half):
         assert seconds(lambda: output.close(PATIENCE_S)) < 1  # noqa: B023

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import threading
-import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -16,7 +15,6 @@ from recorded_runs import read_run
 from unisono.errors import WorkerDiedError
 from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
-from unisono.launch.watching import run_directory as clock
 from unisono.launch.watching.run_directory import RunDirectory
 
 
@@ -47,39 +45,11 @@ def test_facts_state_and_times_are_told_while_it_runs_and_after(tmp_path):
         "ended_at": None,
     }
     assert abs(datetime.fromisoformat(begun.facts["started_at"]) - datetime.now(UTC)) < timedelta(minutes=1)
-    assert (begun.events, begun.samples) == ([], [])
+    assert begun.samples == []
     run.finish("failed", first_cause=2)
     ended = read_run(run.path).facts
     assert (ended["state"], ended["first_cause"], ended["nprocs"]) == ("failed", 2, 4)
-    [event] = read_run(run.path).events
-    assert {**event, "time": ""} == {"time": "", "event": "finished", "state": "failed", "exit_code": None}
     assert ended["started_at"] == begun.facts["started_at"] <= ended["ended_at"]
-
-
-def test_events_of_many_threads_are_whole_lines(tmp_path):
-    run = RunDirectory.create(tmp_path, {})
-
-    def tell(thread: int) -> None:
-        for number in range(50):
-            run.event("failed", thread=thread, number=number, text="two\nlines \u00fc", at=timedelta(seconds=1))
-
-    threads = [threading.Thread(target=tell, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    events = read_run(run.path).events
-    for thread in range(4):
-        assert [event["number"] for event in events if event["thread"] == thread] == list(range(50))
-    assert {event["text"] for event in events} == {"two\nlines \u00fc"}
-    assert {event["event"] for event in events} == {"failed"}
-
-
-@pytest.mark.parametrize("torn", [b'{"rss": 1', b'{"rss": "\xc3', b"[1, 2]", b"12"])
-def test_a_line_that_was_not_written_to_its_end_is_passed_over(tmp_path, torn):
-    run = RunDirectory.create(tmp_path, {})
-    run.samples.write_bytes(b'{"rss": 1}\n{"rss": 2}\n' + torn)
-    assert read_run(run.path).samples == [{"rss": 1}, {"rss": 2}]
 
 
 def test_a_reader_finds_whole_facts_at_any_moment(tmp_path):
@@ -121,20 +91,13 @@ def test_something_else_by_the_name_of_latest_is_left_alone(tmp_path):
 
 def test_a_directory_that_cannot_be_written_any_more_is_told_once_and_ends_nothing(tmp_path, caplog):
     run = RunDirectory.create(tmp_path, {})
-    (run.path / "events.jsonl").symlink_to("/dev/full")
+    (run.path / ".run.json").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):
-        run.event("started")
-        run.event("ended")
+        run.note(pids=[1])
+        run.finish("finished")
     assert [record.getMessage() for record in caplog.records] == [
         f"{run.path} is incomplete from here on, the run continues: [Errno 28] No space left on device"
     ]
-
-
-def test_there_is_one_clock():
-    at = 1_795_000_000.125
-    assert clock.to_text(at) == datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
-    assert clock.to_seconds(clock.to_text(at)) == at
-    assert abs(clock.to_seconds(clock.now()) - time.time()) < 60
 
 
 def test_a_run_says_its_versions_its_end_and_its_exit_code(tmp_path):
@@ -143,7 +106,6 @@ def test_a_run_says_its_versions_its_end_and_its_exit_code(tmp_path):
     run = read_run(tmp_path / "latest")
     assert run.facts["versions"]["torch"] == torch.__version__
     assert run.facts["exit_code"] == 3
-    assert {**run.events[-1], "time": ""}.items() >= {"event": "finished", "state": "failed", "exit_code": 3}.items()
     spawn(lambda index: None, nprocs=2, output=Output(tmp_path))
     run = read_run(tmp_path / "latest")
-    assert (run.facts["exit_code"], run.events[-1]["state"]) == (0, "finished")
+    assert (run.facts["exit_code"], run.facts["state"]) == (0, "finished")

@@ -37,12 +37,7 @@ _LOCK = struct.Struct("hhqqi4x")  # struct flock
 
 
 class Mapping:
-    """A header page of the file, one header page per rank, and the blocks.
-
-    Attributes:
-        memory: the whole mapping.
-        blocks_at: the offset of the blocks.
-    """
+    """A header page of the file, one header page per rank, and the blocks, which begin at `blocks_at`."""
 
     def __init__(self, file: int, rank: int, size: int, num_bytes: int) -> None:
         self._file = file

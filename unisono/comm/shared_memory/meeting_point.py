@@ -64,14 +64,9 @@ class MeetingPoint:
         self._is_closed = False
 
     def announce(self, action: str) -> dict[int, str]:
-        """Note what this rank does before its next collective; sends nothing, and waits for nobody.
-
-        Returns:
-            What ranks have noted, by rank, if some of them have noted something else.
-
-        Raises:
-            CollectiveMismatchError: the same, if all others wait in their next collective; on all ranks.
-        """
+        """Note what this rank does before its next collective; sends nothing, and waits for nobody. Returns what ranks
+        have noted, by rank, if some have noted something else; CollectiveMismatchError, on all ranks, if all others
+        wait in their next collective."""
         if self._is_closed:
             self._refuse()
         if self.notes.is_full:
@@ -125,11 +120,8 @@ class MeetingPoint:
         return mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
     def meet(self) -> None:
-        """Wait until all ranks have arrived.
-
-        Raises:
-            DistNetworkError: one is gone, or did not arrive in time; on this rank, and on those that wait with it.
-        """
+        """Wait until all ranks have arrived. DistNetworkError, on all that wait, if one is gone or did not arrive in
+        time."""
         if self._is_closed:
             self._refuse()
         self.turn += 1
@@ -148,11 +140,8 @@ class MeetingPoint:
                 futex.wake(self._address + at)
 
     def check_presence(self, rank: int) -> None:
-        """Raise if that rank will never arrive, whatever it is waited for.
-
-        Raises:
-            DistNetworkError: it has left or ended, or this rank has.
-        """
+        """Raise if that rank will never arrive, whatever it is waited for; DistNetworkError if it has left or ended, or
+        this rank has."""
         if self._is_closed:
             self._refuse()
         if reason := self._absence_of(rank):

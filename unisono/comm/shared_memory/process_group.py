@@ -94,11 +94,7 @@ class Done(dist.Work):
 
 
 class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
-    """The group of ranks that map the same memory.
-
-    Attributes:
-        here: where its ranks meet.
-    """
+    """The group of ranks that map the same memory, and meet at `here`."""
 
     def __init__(self, mapping: Mapping, store: Store, timeout: timedelta) -> None:
         super().__init__(mapping.rank, mapping.size)

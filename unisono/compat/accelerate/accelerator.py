@@ -219,13 +219,11 @@ class Accelerator(Native):
         """Like the native one, but the default is the sum."""
         return operations.reduce(tensor, reduction, scale, self.world)
 
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
-        """All ranks take the same number of steps: there is nothing to join."""
+    def join_uneven_inputs(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        """There is nothing to join: all ranks take the same number of steps, and sequences are not split."""
         return nullcontext()
 
-    def maybe_context_parallel(self, **_: Any) -> AbstractContextManager[None]:
-        """Sequences are not split across ranks."""
-        return nullcontext()
+    maybe_context_parallel = join_uneven_inputs
 
     # Code that runs on some ranks only.
 
@@ -309,11 +307,7 @@ class Accelerator(Native):
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Like the native one.
-
-        Args:
-            log_kwargs: arguments for the trackers' libraries; they have no effect.
-        """
+        """Like the native one. `log_kwargs`, arguments for the trackers' libraries, have no effect."""
         super().log(values, step)
 
     # Profiling and precision.

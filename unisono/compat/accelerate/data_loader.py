@@ -35,16 +35,11 @@ def prepare_data_loader(
     **options: Any,
 ) -> DeviceLoader:
     """This rank's part of the loader, each sample once, in an order that does not depend on the number of ranks.
+    ValueError if `process_index` and `num_processes` are given and are not those of the rank's world.
 
     Args:
-        device: where the batches go, with `put_on_device`.
-        num_processes, process_index: must be those of the rank's world; None uses them.
-        split_batches: a batch of the loader is the global batch.
         data_seed: the seed of the order; None uses that of the loader's generator, or else that of `set_seed`.
         ignored, options: how batches are dealt and moved, which does not affect their contents.
-
-    Raises:
-        ValueError: the ranks are not those of the world.
     """
     if isinstance(dataloader, DeviceLoader):
         return dataloader
@@ -69,12 +64,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 class Later:
-    """A loader whose loops skip the first batches; its attributes are the loader's.
-
-    Args:
-        loader: a prepared one, or another iterable that can be looped over repeatedly.
-        num_batches: the number of batches loaded and dropped at the beginning of each loop.
-    """
+    """A loader whose loops load and drop the first batches; its attributes are the loader's."""
 
     def __init__(self, loader: Any, num_batches: int) -> None:
         self._loader, self._num_batches = loader, num_batches
@@ -93,11 +83,7 @@ class Later:
 
 
 class SeedableRandomSampler(RandomSampler):
-    """torch's RandomSampler: a prepared loader's order is a function of its seed and the epoch anyway.
-
-    Args:
-        data_seed: the seed of its generator, if it has none.
-    """
+    """torch's RandomSampler: a prepared loader's order is a function of its seed and the epoch anyway."""
 
     def __init__(self, *args: Any, data_seed: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)

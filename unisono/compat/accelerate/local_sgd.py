@@ -16,17 +16,12 @@ from unisono.parallel.strategies.sharded import is_sharded
 
 
 class LocalSGD:
-    """A block in whose steps each rank follows its own gradients.
+    """A block in whose steps each rank follows its own gradients. Leaving it averages the parameters, as does each n-th
+    `step`.
 
     Args:
-        accelerator: the Accelerator that has prepared the model.
-        model: prepared, not sharded.
-        local_sgd_steps: calls of `step` from one average to the next; leaving the block averages, too.
+        model: prepared, else a TypeError; not sharded, else a ValueError when the block is entered.
         enabled: False disables it: the block changes nothing.
-
-    Raises:
-        TypeError: the model is not prepared.
-        ValueError: it is sharded, so that no rank has a complete model to step on; when the block is entered.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:

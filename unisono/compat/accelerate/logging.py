@@ -40,11 +40,8 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger of that name, for several ranks.
-
-    Args:
-        log_level: the level for it and for the root logger; None uses ACCELERATE_LOG_LEVEL, or leaves them unchanged.
-    """
+    """The logger of that name, for several ranks. `log_level` is set for the root logger, too; None uses
+    ACCELERATE_LOG_LEVEL, or leaves both unchanged."""
     log_level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if log_level is not None:

@@ -32,16 +32,8 @@ def joined_world() -> World:
 
 
 class PartialState(RankView):
-    """The facts about a rank.
-
-    Args:
-        cpu: use the CPU, if there is only one rank.
-        options: for the process group, which was created where the ranks were started; they have no effect.
-
-    Attributes:
-        world: the world that it is a view of.
-        debug: has no effect: ranks are always compared before they send anything.
-    """
+    """The facts about a rank, whose `world` it is a view of. `cpu` has an effect if there is only one rank; other
+    options are for the process group, which was created where the ranks were started."""
 
     _shared_state: ClassVar[Mapping[str, Any]] = {"initialized": True}
     initialized = True
@@ -103,15 +95,12 @@ class PartialState(RankView):
         if self.is_local_main_process:
             print(*values, **options)
 
-    def set_device(self) -> None:
-        """Do nothing: the device was bound where the rank was started."""
-
-    def destroy_process_group(self, group: Any = None) -> None:
-        """Do nothing: all ranks leave the world together when their processes end."""
-
     @staticmethod
     def _reset_state(*_: Any) -> None:
-        """Do nothing: there is no state to reset."""
+        """Do nothing: there is no state to reset, the device was bound where the rank was started, and all ranks leave
+        the world together when their processes end."""
+
+    set_device = destroy_process_group = _reset_state
 
     def __repr__(self) -> str:
         return (
@@ -121,14 +110,8 @@ class PartialState(RankView):
 
 
 class AcceleratorState(PartialState):
-    """The facts about a rank, with the settings of its last Accelerator.
-
-    Args:
-        mixed_precision, options: for an Accelerator to be created; they have no effect.
-
-    Attributes:
-        deepspeed_plugin, parallelism_config: None.
-    """
+    """The facts about a rank, with the settings of its last Accelerator; arguments for one to be created have no
+    effect."""
 
     deepspeed_plugin = parallelism_config = None
 
@@ -173,20 +156,15 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """The position of the rank's last Accelerator among its microbatches.
-
-    Raises:
-        AttributeError: for attributes about the active loader, which only the loader's own loop knows.
-    """
+    """The position of the rank's last Accelerator among its microbatches. What only a loader's own loop knows is an
+    AttributeError."""
 
     initialized = True
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self._world = joined_world()
 
-    @staticmethod
-    def _reset_state() -> None:
-        """Do nothing: there is no state to reset."""
+    _reset_state = PartialState._reset_state
 
     @property
     def sync_gradients(self) -> bool:

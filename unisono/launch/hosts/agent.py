@@ -159,10 +159,7 @@ def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's agent, whose workers are one of our groups.
-
-    Args:
-        run: writes the files of the run.
+    """Torch's agent, whose workers are one of our groups; `run` writes the files of the run.
 
     Attributes:
         others: the other machines.
@@ -282,7 +279,7 @@ class Agent(SimpleElasticAgent):
         setattr(self, REMAINING_RESTARTS, remaining)
         if remaining > 0:
             restart_count = group.spec.max_restarts - remaining + 1
-            tell_restart(self.verdict, restart_count, group.spec.max_restarts, self._run_directory)
+            tell_restart(self.verdict, restart_count, group.spec.max_restarts)
         return RunResult(WorkerState.FAILED)
 
     def _wait(self) -> RunResult:

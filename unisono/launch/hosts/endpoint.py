@@ -13,11 +13,7 @@ from unisono.launch.hosts.addresses import address_towards, addresses_of, is_thi
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Split `host:port` or `[address]:port`.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Split `host:port` or `[address]:port`; ValueError if it is neither."""
     host, colon, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
@@ -52,10 +48,7 @@ def is_served(host: str, port: int) -> bool:
 
 def wait_served(endpoint: str, timeout_s: float) -> None:
     """Wait until an agent serves the endpoint: machines may start minutes apart. Torch gives up after 60 s.
-
-    Raises:
-        TimeoutError: no agent served it in time.
-    """
+    TimeoutError if no agent served it in time."""
     host, port = split_endpoint(endpoint)
     began = time.monotonic()
     has_told = False

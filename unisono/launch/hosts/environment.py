@@ -1,9 +1,9 @@
 """Which launcher has started this process, and as which rank: read from the environment variables that launchers set.
 
 Two kinds of launchers are supported. *One process per rank* is started by torchrun or another launcher that sets the
-same variables, by mpirun, by a SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): that is a `Place`.
-*One agent per machine*, which starts the ranks itself, is started by all of these but mpirun: that is an `AgentPlace`,
-and `unisono run` reads it.
+same variables, by mpirun, by a SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): a `RankPlace`. *One
+agent per machine*, which starts the ranks itself, is started by all of these but mpirun: that is an `AgentPlace`, and
+`unisono run` reads it.
 
 Workers of `spawn` have variables of their own and get their world as an argument, so no place is announced to them.
 
@@ -30,7 +30,7 @@ _TORCH_PORT = 29500  # torch's own default for MASTER_PORT
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The place that a launcher has given to this process.
 
     Attributes:
@@ -67,17 +67,17 @@ class AgentPlace:
     max_restarts: int | None = None
 
 
-_hosted: Place | None = None
+_hosted: RankPlace | None = None
 _is_within = False  # inside a function that `spawn` has called in this process, as the announced rank
 
 
-def announce(place: Place | None) -> None:
+def announce(place: RankPlace | None) -> None:
     """Declare that this process runs a whole script as one rank, regardless of its environment; None revokes that."""
     global _hosted
     _hosted = place
 
 
-def announced_place(environ: Mapping[str, str] | None = None) -> Place | None:
+def announced_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
     """The rank that a launcher has assigned to this process; None for an ordinary process.
 
     A single task of SLURM and a single pod are ordinary; so are processes that a rank has started itself.
@@ -124,26 +124,23 @@ def within() -> Iterator[None]:
         _is_within = False
 
 
-def take(place: Place) -> None:
+def take(place: RankPlace) -> None:
     """Record that this process holds the place: its child processes inherit the variables, but are not that rank."""
     os.environ[TAKEN] = f"{os.getpid()} {_mark(place)}"
 
 
-def _is_of_another(place: Place, taken: str) -> bool:
+def _is_of_another(place: RankPlace, taken: str) -> bool:
     pid, _, mark = taken.partition(" ")
     return mark == _mark(place) and pid != str(os.getpid())
 
 
-def _mark(place: Place) -> str:
+def _mark(place: RankPlace) -> str:
     return f"{place.rank} {place.address}:{place.port} {place.restart_count}"
 
 
 def announced_agent(environ: Mapping[str, str] | None = None) -> AgentPlace | None:
-    """What the environment tells an agent about the other machines; None if it names none.
-
-    Raises:
-        ValueError: a variable is invalid, or a SLURM step has several tasks on a machine.
-    """
+    """What the environment tells an agent about the other machines; None if it names none; ValueError if a variable is
+    invalid, or a SLURM step has several tasks on a machine."""
     environ = os.environ if environ is None else environ
     return _pod_agent(environ) or _slurm_agent(environ)
 
@@ -151,14 +148,14 @@ def announced_agent(environ: Mapping[str, str] | None = None) -> AgentPlace | No
 # torchrun, and launchers that set the same variables.
 
 
-def _torchrun_place(environ: Mapping[str, str]) -> Place | None:
+def _torchrun_place(environ: Mapping[str, str]) -> RankPlace | None:
     is_elastic = "TORCHELASTIC_RUN_ID" in environ
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
         return None
     world_size = _number(environ, "WORLD_SIZE")
     if world_size == 1 and not is_elastic:
         return None
-    return Place(
+    return RankPlace(
         launcher="torchrun" if is_elastic else "the variables RANK, WORLD_SIZE and LOCAL_RANK",
         rank=_number(environ, "RANK"),
         world_size=world_size,
@@ -175,7 +172,7 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place | None:
 # MPI.
 
 
-def _mpi_place(environ: Mapping[str, str], implementations: Sequence[str]) -> Place | None:
+def _mpi_place(environ: Mapping[str, str], implementations: Sequence[str]) -> RankPlace | None:
     for rank, size, local_rank, local_size, *job in (names.split() for names in implementations):
         if rank not in environ or (world_size := _number(environ, size)) == 1:
             continue
@@ -191,14 +188,14 @@ def _mpi_place(environ: Mapping[str, str], implementations: Sequence[str]) -> Pl
             )
         node_rank = own // local_count  # where machines have equally many ranks, one after the other
         launcher = "submitit" if rank.startswith("SUBMITIT") else "mpirun"
-        return Place(launcher, own, world_size, _number(environ, local_rank), local_count, node_rank, address, port)
+        return RankPlace(launcher, own, world_size, _number(environ, local_rank), local_count, node_rank, address, port)
     return None
 
 
 # Kubernetes: PyTorchJob sets RANK, WORLD_SIZE and MASTER_ADDR per pod; it and Kubeflow Trainer set torchrun's options.
 
 
-def _pod_place(environ: Mapping[str, str]) -> Place | None:
+def _pod_place(environ: Mapping[str, str]) -> RankPlace | None:
     num_ranks = environ.get("PET_NPROC_PER_NODE", "1")
     num_pods = environ.get("PET_NNODES", "1")
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
@@ -220,7 +217,7 @@ def _pod_place(environ: Mapping[str, str]) -> Place | None:
         )
     is_pod = "KUBERNETES_SERVICE_HOST" in environ or any(name.startswith("PET_") for name in environ)
     launcher = "a Kubernetes pod" if is_pod else "the variables RANK and WORLD_SIZE"
-    return Place(launcher, rank, world_size, 0, 1, rank, address, port)
+    return RankPlace(launcher, rank, world_size, 0, 1, rank, address, port)
 
 
 def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:
@@ -243,14 +240,14 @@ def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:
 # SLURM.
 
 
-def _slurm_place(environ: Mapping[str, str]) -> Place | None:
+def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
     if not is_slurm_step(environ):
         return None
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
     if world_size == 1:
         return None
     node_rank = _number(environ, "SLURM_NODEID")
-    return Place(
+    return RankPlace(
         launcher="a SLURM step",
         rank=_number(environ, "SLURM_PROCID"),
         world_size=world_size,
@@ -337,7 +334,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return int(text)
 
 
-def _check_place(place: Place) -> Place:
+def _check_place(place: RankPlace) -> RankPlace:
     for what, index, count in [
         ("rank", place.rank, place.world_size),
         ("local rank", place.local_rank, place.local_world_size),

@@ -27,9 +27,9 @@ from unisono.backends import NAMES, pick_backend
 from unisono.backends.cores import fair_num_threads
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.errors import StoppedError
-from unisono.launch.heartbeat import count_of
 from unisono.launch.hosts.environment import announced_place, take, within
 from unisono.launch.process_group import depart, join
+from unisono.launch.reports import count_of
 from unisono.launch.script_group import install
 from unisono.launch.worker import exit_error
 from unisono.outcome import Outcome, add_note_once
@@ -90,19 +90,8 @@ def run_announced(
     process_group: Literal["gloo"] | None = None,
 ) -> list[Any]:
     """Run `fn` as one of the workers that `spawn(fn, args)` would start, in a process that a launcher has already
-    started.
-
-    Returns:
-        The values that `fn` returned, by rank, on every rank.
-
-    Raises:
-        ValueError: `nprocs` is not the number of ranks on this machine.
-        StoppedError: the ranks agreed to stop early; it holds their results.
-        CollectiveMismatchError: a rank has returned while another one waits for it in a collective.
-        BrokenWorldError: a peer failed.
-        BaseException: what `fn` raised in this process, with a note on which rank that was; the peers get a
-            BrokenWorldError.
-    """
+    started; return the values that it returned on all ranks. Raises what `fn` raised here, with a note on the rank, or
+    a BrokenWorldError if a peer failed; and the errors of `spawn`."""
     place = announced_place()
     assert place is not None, "nobody has announced a place"
     if nprocs is not None and nprocs != place.local_world_size:

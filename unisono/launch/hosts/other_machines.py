@@ -48,8 +48,7 @@ class MachineReport:
         beats: how many times it has reported; it changes even if nothing else does.
         pulses: for each of its ranks that has not ended, its progress and its current collective.
         returned: its ranks that have returned.
-        num_asks: how many times it has asked where all ranks are.
-        stacks: where its own ranks are.
+        stacks: where its own ranks are, once none of all ranks has moved for too long.
         verdict: why its part of the group has failed, an `Outcome` as bytes.
         is_done: whether its part has ended successfully.
         is_leaving: whether its agent is ending in an orderly way.
@@ -60,7 +59,6 @@ class MachineReport:
     beats: int = 0
     pulses: dict[int, tuple[int, str]] = field(default_factory=dict)
     returned: Sequence[int] = ()
-    num_asks: int = 0
     stacks: dict[int, str] = field(default_factory=dict)
     verdict: bytes = b""
     is_done: bool = False
@@ -68,7 +66,7 @@ class MachineReport:
 
 
 @dataclass
-class _Round:
+class _AgentRound:
     """One start of all workers."""
 
     name: str  # the same for all agents, and for no other round
@@ -104,7 +102,7 @@ class OtherMachines:
         self._beat_s = min(beat_s, _BEAT_S, patience_s / 5)
         self._on_report, self._on_lost, self._on_cut_off = on_report, on_lost, on_cut_off
         self._answered_at = time.monotonic()
-        self._round: _Round | None = None
+        self._round: _AgentRound | None = None
         self._lock = threading.Lock()  # covers this machine's own report
         self._has_news = threading.Event()
         self._is_over, self._is_closed = threading.Event(), threading.Event()
@@ -122,7 +120,7 @@ class OtherMachines:
         """Begin a round: the agents have met and start workers. Takes this machine's number, and the number of
         machines."""
         # A new object, not a change of the old one, which the first thread may be reading.
-        self._round = _Round(f"unisono/machines/{name}", count, MachineReport(number))
+        self._round = _AgentRound(f"unisono/machines/{name}", count, MachineReport(number))
         if self._threads[0].ident is None:
             self._answered_at = time.monotonic()
             for thread in self._threads:
@@ -136,13 +134,8 @@ class OtherMachines:
             if (current := self._round) is None or (report := replace(current.own, **facts)) == current.own:
                 return
             current.own = report
-        if any(facts.get(name) for name in ("num_asks", "stacks", "verdict", "is_done", "is_leaving")):
+        if any(facts.get(name) for name in ("stacks", "verdict", "is_done", "is_leaving")):
             self._has_news.set()
-
-    def ask(self) -> None:
-        """Ask where all ranks are."""
-        if (current := self._round) is not None:
-            self.say(num_asks=current.own.num_asks + 1)
 
     def failures(self) -> list[Outcome[Any]]:
         """Why other parts of the group have failed; primary causes first, victims last."""
@@ -167,11 +160,8 @@ class OtherMachines:
 
     @contextlib.contextmanager
     def attended(self, is_host: bool) -> Iterator[None]:
-        """End all communication when the block ends.
-
-        Args:
-            is_host: whether this machine serves the endpoint, so that the last reports are lost when it exits.
-        """
+        """End all communication when the block ends. If this machine serves the endpoint, its last reports are lost
+        when it exits."""
         try:
             yield
         finally:
@@ -213,7 +203,7 @@ class OtherMachines:
             # Reached only if the store has answered.
             self._answered_at = time.monotonic()
 
-    def _listen(self, store: dist.distributed_c10d.Store, current: _Round) -> None:
+    def _listen(self, store: dist.distributed_c10d.Store, current: _AgentRound) -> None:
         for number in set(range(current.count)) - {current.own.machine}:
             key = f"{current.name}/{number}"
             # `get` alone would wait until the key exists.

@@ -23,16 +23,9 @@ _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False) -> dist.TCPStore:  # type: ignore[name-defined] # torch re-exports it silently
-    """Serve a store in this process, for as long as the returned object exists.
-
-    Args:
-        host, port: as the others specify them.
-        timeout: of this process's own requests.
-        is_alone: whether only processes of this machine connect.
-
-    Raises:
-        OSError: for example, the port is in use.
-    """
+    """Serve a store in this process, for as long as the returned object exists. The host and port are as the others
+    specify them; `is_alone` says that only processes of this machine connect. OSError, for example if the port is in
+    use."""
     address = listening_address(host, addresses_of(host), is_alone)
     is_six = ":" in address or (not address and socket.has_dualstack_ipv6())
     listener = socket.create_server(

@@ -1,8 +1,7 @@
 """Starts the zygote before it is requested, so that it imports torch while the caller does.
 
-This is the default in notebooks and with `unisono run`; elsewhere, `UNISONO_WARM=1` in the environment makes `import
-unisono` do it, and a script can call `unisono.warm()`. `UNISONO_WARM=0` disables it. Without any of these, an import
-starts nothing.
+That is so in notebooks and with `unisono run`; elsewhere, an import starts nothing, and a script can call
+`unisono.warm()`.
 """
 
 from __future__ import annotations
@@ -12,24 +11,22 @@ import sys
 
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 
-VARIABLE = "UNISONO_WARM"
 # Set in a process that was started as a worker, or that is to run an agent.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "PET_NNODES", OUTER_DIRECTORY)
 
 
 def warm_at_import() -> None:
-    """Called by `import unisono`: in a notebook, or if the environment says so, start the zygote."""
-    asked = os.environ.get(VARIABLE)
-    if (asked or ("1" if "ipykernel" in sys.modules else "0")) != "0":
+    """Called by `import unisono`: start the zygote in a notebook."""
+    if "ipykernel" in sys.modules:
         warm_early()
 
 
 def warm_early() -> None:
-    """Start the zygote, unless this process is a worker itself or that is disabled; never raises."""
+    """Start the zygote, unless this process is a worker itself; never raises."""
     process = sys.modules.get("multiprocessing.process")
     is_child = process is not None and process.parent_process() is not None
     is_worker = is_child or any(name in os.environ for name in _LAUNCHED)
-    if sys.platform == "linux" and not is_worker and os.environ.get(VARIABLE) != "0":
+    if sys.platform == "linux" and not is_worker:
         from unisono.launch.starting.zygote_client import warm
 
         try:

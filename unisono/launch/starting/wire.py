@@ -31,11 +31,8 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive the next message and its descriptors; once its beginning has arrived, waits for all of it.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
+    """Receive the next message and its descriptors; once its beginning has arrived, waits for all of it. EOFError if
+    the other end is closed."""
     try:
         header, fds, _, _ = socket.recv_fds(sock, _HEADER.size, _MAX_FDS)
         data = sock.recv(_HEADER.unpack(header)[0], socket.MSG_WAITALL) if len(header) == _HEADER.size else b""

@@ -21,7 +21,6 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
 from unisono.launch.starting.interpreter import interpreter_command
-from unisono.launch.starting.warm_at_import import VARIABLE
 
 _lock = threading.Lock()
 _clients: dict[str, ZygoteClient] = {}  # by start method
@@ -30,11 +29,7 @@ _preloaded: list[str] = []  # the modules that the user wants every zygote to im
 
 
 class ZygoteClient:
-    """A running zygote.
-
-    Args:
-        start_method: "zygote" forks workers from its own image, "spawn" starts a fresh interpreter for each.
-    """
+    """A running zygote, for a start method of `spawn`."""
 
     def __init__(self, start_method: str) -> None:
         ours, theirs = wire.socket_pair()
@@ -43,7 +38,6 @@ class ZygoteClient:
             f"from unisono.launch.starting.zygote import main; main({theirs.fileno()}, {os.getpid()}, {start_method!r})"
         )
         environ = dict(os.environ)
-        environ.pop(VARIABLE, None)  # otherwise the zygote would start one of its own
         if start_method == "zygote":  # OpenBLAS would start threads when NumPy is imported, which do not survive a fork
             environ["OPENBLAS_NUM_THREADS"] = "1"
         # Our copy of its end is closed at once: it would hide the zygote's death from us.

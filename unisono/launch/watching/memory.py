@@ -26,12 +26,8 @@ _WAY_OUT = (
 
 
 class OomWatch:
-    """Records the kernel's current counts of out-of-memory kills, to compare them with those after a worker's death.
-
-    Args:
-        pid: the worker, or any process of its control group; None uses the calling process.
-        root: the root of the file system.
-    """
+    """Records the kernel's current counts of out-of-memory kills, to compare them with those after a worker's death;
+    those of the control group of `pid`, by default this process. `root` is that of the file system."""
 
     def __init__(self, pid: int | None = None, root: Path = _ROOT) -> None:
         group = next((each for each in cgroup_directories("memory", pid, root) if each.is_dir()), None)
@@ -41,11 +37,8 @@ class OomWatch:
         self._before = self._count()
 
     def verdict(self, curve: Sequence[Sample]) -> str:
-        """What to append to "rank 1 (pid 5) was killed by SIGKILL": whether memory was the reason, with its history.
-
-        Args:
-            curve: the worker's samples, oldest first, as `Monitor.curve` returns them.
-        """
+        """What to append to "rank 1 (pid 5) was killed by SIGKILL": whether memory was the reason, with its history, by
+        the worker's samples (`Monitor.curve`)."""
         seen = f"; it had {_size(curve[-1].rss)} of memory when it was last sampled" if curve else ""
         before = self._before
         rises = {where: count - before[where] for where, count in self._count().items() if where in before}
@@ -83,12 +76,7 @@ class OomWatch:
 
 
 def memory_limit(pid: int | None = None, root: Path = _ROOT) -> tuple[int, str]:
-    """The most bytes of memory that a process can have, and the source of that limit, in words.
-
-    Args:
-        pid: the process; None uses the calling one.
-        root: the root of the file system.
-    """
+    """The most bytes of memory that a process can have, by default this one, and the source of that limit, in words."""
     directories = cgroup_directories("memory", pid, root)
     limits = [read_number(directory / name) for directory in directories for name in _LIMITS]
     group = min((nbytes for nbytes in limits if nbytes is not None), default=None)

@@ -1,6 +1,6 @@
 """The monitor: what each worker and its descendants use, sampled from outside, once a second.
 
-Its samples show how memory grew before a worker died, feed the report, and are written to a file for later inspection.
+Its samples show how memory grew before a worker died, and are written to a file for later inspection.
 
 *Threads:* one daemon thread, `unisono-monitor`, started with the first worker, measures; any thread may read.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -29,10 +28,7 @@ import psutil
 
 from unisono.launch.reports import Pulse
 from unisono.launch.starting.process_ends import trees_of
-from unisono.launch.watching.run_directory import to_seconds, to_text
-
-SAMPLES_PATH = "UNISONO_SAMPLES"
-"""In a worker's environment: the file with its group's samples."""
+from unisono.launch.watching.run_directory import to_text
 
 _CURVE = 120  # samples kept per worker
 _REST = 100  # as a multiple of the CPU time of measuring
@@ -67,12 +63,6 @@ class Sample:
         facts = asdict(self)
         return json.dumps({"time": to_text(facts.pop("at")), **facts}) + "\n"
 
-    @classmethod
-    def from_line(cls, line: str) -> Sample:
-        """Parse a line of the file; ValueError, TypeError or KeyError if it is not a complete line of this version."""
-        facts = json.loads(line)
-        return cls(at=to_seconds(facts.pop("time")), **facts)
-
 
 @dataclass
 class _Watched:
@@ -86,12 +76,8 @@ class _Watched:
 
 
 class Monitor:
-    """Samples the workers that are added to it, until it is closed.
-
-    Args:
-        path: where samples are appended, one JSON object per line; None keeps them in memory only.
-        interval_s: the least number of seconds from one round of samples to the next.
-    """
+    """Samples the workers that are added to it, until it is closed, at intervals of at least that many seconds. Samples
+    are appended to `path`, one JSON object per line; None keeps them in memory only."""
 
     def __init__(self, path: Path | None, interval_s: float = 1.0) -> None:
         self._path = path
@@ -159,16 +145,6 @@ def _sample(monitor: Monitor) -> None:
         spent = time.thread_time()
         monitor._measure_all()
         rest = max(monitor._interval_s, _REST * (time.thread_time() - spent))
-
-
-def own_samples(rank: int) -> list[Sample]:
-    """The samples of the calling process as the worker of that rank, oldest first; empty if it is not monitored."""
-    found = []
-    with suppress(OSError):
-        for line in Path(os.environ.get(SAMPLES_PATH, "")).read_text().splitlines():
-            with suppress(ValueError, TypeError, KeyError, AttributeError):  # it is still being written
-                found.append(Sample.from_line(line))
-    return [sample for sample in found if (sample.rank, sample.pid) == (rank, os.getpid())]
 
 
 def _measure(watched: _Watched, tree: list[psutil.Process]) -> Sample | None:

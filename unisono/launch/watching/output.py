@@ -110,14 +110,9 @@ class _Source:
             self.log = -1
 
 
-class Output:
-    """The streams of one group of workers, from `open` for each of them to `close`.
-
-    Args:
-        wanted: what is shown.
-        run: saves the streams to its files; None saves nothing.
-        stdout, stderr: the caller's own descriptors.
-    """
+class WorkerOutput:
+    """The streams of one group of workers, from `open` for each of them to `close`. `run` saves them to its files; None
+    saves nothing. `stdout` and `stderr` are the caller's own descriptors."""
 
     def __init__(
         self, wanted: options.Output, run: RunDirectory | None = None, stdout: int = 1, stderr: int = 2
@@ -160,11 +155,8 @@ class Output:
         return [line.decode(errors="replace") for line in shown]
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Pass on what is left, and end; all writers must be dead. Idempotent.
-
-        Args:
-            timeout_s: seconds to wait for a pipe that a stray process holds, and for a stopped terminal.
-        """
+        """Pass on what is left, and end; all writers must be dead. A pipe that a stray process holds, and a stopped
+        terminal, are waited for that many seconds. Idempotent."""
         for rank in list(self._write_ends):
             self.handed_over(rank)
         if self._deadline is None:
@@ -260,7 +252,7 @@ class Output:
             )
 
 
-def _pass_on(output: Output) -> None:
+def _pass_on(output: WorkerOutput) -> None:
     """Body of the output's thread: runs until it is asked to end, and has passed on everything."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])  # a broken pipe must not end the caller
     with output._wake_r, output._wake_w, selectors.DefaultSelector() as selector:

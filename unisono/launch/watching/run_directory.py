@@ -2,18 +2,17 @@
 
     <log_dir>/latest -> 2026-11-21_174601_4242       the run that was begun last, where links can be made
     <log_dir>/2026-11-21_174601_4242/                UTC, and the pid of the calling process
-        run.json                                     what the run is, and its state; replaced as a whole. After a kill
-                                                     of the calling process the state stays "running"
-        events.jsonl                                 what happened to its workers, one event per line
+        run.json                                     what the run is, its workers, and its state; replaced as a whole.
+                                                     After a kill of the calling process the state stays "running"
         samples.jsonl                                what its monitor measured, one sample per line
         rank-0.stdout, rank-0.stderr, ...            what the workers wrote, byte for byte
 
-*Threads:* any thread may write. An event is one `write` in append mode; a lock covers the state.
+*Threads:* any thread may write; a lock covers the facts.
 
 Invariants:
 
 1. Only `create` raises. Later, a full disk is reported once, as a warning of `logging`, and never ends a run.
-2. A reader finds either the old or the new `run.json`, and in the other files every line except perhaps the last.
+2. A reader finds either the old or the new `run.json`.
 """
 
 from __future__ import annotations
@@ -50,11 +49,6 @@ def to_text(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
 
 
-def to_seconds(text: str) -> float:
-    """The inverse of `to_text`, exact to the millisecond."""
-    return datetime.fromisoformat(text).timestamp()
-
-
 class RunDirectory:
     """One run's directory, for the process that writes it; see `create`."""
 
@@ -67,16 +61,13 @@ class RunDirectory:
 
     @classmethod
     def create(cls, log_dir: str | Path, facts: dict[str, Any], name: str = "") -> RunDirectory:
-        """Create a new directory for a run in `log_dir`, which is created if it is missing.
+        """Create a new directory for a run in `log_dir`, which is created if it is missing; OSError if it cannot hold
+        it.
 
         Args:
-            log_dir: where runs are stored, one directory each.
             facts: what the run is (its command, number of workers, versions, ...); JSON, or else converted to strings.
             name: included in the directory's name; of several machines, each passes its own, since they may share
                 `log_dir`.
-
-        Raises:
-            NotADirectoryError, PermissionError, OSError: `log_dir` cannot hold it.
         """
         parent = Path(log_dir).absolute()  # a later chdir must not change it
         try:
@@ -101,13 +92,11 @@ class RunDirectory:
         """The file for everything that a worker writes to one of its streams; restarts append to it."""
         return self.path / f"rank-{rank}.{stream}"
 
-    def event(self, name: str, /, **facts: Any) -> None:
-        """Append an event: time, name ("started", "failed", "restarted", "finished") and facts."""
-        line = _to_json({"time": now(), "event": name, **facts}) + "\n"
-        with self._warning_once():
-            descriptor = os.open(self.path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            with open(descriptor, "wb", buffering=0) as file:
-                file.write(line.encode())
+    def note(self, **facts: Any) -> None:
+        """Add facts to `run.json`, or replace them."""
+        with self._lock, self._warning_once():
+            self._facts |= facts
+            self._write_facts()
 
     def append(self, rank: int, text: str) -> None:
         """Append text to the log of a rank's stderr, after what the rank has written itself."""
@@ -115,11 +104,8 @@ class RunDirectory:
             file.write(text)
 
     def finish(self, state: State, **facts: Any) -> None:
-        """Record how the run has ended, and further facts known by then: the last event, and the state."""
-        self.event("finished", state=state, exit_code=facts.get("exit_code"))
-        with self._lock, self._warning_once():
-            self._facts |= {**facts, "state": state, "ended_at": now()}
-            self._write_facts()
+        """Record how the run has ended, and further facts known by then."""
+        self.note(**facts, state=state, ended_at=now())
 
     def finish_with(self, verdict: Outcome[Any], exit_code: int, is_asked: bool) -> None:
         """Record how the run has ended: by itself, or on request."""
@@ -134,7 +120,7 @@ class RunDirectory:
 
     def _write_facts(self) -> None:
         fresh = self.path / ".run.json"
-        fresh.write_text(_to_json(self._facts, indent=2) + "\n", encoding="utf-8")
+        fresh.write_text(json.dumps(self._facts, indent=2, default=str) + "\n", encoding="utf-8")
         os.replace(fresh, self.path / "run.json")
 
     @contextlib.contextmanager
@@ -169,7 +155,3 @@ def _point_latest_at(path: Path) -> None:
             os.replace(fresh, path.parent / "latest")
         except OSError:
             os.unlink(fresh)
-
-
-def _to_json(facts: dict[str, Any], indent: int | None = None) -> str:
-    return json.dumps(facts, indent=indent, default=str)

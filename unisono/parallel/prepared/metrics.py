@@ -72,6 +72,8 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             batch.loop.rows.gather(batch.number)
         return _counted_rows(values, range(known[0].samples), count)
     if not is_sized:
+        if world.world_size == 1:
+            return values, count
         raise ValueError(
             f"values with {count} samples: the batches of this loop do not say how many samples they hold (objects, "
             "packed sequences, lists of samples), on this rank or another, so it is unknown which of them count; pass "

@@ -87,11 +87,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """Move the structure's tensors, and everything with a method `to`, to that device.
-
-    Args:
-        skip_keys: for a mapping: the values under these keys are not moved.
-    """
+    """Move the structure's tensors, and everything with a method `to`, to that device; but in a mapping, not the values
+    under `skip_keys`."""
     if skip_keys is not None and isinstance(tensor, Mapping):
         skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys)
         moved = {key: each if key in skipped else send_to_device(each, device) for key, each in tensor.items()}

@@ -62,13 +62,7 @@ class Seed:
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed the generators of Python, NumPy and torch (among threads, the replica's own), and the orders of DataLoaders
-    that are prepared from now on.
-
-    Args:
-        seed: a non-negative integer.
-        device_specific: add the rank to the seed, so that each rank draws different numbers.
-        deterministic: also use torch's deterministic algorithms.
-    """
+    that are prepared from now on. `device_specific` adds the rank to the seed."""
     world = joined_world()
     world.state.part(Seed).value = seed
     seed += world.rank if device_specific else 0
@@ -142,11 +136,8 @@ def wait_for_everyone() -> None:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """`torch.save` on rank zero; on the first rank of each machine with `save_on_each_node`.
-
-    Args:
-        safe_serialization: save a mapping of tensors by safetensors.
-    """
+    """`torch.save` on rank zero, or safetensors' `save_file`; on the first rank of each machine with
+    `save_on_each_node`."""
     state = PartialState()
     if state.is_main_process or (save_on_each_node and state.is_local_main_process):
         if safe_serialization:

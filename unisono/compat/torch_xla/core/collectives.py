@@ -137,12 +137,8 @@ def reduce_scatter(
     *ignored: Any,
     **options: Any,
 ) -> Any:
-    """Like `all_reduce`, but each replica gets only its own of `shard_count` equal parts along `scatter_dim`.
-
-    Args:
-        input, output: as for `all_gather`.
-        shard_count: the number of replicas; with groups, the size of the replica's group. It divides the dimension.
-    """
+    """Like `all_reduce`, but each replica gets only its own of `shard_count` equal parts along `scatter_dim`; as many
+    as there are replicas, or with groups those of its own. `input` and `output` are as for `all_gather`."""
     world = current_world()
     group = own_group(groups, world) or list(range(world.world_size))
     if shard_count != len(group):

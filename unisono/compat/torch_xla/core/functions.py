@@ -72,16 +72,8 @@ def all_gather(value: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Tensor:
-    """`W @ x` for a matrix `W` whose columns are divided among the replicas.
-
-    Args:
-        w: this replica's columns, N x K.
-        x: (K * world size) x M, this replica's own.
-        split: the number of parts, along M, in which to compute it; bounds the memory.
-
-    Returns:
-        N x M, for this replica's `x`.
-    """
+    """`W @ x`, N x M, for a matrix `W` of which each replica has K columns, `w` (N x K), and an `x` of its own, (K *
+    world size) x M; in `split` parts along M, which bounds the memory."""
     world = current_world()
     if x.shape[0] != w.shape[1] * world.world_size:
         raise ValueError(

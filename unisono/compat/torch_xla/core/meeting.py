@@ -28,16 +28,13 @@ def rendezvous(tag: str, payload: bytes | str = b"", replicas: Sequence[int] = (
     """Return when all replicas have called it, with each one's payload, by ordinal.
 
     Args:
-        tag: its name, the same for all; it may be reused.
         payload: bytes; for other values there is `mesh_reduce`.
         replicas: the ordinals that meet, including the caller's; empty means all. The other replicas meet in groups of
             their own, at the same time: every replica must call it.
 
     Raises:
-        TypeError: the payload is neither bytes nor a string.
-        ValueError: `replicas` repeats an ordinal, or has one that does not exist, or lacks the caller's.
+        TypeError, ValueError: the payload is neither bytes nor a string; `replicas` is no such group.
         CollectiveMismatchError: replicas that wait for one another have given different tags or replicas.
-        BrokenWorldError: a peer failed or departed.
     """
     check_type(payload, "payload", "pass bytes, or use mesh_reduce", bytes, bytearray, str)
     world = current_world()
@@ -108,13 +105,11 @@ def do_on_ordinals(target: Callable[..., R], data: Sequence[Any] = (), ordinals:
 def save(
     data: Any, file_or_path: str | os.PathLike[str] | IO[bytes], master_only: bool = True, global_master: bool = False
 ) -> None:
-    """`torch.save` of the data in main memory, by the master; all replicas must call it, and it returns once written.
+    """`torch.save` of the data in main memory, by the master of each machine, or by that of all (`global_master`), or
+    by every replica (`master_only=False`), each to its own file. All replicas must call it, and it returns once
+    written.
 
     Containers keep their types, and tied weights stay tied.
-
-    Args:
-        master_only: False lets every replica write, each to its own file.
-        global_master: one master of all machines writes, rather than one on each machine.
     """
     execute_recorded()
     if not master_only or is_master_ordinal(local=not global_master):

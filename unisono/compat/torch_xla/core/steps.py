@@ -40,11 +40,8 @@ class _Closures:
         self.failed: list[BaseException] = []
 
     def start_beside(self) -> None:
-        """Start the asynchronous closures of a step. Blocks while those of too many steps are pending.
-
-        Raises:
-            BaseException: the error of an earlier one; those after it are dropped.
-        """
+        """Start the asynchronous closures of a step. Blocks while those of too many steps are pending; raises the error
+        of an earlier one, after which the others are dropped."""
         self.running = [each for each in self.running if each.is_alive()]
         if len(self.running) == _MOST_STEPS:
             self.running[0].join()
@@ -76,9 +73,8 @@ def run_closures(
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
     """Call `closure(*args)` after the end of the next step, in this thread; closures run in the order they were added.
 
-    Args:
-        run_async: call it concurrently with the loop, in another thread, after those added earlier in this way. The end
-            of the next step raises its error, and those after it are dropped.
+    With `run_async`, another thread calls it concurrently with the loop, after those added earlier in this way. The end
+    of the next step raises its error, and those after it are dropped.
     """
     check_type(closure, "closure", "pass a function", Callable)
     closures = current_world().state.part(_Closures)

@@ -37,11 +37,7 @@ __getattr__ = left_out(__name__)
 
 class PerDeviceLoader:
     """The batches of one device, once. Each `next` first ends a step (`mark_step`), as does the one after the last
-    batch.
-
-    Args:
-        batches_per_execution: the number of batches per step.
-    """
+    batch; or every so many, `batches_per_execution`."""
 
     def __init__(self, iterator: DeviceIterator, device: DeviceName, batches_per_execution: int = 1) -> None:
         self._iterator = iterator
@@ -153,11 +149,8 @@ def native_options(
     """The number of batches per step, and the native loaders' options.
 
     Args:
-        batchdim: the dimension of the samples, for `fixed_batch_size`.
-        fixed_batch_size: end before the first round with a batch of another size than the first.
         loader_prefetch_size, device_prefetch_size: how many loaded, and moved, batches may wait per device, at least:
             the moved ones are always half of the loaded ones. 0 for the first: nothing is read ahead.
-        batches_per_execution: the number of batches per step.
         host_to_device_transfer_threads: has no effect: each device has its own thread.
         input_sharding: None; as for `runtime.use_spmd`.
     """

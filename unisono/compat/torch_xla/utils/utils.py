@@ -35,15 +35,8 @@ class SampleGenerator(sample_generator.SampleGenerator[T]):
 
 
 class FnDataGenerator:
-    """Yields `(data, func(data))`, where data is `gen_tensor(batch_size, *dims)`, `count` times per loop over it.
-
-    Args:
-        func: makes the target of a batch.
-        batch_size: the number of samples per batch.
-        gen_tensor: makes a batch of a given shape, such as `torch.randn`.
-        dims: the shape of a sample; None is (1,).
-        count: the number of batches per loop.
-    """
+    """Yields `(data, func(data))`, where data is `gen_tensor(batch_size, *dims)`, `count` times per loop over it;
+    `dims` is (1,) if None."""
 
     def __init__(
         self,
