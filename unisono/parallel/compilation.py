@@ -24,10 +24,14 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import CodeType, FunctionType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -38,8 +42,8 @@ from unisono.comm.gate import compiling
 from unisono.torch_private import (
     CALL,
     COMPILED_CALL,
+    GRAPH_RULES,
     compile_session_context,
-    leave_out_of_graphs,
     set_lru_cache,
 )
 from unisono.world import World
@@ -265,4 +269,33 @@ def keep_out_of_graphs() -> None:
     """Have torch.compile leave this package's functions out of its graphs: it compiles what a prepared model runs, the
     user's module, as if that were compiled itself."""
     _keep_order()
+    if GRAPH_RULES in sys.modules:
+        _leave_out()
+    else:
+        sys.meta_path.insert(0, _Compiler())
+
+
+def _leave_out() -> None:
+    from unisono.torch_private import leave_out_of_graphs
+
     leave_out_of_graphs(__package__.partition(".")[0])
+
+
+class _Compiler(MetaPathFinder):
+    """Waits for torch's compiler, whose import takes seconds that most scripts need not spend."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != GRAPH_RULES:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        assert spec is not None, "the import would fail"
+        assert spec.loader is not None, "it is a file"
+        execute = spec.loader.exec_module
+
+        def execute_and_add(module: ModuleType) -> None:
+            execute(module)
+            _leave_out()
+
+        spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]
+        return spec
