@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from modes import Mode
+from modes import Mode, in_main_memory
 from torch import nn
 from torch.distributed import DistError
 from torch.utils.data import DataLoader, TensorDataset
@@ -570,9 +570,9 @@ def _body(programs: Sequence[Program], strategy: str, place: str) -> Callable[[]
                 try:
                     outcome = run_here(program, strategy, os.path.join(place, f"saved-{number}"))
                 except Exception as error:
-                    pickle.dump(tuple(error.outcome), file)  # type: ignore[attr-defined]
+                    pickle.dump(in_main_memory(tuple(error.outcome)), file)  # type: ignore[attr-defined]
                     raise
-                pickle.dump(tuple(outcome), file)
+                pickle.dump(in_main_memory(tuple(outcome)), file)
 
     return body
 

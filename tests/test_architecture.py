@@ -54,13 +54,14 @@ FLOOR = {
 STRANGERS = (1, 3)  # floors whose parts do not see one another
 SEEN_ALL_THE_SAME = {("unisono.parallel.data_parallel", "loaders")}
 
-DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|xla|xpu|hpu)(:\d*)?")
-DEVICE_MODULES = ("cuda", "mps", "xla", "xpu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is host memory, not a family
+DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|tpu|xla|xpu|npu|hpu)(:\d*)?")
+DEVICE_MODULES = ("cuda", "mps", "tpu", "xla", "xpu", "npu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is no family
 NAMELESS = ("util", "utils", "helper", "helpers", "common", "core", "misc")
 MIRRORS = (
     "unisono.compat.torch_xla",
     "unisono.compat.accelerate",
 )  # have the modules, and read the variables, of others
+GROUP_DOORS = ("unisono.parallel.strategies.", "unisono.backends.accelerator")
 XLA_DOORS = ("unisono.backends.xla", "unisono.comm.xla")
 
 
@@ -208,8 +209,9 @@ def named_modes(module: Module) -> list[str]:
 
 
 def process_groups(module: Module) -> list[str]:
-    """torch.distributed, outside the worlds of processes and the room that joins its strategies."""
-    if module.part in ("comm", "launch", "world") or module.name.startswith("unisono.parallel.strategies."):
+    """torch.distributed, outside the worlds of processes, the room that joins its strategies, and the family that looks
+    up which transport is a device type's."""
+    if module.part in ("comm", "launch", "world") or module.name.startswith(GROUP_DOORS):
         return []
     found = [
         module.at(each.node, "imports torch.distributed")
@@ -373,7 +375,7 @@ INNOCENTS: dict[str, list[tuple[str, str]]] = {
         ("unisono.world", "from unisono.comm.threads import ThreadCommunicator"),
     ],
     "names come from the module that defines them": [
-        ("unisono.world", "from unisono.backends import NAMES, cpu, get_backend")
+        ("unisono.world", "from unisono.backends import OWN, cpu, get_backend")
     ],
     "only backends name device types": [
         ("unisono.world", "'''Runs on \"cuda\".'''\ntensor.cpu(); text = 'no cuda device'"),

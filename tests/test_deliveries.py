@@ -52,7 +52,7 @@ def test_what_was_computed_is_of_the_batch_that_was_delivered_last_if_it_has_its
         assert meant(deliveries, tensor + 1) == [batch]
         assert meant(deliveries, tensor - 1) == [batch], "another view of it"
         assert meant(deliveries, torch.randn(2, 3)) == [batch], "noise of its rows"
-        assert meant(deliveries, torch.randn(3, 3)) == [None, loop.kinds[(2, 4), 2]], "may be no loader's"
+        assert meant(deliveries, torch.randn(3, 3)) == [None, loop.kinds[2, 4, 2]], "may be no loader's"
 
 
 def test_a_batch_that_was_skipped_is_not_meant(deliveries):

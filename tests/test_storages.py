@@ -56,6 +56,18 @@ def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten(known):
     assert gone() is None
 
 
+def test_notes_on_many_tensors_give_the_garbage_collector_nothing_to_do(known):
+    tensors = [torch.zeros(2) for _ in range(1000)]
+    assert all(tensor.untyped_storage().nbytes() for tensor in tensors)  # torch's own object for a storage stays
+    before = len(gc.get_objects())
+    for tensor in tensors:
+        known.note(tensor, "batch")
+    assert len(gc.get_objects()) - before < 100
+    assert known.values() == ["batch"] * 1000
+    del tensors[10:], tensor
+    assert known.values() == ["batch"] * 10
+
+
 def test_a_new_memory_at_an_old_address_is_another_one(known):
     for _ in range(100):
         tensor = torch.zeros(7)
@@ -69,7 +81,7 @@ def test_what_has_no_memory_is_not_known(known):
         assert known.find(tensor) is None
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), min_size=1, max_size=8), st.integers(0, 39))
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=8), st.integers(0, 39))
 def test_the_last_note_on_a_byte_is_what_is_found(stretches, at):
     known: StorageMap[int] = StorageMap()
     whole = torch.zeros(40)

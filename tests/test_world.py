@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from unisono.backends import get_backend
+from unisono.backends.cuda import CudaBackend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import NoWorldError
@@ -193,12 +194,18 @@ def test_an_adopted_world_takes_its_place_from_the_launcher_s_variables(monkeypa
     assert world.device == torch.device("cpu", 3)
 
 
-def test_an_adopted_world_has_the_device_that_its_group_is_bound_to(monkeypatch, tmp_path):
+def activations_of_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Let there be so many, of which none is used: the list of those that are activated."""
     activated: list[torch.device] = []
     monkeypatch.setenv("UNISONO_BACKEND", "cuda")
+    monkeypatch.setattr(CudaBackend, "device_count", lambda self: 8)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", activated.append)
+    return activated
+
+
+def test_an_adopted_world_has_the_device_that_its_group_is_bound_to(monkeypatch, tmp_path):
+    activated = activations_of_eight_gpus(monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "set_device", activated.append)
     with default_group(tmp_path / "store", "cpu:gloo,cuda:fake") as group:
         group.bound_device_id = torch.device("cuda", 6)
         world = current_world()
@@ -208,13 +215,10 @@ def test_an_adopted_world_has_the_device_that_its_group_is_bound_to(monkeypatch,
 
 @pytest.mark.parametrize(("chosen", "index"), [(0, 1), (5, 5)], ids=["its place on the second machine", "set_device"])
 def test_an_adopted_world_whose_script_has_not_said_its_place_takes_a_device_that_is_here(monkeypatch, chosen, index):
-    activated: list[torch.device] = []
-    monkeypatch.setenv("UNISONO_BACKEND", "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    activated = activations_of_eight_gpus(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # no event is left on a device
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
-    monkeypatch.setattr(torch.cuda, "set_device", activated.append)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen)
     dist.init_process_group("fake", store=dist.HashStore(), rank=9, world_size=16)
     try:
         world = current_world()

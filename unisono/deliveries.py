@@ -15,7 +15,6 @@ several. `end` may run at any point, in any thread: the garbage collector ends l
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -28,7 +27,7 @@ from unisono.torch_private import VERSION
 from unisono.tree import tensors
 
 REMEMBERED = 8  # loops that have ended
-_KEPT = 4096  # batches of a loop, and batches in the same memory
+_KEPT = 4096  # batches in the same memory
 
 
 class Batch:
@@ -68,7 +67,7 @@ class Batch:
     ) -> None:
         self.loop, self.samples, self.total, self.mark = loop, samples, total, mark
         self.rows, self.dealt = samples + repeated if is_sized else None, dealt
-        self.number, self.at = loop.num_batches, next(_clock)
+        self.number, self.at = loop.rows.num_batches, next(_clock)
         self.is_summed, self.is_guess, self.is_used = is_summed, is_guess, False
 
     @property
@@ -104,7 +103,7 @@ class Loop:
         num_used: the number of batches that passes with gradients were computed from.
         begins_ahead: whether several batches were delivered before the first pass with gradients.
         lags: whether an earlier batch was used since the last one was delivered, and that one was not.
-        batches: those that were delivered last.
+        last: the batch that was delivered last; None before the first.
         kinds: the first batch with each of the different counts and numbers of rows.
     """
 
@@ -118,7 +117,7 @@ class Loop:
         self.is_evaluation = self.is_open = True
         self.is_exhausted = self.begins_ahead = self.lags = False
         self.num_used = 0
-        self.batches: deque[Batch] = deque(maxlen=_KEPT)
+        self.last: Batch | Any = None
         self.kinds: dict[Any, Batch] = {}
 
     @property
@@ -134,12 +133,12 @@ class Loop:
     @property
     def mark(self) -> int:
         """Of the batch that was delivered last."""
-        return self.batches[-1].mark if self.batches else 0
+        return self.last.mark if self.last else 0
 
     @property
     def has_gap(self) -> bool:
         """Whether a batch was not used, of an open loop one before the last: it was skipped, or drawn ahead."""
-        return self.num_used + (self.is_open and not self.batches[-1].is_used) < self.num_batches
+        return self.num_used + (self.is_open and not self.last.is_used) < self.num_batches
 
 
 class Deliveries:
@@ -150,7 +149,7 @@ class Deliveries:
         self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_unused)  # the latest last
         # By the memory of computed inputs: the batch that they were taken for, and torch's count of writes to them.
         self._computed: StorageMap[tuple[Batch, int]] = StorageMap()
-        self._changing = threading.Lock()  # for changes of the attributes above; `end` never acquires it
+        self._changing = threading.Lock()  # for the loops and what is known by memory; `end` never acquires it
         self._used: Batch | None = None  # by the last pass
 
     @property
@@ -201,24 +200,25 @@ class Deliveries:
         loop.rows.count(samples, repeated, is_sized)
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
         batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized, is_summed, is_guess)
-        loop.kinds.setdefault((batch.counts, batch.rows), batch)
-        loop.batches.append(batch)
+        loop.kinds.setdefault((samples, total, batch.rows), batch)
+        loop.last = batch
         loop.lags = False
-        with self._changing:
-            if self._loops[-1:] != [loop]:
+        if self._loops[-1] is not loop:
+            with self._changing:
                 # `recent` lists the loops by their latest batches.
                 self._loops = [*(each for each in self._loops if each is not loop), loop]
-            self.know(tensors(values), batch)
+        self.know(tensors(values), batch)
         return batch
 
     def know(self, found: Sequence[torch.Tensor], batch: Batch) -> None:
         """Register these tensors, and all that share their memory, as belonging to `batch`."""
         alone = [batch]  # one list for all: a batch may have thousands of tensors
-        for each in found:
-            if before := self._by_memory.note(each, alone):
-                kept = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
-                if kept:
-                    self._by_memory.note(each, [*kept, batch])
+        with self._changing:
+            for each in found:
+                if before := self._by_memory.note(each, alone):
+                    kept = [one for one in before[-_KEPT:] if self._is_meant_beside(one, batch)]
+                    if kept:
+                        self._by_memory.note(each, [*kept, batch])
 
     def _is_meant_beside(self, batch: Batch, later: Batch) -> bool:
         """Whether `batch` may still be meant, although a later one was delivered in the same memory."""
@@ -284,7 +284,7 @@ class Deliveries:
             batch.is_used, loop = True, batch.loop
             loop.begins_ahead = loop.begins_ahead or (not loop.num_used and loop.num_batches > 1)
             loop.num_used += 1
-        batch.loop.lags = not batch.loop.batches[-1].is_used
+        batch.loop.lags = not batch.loop.last.is_used
         self._used = batch
 
     def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:
@@ -298,11 +298,11 @@ class Deliveries:
         """
         loops = self._open_loops()
         if loops:
-            last = loops[0].batches[-1]
+            last = loops[0].last
             found = {last: None} | self._taken_before(inputs, last)
             if None in (rows, last.rows) or rows == last.rows:
                 found |= self._confusable(last, rows)
-                others = [each.batches[-1] for each in loops]
+                others = [each.last for each in loops]
                 found |= {each: None for each in others if not each.is_used or each.samples != last.samples}
                 return [each for each in found if rows is None or each.rows in (rows, None)]
             # Of another number of rows: of no loader, or computed from any batch of the loops, or of an ended one.
@@ -310,7 +310,7 @@ class Deliveries:
             kept = self._kept_of([each for each in kinds if each.rows == rows and each.loop.is_trained])
             return [None, *(each for loop in loops for each in loop.kinds.values()), *kept]
         # No loop is open: a replay of a batch of the last one, or data of no loader.
-        ended = next((each for each in reversed(self._loops) if each.batches and each.is_trained), None)
+        ended = next((each for each in reversed(self._loops) if each.last and each.is_trained), None)
         if ended is None:
             return [None]
         kinds = list(ended.kinds.values())
@@ -328,7 +328,7 @@ class Deliveries:
         kinds = [
             each
             for loop in self._loops
-            if loop is last.loop or (is_known and loop.batches and not loop.is_open and loop.is_trained)
+            if loop is last.loop or (is_known and loop.last and not loop.is_open and loop.is_trained)
             if loop.has_gap
             for each in loop.kinds.values()
             if ((each.rows == rows and each.samples != last.samples) if is_known else each.counts != last.counts)
@@ -340,7 +340,8 @@ class Deliveries:
         """Those kinds of which a batch that was not used is still in memory."""
         if not kinds:
             return []
-        held = {(one.loop, one.counted) for each in self._by_memory.values() for one in each if not one.is_used}
+        with self._changing:
+            held = {(one.loop, one.counted) for each in self._by_memory.values() for one in each if not one.is_used}
         return [each for each in kinds if (each.loop, each.counted) in held]
 
     def _taken_before(self, inputs: Sequence[torch.Tensor], batch: Batch) -> dict[Batch, None]:
@@ -354,14 +355,14 @@ class Deliveries:
 
     def latest(self) -> list[Batch]:
         """The last batch of each open loop, the innermost first; of one of evaluation only if no other is open."""
-        return [each.batches[-1] for each in self._open_loops()]
+        return [each.last for each in self._open_loops()]
 
     def innermost(self) -> Loop | None:
         """The open loop that delivered last; one of evaluation only if no other is open."""
         return next(iter(self._open_loops()), None)
 
     def _open_loops(self) -> list[Loop]:
-        found = [each for each in reversed(self._loops) if each.is_open and each.batches]
+        found = [each for each in reversed(self._loops) if each.is_open and each.last]
         return [each for each in found if each.is_trained] or found[:1]
 
     def recent(self) -> list[Loop]:

@@ -1,12 +1,13 @@
 """The interfaces of the package on one page: what a device family and an execution mode must be able to do.
 
-`Backend` is one family of devices (cpu, cuda, mps, xla). `Communicator` is one way for ranks to meet (alone, as
+`Backend` is one family of devices (cpu, cuda, xla). `Communicator` is one way for ranks to meet (alone, as
 threads, as processes). They are never combined in one class: a `World` joins one of each, and everything above works on
-the two Protocols. `tests/contract/` checks each sentence here against every implementation.
+the two. `tests/contract/` checks each sentence here against every implementation.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -33,71 +34,34 @@ class DeviceClock(Protocol):
         """Return the nanoseconds between two stamps; None if the device has not reached both. Does not wait."""
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """One family of devices. Stateless except for caches; queries never initialise an accelerator."""
+class Backend(ABC):
+    """One family of devices. Stateless except for caches; queries never initialise an accelerator.
+
+    A family has a name and the abstract members. The others have defaults, for devices that compute immediately;
+    `unisono.backends.accelerator` has all of them for an accelerator that torch knows.
+    """
 
     name: str
     """The family's name, which is also the `type` of its `torch.device`s."""
 
-    process_group_backend: str
-    """The torch.distributed backend that reduces this family's tensors."""
-
-    moves_in_background: bool
+    moves_in_background = True
     """Whether moving a batch is worth a separate thread. If not, `to_device` is called on the thread that loads, needs
     no `activate`, and returns a batch in main memory unchanged, with None as its token."""
 
-    is_lazy: bool
+    moves_in_loop = False
+    """Whether only the thread that computes may use its devices. Then no other one calls a member that takes a device
+    or a token, and a batch is moved when its loop asks for it."""
+
+    is_lazy = False
     """Whether it records work until `mark_step`, and then runs it whole. Reading a value in between costs a graph."""
 
-    def is_available(self) -> bool:
-        """Whether at least one device of the family can be used here."""
+    # What a family must have.
 
-    def unavailable_reason(self) -> str:
-        """Why none can, and the way out, in words; "" where there is nothing to say but that there is none."""
-
-    def unused_hardware(self) -> str:
-        """What this machine has for the family and nobody can use, and the way out, in words; "" where it has none."""
-
-    def hardware(self) -> str:
-        """What its devices here are made of: "CPU", "CUDA", "MPS" or "TPU". Starts no runtime."""
-
-    def is_accelerated(self) -> bool:
-        """Whether its devices here are faster than the CPU that every machine has."""
-
+    @abstractmethod
     def device_count(self) -> int:
         """The number of devices that "all of them" means; 0 where there is none."""
 
-    def device(self, index: int) -> torch.device:
-        """The device of that index. ValueError, listing what exists, where there is none."""
-
-    def activate(self, device: torch.device) -> None:
-        """Make it the calling thread's device, before that thread's first work on it.
-
-        A thread beside the main one does from then on not disturb graphs that others capture.
-        """
-
-    def start(self, device: torch.device) -> None:
-        """Start the family's runtime, where it has one of its own and that is not up, on a thread that computes.
-
-        Before other threads use the device. UnisonoError, where it comes too late for torch's autograd.
-        """
-
-    def preload(self) -> None:
-        """Import what the family needs, into a process that its workers will be forked from; start no runtime."""
-
-    def check_workers(self, count: int) -> None:
-        """Refuse more workers on this machine, each a process, than there are devices for. ValueError."""
-
-    def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
-        """In a process that one rank has to itself, before its first work: its device, which is activated."""
-
-    def thread_transport(self, devices: Sequence[torch.device]) -> Transport:
-        """How threads of this process, each on one of these devices, bring their tensors together."""
-
-    def process_transport(self) -> Transport:
-        """How processes do, each on a device of the family."""
-
+    @abstractmethod
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         """Start moving a batch: the batch on the device, and a token to wait for. The source is never modified.
 
@@ -105,11 +69,106 @@ class Backend(Protocol):
         where there are several, by them at once.
         """
 
-    def spread(self) -> None:
-        """From now on, in this process, lay each batch that is moved over all devices, along dim 0 ("spmd")."""
-
+    @abstractmethod
     def wait_ready(self, token: Any) -> None:
         """Return when the moved batch may be used by work that the calling thread submits from now on."""
+
+    @abstractmethod
+    def synchronize(self, device: torch.device) -> None:
+        """Block until all work submitted to the device has ended."""
+
+    @abstractmethod
+    def rng_state(self, device: torch.device) -> torch.Tensor:
+        """The state of the device's random generator, a uint8 tensor on the CPU."""
+
+    @abstractmethod
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """Restore what `rng_state` gave."""
+
+    @abstractmethod
+    def memory(self, device: torch.device) -> int:
+        """Bytes in use: allocated on an accelerator, 0 if it does not count them; resident in this process on a CPU."""
+
+    # Which devices there are.
+
+    def is_available(self) -> bool:
+        """Whether at least one device of the family can be used here."""
+        return self.device_count() > 0
+
+    def unavailable_reason(self) -> str:
+        """Why none can, and the way out, in words; "" where there is nothing to say but that there is none."""
+        return ""
+
+    def unused_hardware(self) -> str:
+        """What this machine has for the family and nobody can use, and the way out, in words; "" where it has none."""
+        return ""
+
+    def hardware(self) -> str:
+        """What its devices here are made of: "CPU", "CUDA", "MPS" or "TPU". Starts no runtime."""
+        return self.name.upper()
+
+    def is_accelerated(self) -> bool:
+        """Whether its devices here are faster than the CPU that every machine has."""
+        return True
+
+    def device(self, index: int) -> torch.device:
+        """The device of that index. ValueError, with how many there are, where there is none."""
+        count = self.device_count()
+        if not 0 <= index < count:
+            raise ValueError(f"device {self.name}:{index} does not exist: {count} {self.name} device(s) here")
+        return torch.device(self.name, index)
+
+    # How processes and threads begin.
+
+    def start(self, device: torch.device) -> None:
+        """Start the family's runtime, where it has one of its own and that is not up, on a thread that computes.
+
+        Before other threads use the device. UnisonoError, where it comes too late for torch's autograd.
+        """
+
+    def activate(self, device: torch.device) -> None:
+        """Make it the calling thread's device, before that thread's first work on it.
+
+        A thread beside the main one does from then on not disturb graphs that others capture.
+        """
+
+    def preload(self) -> None:
+        """Import what the family needs, into a process that its workers will be forked from; start no runtime."""
+
+    def check_workers(self, count: int) -> None:
+        """Refuse more workers on this machine, each a process, than there are devices for. ValueError."""
+        self.device(count - 1)
+
+    def worker_environment(self, count: int) -> dict[str, str]:
+        """Variables that `count` workers on this machine need besides those of their caller, the same for each."""
+        return {}
+
+    def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
+        """In a process that one rank has to itself, before its first work: its device, which is activated."""
+        device = self.device(local_rank)
+        self.activate(device)
+        return device
+
+    # How tensors of several ranks come together.
+
+    @property
+    def process_group_backend(self) -> str:
+        """The torch.distributed backend that reduces this family's tensors; "gloo", for main memory, if none does."""
+        return "gloo"
+
+    def thread_transport(self, devices: Sequence[torch.device]) -> Transport:
+        """How threads of this process, each on one of these devices, bring their tensors together."""
+        return "torch"
+
+    def process_transport(self) -> Transport:
+        """How processes do, each on a device of the family."""
+        return "host" if self.process_group_backend == "gloo" else "torch"
+
+    def spread(self) -> None:
+        """From now on, in this process, lay each batch that is moved over all devices, along dim 0 ("spmd")."""
+        raise NotImplementedError(self.unsupported_reason("spmd"))
+
+    # When work ends: all that is submitted is done, unless a family says otherwise.
 
     def mark(self, device: torch.device, tensors: Any = ()) -> Any:
         """A token for what the calling thread has submitted to the device, which uses or makes these tensors.
@@ -120,42 +179,54 @@ class Backend(Protocol):
 
     def is_reached(self, mark: Any) -> bool:
         """Whether the device has come to that mark; asks, and does not wait."""
-
-    def synchronize(self, device: torch.device) -> None:
-        """Block until all work submitted to the device has ended."""
+        return True
 
     def mark_step(self, device: torch.device) -> None:
         """A step ends here. Lazy devices execute what they recorded; eager ones have nothing to do."""
 
     def clock(self, device: torch.device) -> DeviceClock | None:
         """The clock of a device that works apart from the thread that submits to it; None without one."""
+        return None
 
-    def rng_state(self, device: torch.device) -> torch.Tensor:
-        """The state of the device's random generator, a uint8 tensor on the CPU."""
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        """Restore what `rng_state` gave."""
+    # State.
 
     def seeded_state(self, seed: int, device: torch.device) -> torch.Tensor | None:
         """What `rng_state` gives after that seed; None where the device draws from the CPU's generator."""
+        return torch.Generator(device).manual_seed(seed).get_state()
 
-    def memory(self, device: torch.device) -> int:
-        """Bytes in use: allocated on an accelerator, resident in this process on a CPU."""
+    @property
+    def pins_memory(self) -> bool:
+        """Whether it copies faster from page-locked memory, which torch has for it. May start the runtime."""
+        return False
 
     def matmul_precision(self) -> str:
         """How exact products of float32 matrices are in this process: "highest", "high", "medium" or "default"."""
+        return torch.get_float32_matmul_precision()
 
     def set_matmul_precision(self, precision: str) -> None:
         """Set it; "default" is what it was at first. ValueError, where there is no such precision."""
+        if precision not in ("default", "highest", "high", "medium"):
+            raise ValueError(f"precision={precision!r} does not exist; choose default, highest, high or medium")
+        torch.set_float32_matmul_precision("highest" if precision == "default" else precision)
 
     def peak_memory(self, device: torch.device) -> int:
         """The most bytes that were allocated on the device at once; 0 where the family does not count them."""
+        return 0
 
     def counters(self) -> dict[str, int]:
         """What the family's runtime has counted in this process, by names such as "graphs compiled"; often nothing."""
+        return {}
 
     def unsupported_reason(self, feature: Feature) -> str | None:
         """Why the family lacks the feature, and what to do instead, in words; None where it has it."""
+        if feature == "process_group" and self.process_group_backend == "gloo":
+            return (
+                f"process groups do not support {self.name.upper()} tensors; use strategy='ddp', without comm_hook, "
+                "whose gradients the backward pass reduces through main memory"
+            )
+        if feature == "spmd":
+            return "XLA's devices have it (device='xla:0', or UNISONO_BACKEND=xla); here take strategy='ddp'"
+        return None
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _KEPT = 4096  # batches of which no metric was gathered
 
@@ -44,7 +44,7 @@ class LoopRows:
     """
 
     def __init__(self) -> None:
-        self._runs: list[tuple[_Batch, int]] = []  # of equal batches, so that an epoch has only a few
+        self._runs: list[list[Any]] = []  # a batch, and how many equal ones came together: an epoch has only a few
         self._pending: deque[_Batch] = deque(maxlen=_KEPT)  # the last ones, of which no metric was gathered
         self.num_batches = self._num_rows = 0
         self.is_gathered = False
@@ -54,9 +54,11 @@ class LoopRows:
         """Register a delivered batch: its number of samples, and of the rows after them, which do not count."""
         self.is_sized = self.is_sized and is_sized
         batch = samples, samples + repeated
-        before = self._runs.pop()[1] if self._runs and self._runs[-1][0] == batch else 0
-        self._runs.append((batch, before + 1))
-        self._pending.append(batch)
+        if not self._runs or self._runs[-1][0] != batch:
+            self._runs.append([batch, 0])
+        run = self._runs[-1]
+        run[1] += 1
+        self._pending.append(run[0])  # the same object: thousands of them would leave the processor's cache
         self.num_batches += 1
         self._num_rows += batch[1]
 

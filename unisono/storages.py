@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from itertools import chain
+from typing import Generic, TypeVar
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from unisono.torch_private import STORAGE_ADDRESS
+from unisono.torch_private import STORAGE_ADDRESS, free_weak_storage, is_storage_expired, weak_storage
 
 T = TypeVar("T")
 
@@ -16,14 +16,48 @@ _SWEEP_FROM = 64  # entries, before the first search for expired storages
 _STRETCHES = 1024  # of one storage: only the latest are kept
 
 
-_Stretch = tuple[int, int]  # bytes of a storage: the first one, and the one after the last
+class _Notes(Generic[T]):
+    """The notes on tensors that are parts of one storage: by first byte and the one after the last, the latest last."""
+
+    def __init__(self) -> None:
+        self.notes: dict[tuple[int, int], T] = {}
+        self.end = 0  # the greatest end that one has had
+
+    def add(self, begin: int, end: int, value: T, is_kept: Callable[[T], bool]) -> T | None:
+        """As `StorageMap.note`."""
+        notes, stretch = self.notes, (begin, end)
+        before = notes.pop(stretch, None)
+        # Thousands of tensors in one storage come one behind the other, and contain no other.
+        for each in () if begin >= self.end else [each for each in notes if begin <= each[0] and each[1] <= end]:
+            if not is_kept(notes[each]):
+                del notes[each]
+        # The first key is the oldest note.
+        if len(notes) >= _STRETCHES:
+            del notes[next(iter(notes))]
+        notes[stretch] = value
+        self.end = max(end, self.end)
+        return before
+
+    def find(self, begin: int, end: int) -> T | None:
+        """As `StorageMap.find`."""
+        if (begin, end) in self.notes:
+            return self.notes[begin, end]
+        overlapping = None
+        for (first, last), value in reversed(self.notes.items()):
+            if first <= begin and end <= last:
+                return value
+            if overlapping is None and first < end and begin < last:
+                overlapping = value
+        return overlapping
 
 
 class StorageMap(Generic[T]):
-    """A map from the memory of tensors to values. It keeps neither tensors nor their memory alive.
+    """A map from the memory of tensors to values, which are not None. It keeps neither tensors nor memory alive.
 
     If tensors overlap, the latest note applies, except to a tensor whose own note was kept. Tensors without accessible
     memory (those of a lazy device before they are computed, some subclasses) are never found.
+
+    *Threads:* one at a time, except that `find` may run next to the others.
 
     Args:
         is_kept: whether a value stays when a larger tensor in the same memory is noted.
@@ -31,9 +65,14 @@ class StorageMap(Generic[T]):
 
     def __init__(self, is_kept: Callable[[T], bool] = lambda value: False) -> None:
         self._is_kept = is_kept
-        # By address: the notes on a storage, the latest last, and the greatest end that one has had.
-        self._held: dict[int, list[Any]] = {}
+        # By address. A weak reference keeps it occupied, so no other storage can be found at it. The value itself
+        # stands for a tensor that fills its storage: thousands of objects would occupy the garbage collector.
+        self._held: dict[int, T | _Notes[T]] = {}
         self._sweep_at = _SWEEP_FROM
+
+    def __del__(self, free: Callable[[int], None] = free_weak_storage) -> None:
+        for address in self._held:
+            free(address)
 
     def note(self, tensor: torch.Tensor, value: T) -> T | None:
         """Note a value for this tensor and for all tensors that share its memory.
@@ -43,53 +82,35 @@ class StorageMap(Generic[T]):
         """
         if (found := _place_of(tensor)) is None:
             return None
-        storage, stretch = found
-        begin, end = stretch
-        # A weak reference keeps the address occupied, so no other storage can be found at it.
-        address = getattr(storage, STORAGE_ADDRESS)
+        storage, begin, end = found
+        address, whole = getattr(storage, STORAGE_ADDRESS), storage.nbytes()
         held = self._held.get(address)
         if held is None:
             if len(self._held) >= self._sweep_at:
                 self._sweep()
-            self._held[address] = [StorageWeakRef(storage), {stretch: value}, end]
-            return None
-        notes: dict[_Stretch, T] = held[1]
-        before = notes.pop(stretch, None)
-        is_behind, held[2] = begin >= held[2], max(end, held[2])
-        if not notes:
-            notes[stretch] = value
-            return before
-        # Thousands of tensors in one storage come one behind the other, and contain no other.
-        for each in () if is_behind else [each for each in notes if begin <= each[0] and each[1] <= end]:
-            if not self._is_kept(notes[each]):
-                del notes[each]
-        # The first key is the oldest note.
-        if len(notes) >= _STRETCHES:
-            del notes[next(iter(notes))]
-        notes[stretch] = value
-        return before
+            weak_storage(storage)
+        if not isinstance(held, _Notes):
+            if end - begin == whole:
+                self._held[address] = value
+                return held
+            before, self._held[address] = held, (held := _Notes())
+            if before is not None:
+                held.add(0, whole, before, self._is_kept)
+        return held.add(begin, end, value, self._is_kept)
 
     def find(self, tensor: torch.Tensor) -> T | None:
         """The note for this tensor; else for one that contains it; else for one that overlaps it; else None."""
-        found = _place_of(tensor)
-        held = self._held.get(getattr(found[0], STORAGE_ADDRESS)) if found is not None else None
-        if found is None or held is None:
+        if (found := _place_of(tensor)) is None:
             return None
-        begin, end = stretch = found[1]
-        notes: dict[_Stretch, T] = held[1]
-        if stretch in notes:
-            return notes[stretch]
-        overlapping = None
-        for (first, last), value in reversed(notes.items()):
-            if first <= begin and end <= last:
-                return value
-            if overlapping is None and first < end and begin < last:
-                overlapping = value
-        return overlapping
+        storage, begin, end = found
+        held = self._held.get(getattr(storage, STORAGE_ADDRESS))
+        return held.find(begin, end) if isinstance(held, _Notes) else held
 
     def values(self) -> list[T]:
         """The notes on memory that exists."""
-        return [each for held in self._held.values() if not held[0].expired() for each in held[1].values()]
+        held = [each for address, each in self._held.items() if not is_storage_expired(address)]
+        notes = [each.notes.values() if isinstance(each, _Notes) else (each,) for each in held]
+        return [*chain.from_iterable(notes)]
 
     def __len__(self) -> int:
         """The number of storages with notes, including expired ones that were not removed yet."""
@@ -97,20 +118,24 @@ class StorageMap(Generic[T]):
 
     def _sweep(self) -> None:
         """Remove expired storages. Again when the number of entries is twice what is left."""
-        self._held = {at: held for at, held in self._held.items() if not held[0].expired()}
+        expired = [*filter(is_storage_expired, self._held)]
+        for address in expired:
+            del self._held[address]
+            free_weak_storage(address)
         self._sweep_at = max(_SWEEP_FROM, 2 * len(self._held))
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, _Stretch] | None:
+def _place_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
     """The tensor's storage; its first byte in it, and the one after its last. None if it has no accessible memory."""
     try:
-        storage = tensor.untyped_storage() if tensor.numel() else None
+        storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # sparse tensors and some subclasses have none
-        storage = None
-    if storage is None:
         return None
-    begin = int(tensor.storage_offset()) * tensor.itemsize
-    if tensor.is_contiguous():
-        return storage, (begin, begin + tensor.nbytes)
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return storage, (begin, begin + int(extent) * tensor.itemsize)
+    nbytes, is_whole = tensor.nbytes, tensor.is_contiguous()
+    if nbytes == 0:
+        return None
+    begin = 0 if is_whole and nbytes == storage.nbytes() else int(tensor.storage_offset()) * tensor.itemsize
+    if is_whole:
+        return storage, begin, begin + nbytes
+    extent = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return storage, begin, begin + int(extent) * tensor.itemsize

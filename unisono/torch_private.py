@@ -43,13 +43,14 @@ _WORKER = "torch.utils.data._utils.worker"
 _AGENT = "torch.distributed.elastic.agent.server.SimpleElasticAgent"
 _GROUPS = "torch.distributed.distributed_c10d"
 _SCHEDULER = "torch.optim.lr_scheduler"
-_FRAMES = "torch._C._dynamo.eval_frame"
 
 NAMES = {  # ours: (torch's, what we do by it)
     # Backward passes.
     "current_graph_task_id": ("torch._C._current_graph_task_id", "tells backward passes apart"),
     "will_engine_execute_node": ("torch._C._will_engine_execute_node", "sees where a backward pass leaves gradients"),
     "queue_callback": ("torch.autograd.Variable._execution_engine.queue_callback", "ends steps with backward passes"),
+    "is_in_tls": ("torch._C._is_key_in_tls", "finds the world of a backward pass in autograd's thread"),
+    "from_tls": ("torch._C._get_obj_in_tls", "finds the world of a backward pass in autograd's thread"),
     # Many tensors in one call.
     "foreach_copy_": ("torch._foreach_copy_", "copies gradients and buffers"),
     "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),
@@ -62,6 +63,9 @@ NAMES = {  # ours: (torch's, what we do by it)
     "is_view": ("torch.Tensor._is_view", "copies views that a model returns"),
     "make_subclass": ("torch.Tensor._make_subclass", "copies parameters of user-defined classes"),
     "STORAGE_ADDRESS": ("torch.UntypedStorage._cdata", "tells which tensors share memory"),
+    "weak_storage": ("torch.UntypedStorage._weak_ref", "tells which tensors share memory"),
+    "is_storage_expired": ("torch.UntypedStorage._expired", "tells which tensors share memory"),
+    "free_weak_storage": ("torch.UntypedStorage._free_weak_ref", "tells which tensors share memory"),
     "VERSION": ("torch.Tensor._version", "tells whether inputs have changed since the pass before"),
     "UNTYPED_STORAGE": ("torch.TypedStorage._untyped_storage", "sends typed storages to workers"),
     "REBUILD_FROM_CPU": (
@@ -79,10 +83,8 @@ NAMES = {  # ours: (torch's, what we do by it)
     "CHECK_INPUT_DIM": ("torch.nn.BatchNorm1d._check_input_dim", "checks the input of a synchronised BatchNorm"),
     # torch.compile.
     "disable_dynamo": ("torch._compile._disable_dynamo", "keeps collectives out of compiled graphs"),
-    "set_code_strategy": (f"{_FRAMES}.set_code_exec_strategy", "keeps prepared models out of compiled graphs"),
-    "CodeStrategy": (f"{_FRAMES}._FrameExecStrategy", "keeps prepared models out of compiled graphs"),
-    "CodeAction": (f"{_FRAMES}._FrameAction", "keeps prepared models out of compiled graphs"),
-    "set_lru_cache": (f"{_FRAMES}._set_lru_cache", "keeps the order of compiled graphs"),
+    "leave_out_of_graphs": ("torch._dynamo.trace_rules.add", "keeps prepared models out of compiled graphs"),
+    "set_lru_cache": ("torch._C._dynamo.eval_frame._set_lru_cache", "keeps the order of compiled graphs"),
     "compile_session_context": ("torch.compiler._compile_session_context", "compiles while other replicas run"),
     "compile_counters": ("torch._dynamo.utils.counters", "sees whether a call has compiled something"),
     "functorch_config": ("torch._functorch.config", "compiles the backward graph with the forward one"),
@@ -95,6 +97,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module once for all replicas"),
     "ORIGINAL": ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "finds the module that torch.compile wraps"),
     # Other switches of the process.
+    "cpus_near": ("torch.numa.binding._get_logical_cpus_to_bind_to", "pins workers to the cores near their GPUs"),
     "get_fp32_precision": ("torch._C._get_fp32_precision_getter", "gives workers torch.backends.fp32_precision"),
     "set_fp32_precision": ("torch._C._set_fp32_precision_setter", "gives workers torch.backends.fp32_precision"),
     # Operators, and a generator for each replica.
@@ -146,6 +149,10 @@ NAMES = {  # ours: (torch's, what we do by it)
     "SHUTDOWN": (f"{_AGENT}._shutdown", "runs on several machines"),
     "REMAINING_RESTARTS": (f"{_AGENT}._remaining_restarts", "restarts the workers of several machines"),
     # Strategies.
+    "ACTIVE": (
+        "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
+        "lets torch.compile cut graphs at the buckets of strategy='ddp'",
+    ),
     "BUILD_PARAMETERS": (
         "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
         "fixes the order of additions with strategy='ddp'",
@@ -180,6 +187,7 @@ INSTEAD = {
 # For processes that have not imported torch. Without the first two, something starts more slowly, or a printed stack is
 # longer; the third stands above, too, in the names that the loaders import.
 COMPILER_MODULE = "torch._dynamo"
+GRAPH_RULES = "torch._dynamo.trace_rules"  # what is compiled
 WRAPPING_FRAMES = ("_call_impl", "_wrapped_call_impl")  # of nn.Module
 LOADER_WORKER_MODULE = "torch.utils.data._utils.worker"
 

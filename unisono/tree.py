@@ -14,7 +14,7 @@ import dataclasses
 import numbers
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def map_objects(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _if_plain(node: Any) -> Any:
-    return node if type(node) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, node)) else None
+    return node if type(node) in (list, tuple) and is_plain(node) else None
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -71,7 +71,7 @@ def nodes(tree: Any) -> Iterator[Any]:
         elif type(node) not in _PLAIN_TYPES and id(node) not in seen:
             seen[id(node)] = node
             yield node
-            if is_container(node) and not _PLAIN_TYPES.issuperset(map(type, held := children(node))):
+            if is_container(node) and not is_plain(held := children(node)):
                 around.append(node)
                 left += _IN_PROGRESS, *reversed(held)
         elif any(node is each for each in around):
@@ -95,9 +95,11 @@ def children(node: Any) -> list[Any]:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves. Fast for the most common batches, since it runs several times a step."""
+    if type(tree) is torch.Tensor:
+        return [tree]
     found: list[torch.Tensor] = []
     is_list = type(tree) in (list, tuple)
-    if is_list and _PLAIN_TYPES.issuperset(map(type, tree)):
+    if is_list and tree and type(tree[0]) is not torch.Tensor and is_plain(tree):
         return found
     for node in tree if is_list else (tree,):
         if isinstance(node, torch.Tensor):
@@ -180,19 +182,16 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 def nbytes(tree: Any) -> int:
     """The bytes of a batch's tensors, arrays and texts, by the size that each reports; a shared leaf counts once."""
-    if type(tree) in (list, tuple) and (kinds := {*map(type, tree)}) <= _PLAIN_TYPES:
-        return _texts_nbytes(tree, kinds)
+    if type(tree) is torch.Tensor:
+        return _leaf_nbytes(tree)
+    if type(tree) in (list, tuple) and is_plain(tree):
+        return _texts_nbytes(tree)
     flat = flat_tensors(tree)
     if flat is None or len({*map(id, flat)}) < len(flat):
         found = [*nodes(tree)]
         held = [children(node) for node in found if is_container(node)] or [[tree]]
-        return sum(_leaf_nbytes(node) for node in found if not is_container(node)) + sum(
-            _texts_nbytes(each, {*map(type, each)}) for each in held
-        )
-    total = 0
-    for each in flat:
-        total += each.nbytes if each.layout is torch.strided else _leaf_nbytes(each)
-    return total
+        return sum(_leaf_nbytes(node) for node in found if not is_container(node)) + sum(map(_texts_nbytes, held))
+    return sum(map(_leaf_nbytes, flat))
 
 
 def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
@@ -261,6 +260,18 @@ def is_container(node: Any) -> bool:
     if type(node) in _PLAIN_TYPES or isinstance(node, torch.Tensor | PackedSequence):
         return False
     return isinstance(node, list | tuple | set | frozenset) or _is_record(node)
+
+
+def is_plain(held: Sequence[Any]) -> bool:
+    """Whether a list or tuple holds texts and numbers only."""
+    return _joined(held) is not None or _PLAIN_TYPES.issuperset(map(type, held))
+
+
+def _joined(held: Sequence[Any]) -> str | None:
+    """The texts one after another, in a fifth of the time of looking at each; None if others are among them."""
+    with contextlib.suppress(TypeError):
+        return "".join(held) if held and type(held[0]) is str else None
+    return None
 
 
 def _is_record(node: Any) -> bool:
@@ -352,14 +363,18 @@ def _like_sequence(node: Any, images: list[Any]) -> Any:
     return type(node)(images)
 
 
-def _texts_nbytes(held: Any, kinds: Set[type]) -> int:
-    """The bytes of the texts among what a container holds, whose types are `kinds`."""
-    texts = held if kinds == {str} else [each for each in held if type(each) is str]
-    coded = sum(len(each) for each in held if type(each) is bytes) if bytes in kinds else 0
-    return coded + len("".join(texts).encode(errors="surrogatepass"))
+def _texts_nbytes(held: Sequence[Any]) -> int:
+    """The bytes of the texts among what a container holds."""
+    text, coded = _joined(held), 0
+    if text is None:
+        text = "".join([each for each in held if type(each) is str])
+        coded = sum([len(each) for each in held if type(each) is bytes])
+    return coded + (len(text) if text.isascii() else len(text.encode(errors="surrogatepass")))
 
 
 def _leaf_nbytes(leaf: Any) -> int:
+    if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+        return leaf.nbytes
     if isinstance(leaf, str):
         return len(leaf.encode(errors="surrogatepass"))
     if isinstance(leaf, bytes | bytearray):

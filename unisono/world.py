@@ -3,8 +3,9 @@
 Only public functions read the ambient world: they accept `world=None` and call `current_world()` once; everything below
 gets the world as an argument, because a `ContextVar` is unset in a new thread.
 
-The current world is the calling thread's (`use_world`), otherwise the process's (set in a spawned worker, or made from
-an initialised torch.distributed), otherwise the world of one.
+The current world is the calling thread's (`use_world`; in autograd's threads, that of the thread that has called
+`backward`), otherwise the process's (set in a spawned worker, or made from an initialised torch.distributed), otherwise
+the world of one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from unisono.errors import NoWorldError
 from unisono.outcome import this_process
 from unisono.protocols import Backend, Communicator
 from unisono.timeline import Timeline
+from unisono.torch_private import from_tls, is_in_tls
 
 T = TypeVar("T")
 
@@ -115,6 +117,8 @@ _thread_world: ContextVar[World | None] = ContextVar("unisono_world", default=No
 _process_world: World | None = None
 _adopted: tuple[weakref.ref[object], World] | None = None  # weak: a group that is destroyed releases its sockets
 _solo: World | None = None
+
+_CONTEXT = "context"  # torch's key, in torch.autograd.graph
 
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0  # from here on: the batch script, the interactive shell, ...
 
@@ -225,7 +229,13 @@ def process_world() -> World | None:
 
 def given_world() -> World | None:
     """Return the world that was set for this thread, or else for this process; None if there is none."""
-    return _thread_world.get() or _process_world
+    return _thread_world.get() or _calling_world() or _process_world
+
+
+def _calling_world() -> World | None:
+    """In autograd's own thread, which accelerators have: the world of the thread that has called `backward`, whose
+    context torch hands on. What a checkpoint computes again there meets the same peers."""
+    return from_tls(_CONTEXT).get(_thread_world) if is_in_tls(_CONTEXT) else None
 
 
 def solo_world(

@@ -6,9 +6,11 @@ import math
 import os
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,7 @@ from unisono.backends import cores as cores_module
 from unisono.backends.cores import (
     Core,
     allowed_cores,
+    cores_near,
     cpu_quota,
     disjoint_cores,
     fair_num_threads,
@@ -190,3 +193,17 @@ def test_a_process_that_was_confined_has_fewer_cores():
             disjoint_cores(2)
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_the_cores_near_a_gpu_are_those_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = next(Path("/sys/bus/pci/devices").glob("*/numa_node"), None)
+    if place is None:
+        pytest.skip("this machine shows no PCI devices")
+    domain, bus, device, _ = (int(part, 16) for part in place.parent.name.replace(".", ":").split(":"))
+    gpu = SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=device)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # which newer versions of torch ask
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    node = max(int(place.read_text()), 0)
+    there = parse_cpu_list(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
+    assert cores_near(0, "node") == there & os.sched_getaffinity(0)

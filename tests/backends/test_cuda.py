@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from unisono import DeviceLoader
 from unisono.backends import cuda, get_backend
-from unisono.backends.cuda import dense_parts, pin_leaf
+from unisono.backends.accelerator import dense_parts, pin_leaf
+from unisono.cli.checks import check_devices
 from unisono.pickling import dumps
 
 
@@ -94,23 +98,34 @@ def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_se
     monkeypatch, count, chosen, local_rank, index
 ):
     activated: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: chosen is not None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
-    monkeypatch.setattr(torch.cuda, "set_device", activated.append)
+    monkeypatch.setattr(cuda.CudaBackend, "device_count", lambda self: count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", activated.append)
     device = cuda.CudaBackend().enter_worker(local_rank, 16)
     assert activated == [device] == [torch.device("cuda", index)]
 
 
-def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch):
+@pytest.mark.parametrize(
+    ("hip", "library", "function"),
+    [
+        (None, "libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
+        ("7.2.1", "libamdhip64.so.7", "hipThreadExchangeStreamCaptureMode"),
+    ],
+)
+def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch, hip, library, function):
     modes: list[int] = []
 
-    class Driver:
-        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 - as in CUDA
-            modes.append(mode._obj.value)
+    def load(name: str, mode: int) -> Any:
+        if name != library:
+            raise OSError(name)
+        assert bool(mode & os.RTLD_NOLOAD) is (hip is not None)
+        return SimpleNamespace(**{function: lambda mode: modes.append(mode._obj.value)})
 
-    monkeypatch.setattr(cuda, "_driver", Driver)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    cuda._exchange_capture_mode.cache_clear()
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     activate = partial(cuda.CudaBackend().activate, torch.device("cuda", 0))
     activate()
     assert modes == []  # the main thread's rules are its own
@@ -118,44 +133,35 @@ def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(mo
     thread.start()
     thread.join()
     assert modes == [1]
+    cuda._exchange_capture_mode.cache_clear()
 
 
-class Event:
-    """torch.cuda.Event, for a device that has come to the first `reached` of them."""
-
-    reached = 0
-    recorded = 0
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        assert enable_timing
-
-    def record(self, stream: Any) -> None:
-        Event.recorded += 1
-        self.number = Event.recorded
-
-    def query(self) -> bool:
-        return self.number <= Event.reached
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1.5 * (other.number - self.number)
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host waits")
+LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef)
+  MIG 3g.20gb     Device  1: (UUID: MIG-cba663e8)
+"""
 
 
-def test_a_clock_asks_events_and_does_not_wait_for_them(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    clock = cuda.CudaBackend().clock(torch.device("cuda", 0))
-    assert clock.stamp() is None  # CUDA is not up, and stays so
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    first, second = clock.stamp(), clock.stamp()
-    assert clock.elapsed_ns(first, second) is None
-    Event.reached = 2
-    assert clock.elapsed_ns(first, second) == 1_500_000
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert clock.stamp() is None
+@pytest.mark.parametrize("listed", [LISTED, LISTED.splitlines()[0], None], ids=["MIG", "whole", "no nvidia-smi"])
+def test_a_device_that_mig_hides_is_named_with_the_way_out(monkeypatch, tmp_path, listed):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    if listed is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] && cat <<END\n{listed}\nEND\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
+    monkeypatch.setattr(cuda.CudaBackend, "device_count", lambda self: 1)
+    with pytest.raises(RuntimeError, match="invalid device ordinal") as caught:
+        cuda.CudaBackend().activate(torch.device("cuda", 1))
+    notes = getattr(caught.value, "__notes__", [])
+    findings = [finding for finding in check_devices() if "MIG" in finding.text]
+    assert len(notes) == len(findings) == (listed is LISTED)
+    for said in (*notes, *(f"{finding.text}: {finding.advice}" for finding in findings)):
+        assert said.startswith("MIG divides the GPUs here into 2 instances")
+        assert "CUDA_VISIBLE_DEVICES=MIG-..." in said
 
 
 # On a device.

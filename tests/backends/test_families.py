@@ -10,9 +10,9 @@ import torch
 
 from unisono import backends
 from unisono.backends import (
-    NAMES,
     available_devices,
     backend_of_group,
+    family_names,
     get_backend,
     pick_backend,
     resolve_device,
@@ -21,6 +21,7 @@ from unisono.backends import (
 from unisono.backends.movement import send
 from unisono.cli.checks import check_devices
 
+NAMES = family_names()
 MISSING = [name for name in NAMES if not get_backend(name).is_available()]
 
 
@@ -60,12 +61,19 @@ def test_a_tpu_that_lacks_a_package_is_told_of_before_the_cpu_is_taken(monkeypat
         backends.only_the_cpu.cache_clear()
 
 
+def test_doctor_lists_each_family_with_its_devices_or_why_it_has_none():
+    listed = [each.text for each in check_devices() if each.state == "ok"]
+    for name in NAMES:
+        (line,) = [each for each in listed if each.startswith((f"{name}:0", f"none of {name}: "))]
+        assert line.startswith("none") == (name in MISSING)
+
+
 def test_the_environment_chooses_the_family_where_a_program_names_none(monkeypatch):
     monkeypatch.setenv("UNISONO_BACKEND", "cpu")
     assert pick_backend() is get_backend("cpu")
-    monkeypatch.setenv("UNISONO_BACKEND", "tpu")
-    for ask in (pick_backend, lambda: get_backend("tpu"), lambda: pick_backend("tpu")):
-        with pytest.raises(ValueError, match=r"^backend 'tpu' does not exist; choose one of cpu, cuda, mps, xla$"):
+    monkeypatch.setenv("UNISONO_BACKEND", "vpu")
+    for ask in (pick_backend, lambda: get_backend("vpu"), lambda: pick_backend("vpu")):
+        with pytest.raises(ValueError, match=r"^backend 'vpu' does not exist; choose one of cpu, cuda, mps, tpu, xla$"):
             ask()
     assert pick_backend("cpu") is get_backend("cpu")
 

@@ -40,8 +40,10 @@ class Half:
 
 SCRIPT = """
 from unisono import available_devices
+from unisono.cli.checks import check_devices
 from unisono.backends import get_backend, pick_backend, resolve_device
 
+print(end="".join(each.text for each in check_devices() if each.state == "warning"))
 print(resolve_device("mirage:1")[1], pick_backend().name, available_devices()[:2])
 """
 
@@ -70,7 +72,10 @@ def test_it_is_found_and_comes_before_the_cpu(tmp_path: Path) -> None:
     ("entry", "words"),
     [
         ("mirage = mirages:Nothing", "backend 'mirage' of the package mirages cannot be loaded, AttributeError"),
-        ("mirage = mirages:Half", "backend 'mirage', mirages:Half, lacks activate, check_workers, "),
+        (
+            "mirage = mirages:Half",
+            "backend 'mirage' of the package mirages cannot be loaded, TypeError: mirages:Half is no unisono.pro",
+        ),
     ],
 )
 def test_one_that_is_broken_is_an_error_that_names_the_package_or_what_it_lacks(
@@ -79,3 +84,4 @@ def test_one_that_is_broken_is_an_error_that_names_the_package_or_what_it_lacks(
     done = run(tmp_path, entry)
     assert done.returncode == 1
     assert f"ImportError: {words}" in done.stderr
+    assert done.stdout.startswith(words), "doctor goes on"

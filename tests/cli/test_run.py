@@ -382,6 +382,10 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
         (["-m", "nowhere"], "'nowhere': there is no module 'nowhere'"),
         (["-n", "two", "train.py"], "'two' is neither an integer of at least 1, nor auto, gpu or cpu"),
         (["-n", "gpu", "--backend", "cpu", "train.py"], "this machine has no accelerator of cpu"),
+        (
+            ["--numa-binding", "node", "-n", "2", "--backend", "cpu", "train.py"],
+            "near their GPUs, and theirs are on cpu",
+        ),
         (["--pin-cores", "-n", "4000", "--backend", "cpu", "train.py"], "4000 workers cannot have a CPU of their own"),
         (["--backend", "abacus", "train.py"], "backend 'abacus' does not exist; choose one of"),
         (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),

@@ -31,11 +31,21 @@ def test_a_family_gets_its_own_transport_and_one_for_main_memory(family, asked, 
 
 
 @pytest.mark.parametrize(
-    ("family", "asked", "is_bound"),
-    [("cuda", None, True), ("cuda", "gloo", False), ("cpu", None, False), ("mps", None, False), ("xla", None, False)],
+    ("family", "asked", "known", "is_bound"),
+    [
+        ("cuda", None, "cuda", True),
+        ("cuda", "gloo", "cuda", False),
+        pytest.param("cuda", None, "xpu", False, id="torch would refuse another accelerator than its own"),
+        ("cpu", None, None, False),
+        ("mps", None, "mps", False),
+        ("xla", None, None, False),
+    ],
 )
-def test_a_group_with_a_transport_of_the_devices_own_is_bound_to_the_device(family, asked, is_bound):
+def test_a_group_with_a_transport_of_the_devices_own_is_bound_to_the_device(
+    monkeypatch, family, asked, known, is_bound
+):
     device = torch.device(family, 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: known and torch.device(known))
     assert bound_device(get_backend(family), device, asked) == (device if is_bound else None)
 
 
@@ -47,6 +57,7 @@ def test_a_rank_makes_its_group_of_both_parts_and_bound_to_its_own_device(monkey
     asked: dict[str, Any] = {}
     family, device = get_backend("cuda"), torch.device("cuda", 1)
     monkeypatch.setattr(type(family), "enter_worker", lambda *_: device)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(dist, "init_process_group", note)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # or it would be set, and stay so
     place = RankPlace("a test", 1, 2, 1, 2, 0, address="", port=0, store=str(tmp_path / "store"))

@@ -440,13 +440,16 @@ def refusals(comm: Communicator) -> dict[str, tuple[Callable[[], Any], str]]:
     }
 
 
-NOT_ON_XLA = ("a sparse tensor", "eight bit floats", "an expanded tensor", "an expanded target")
-"""It has no sparse tensors and no eight bit floats, and says of no tensor that it is an expanded one."""
+LEFT_OUT = {
+    "xla": ("a sparse tensor", "eight bit floats", "an expanded tensor", "an expanded target"),
+    "toy": ("a sparse tensor",),
+}
+"""Families have no sparse tensors or no eight bit floats, or say of no tensor that it is an expanded one."""
 
 
 def test_what_no_mode_can_do_is_refused_alike_and_leaves_the_world_whole(ranks):
     # One rank alone has nothing that could not be cut into equal parts.
-    left_out = {*(NOT_ON_XLA if FAMILY == "xla" else ()), *(["unequal parts"] if ranks.size == 1 else [])}
+    left_out = {*LEFT_OUT.get(FAMILY, ()), *(["unequal parts"] if ranks.size == 1 else [])}
 
     def be_refused(comm):
         calls = {name: each for name, each in refusals(comm).items() if name not in left_out}

@@ -39,7 +39,7 @@ PLACES = [(SOLO, "ddp"), (THREADS_2, "ddp"), (THREADS_3, "fsdp"), *((PROCESSES_2
 everywhere = pytest.mark.parametrize(("mode", "strategy"), PLACES, ids=[f"{mode}-{name}" for mode, name in PLACES])
 
 pytestmark = [
-    pytest.mark.skipif(FAMILY != "cpu", reason="the strategies of XLA are held to account in tests/xla"),
+    pytest.mark.skipif(FAMILY == "xla", reason="the strategies of XLA are held to account in tests/xla"),
     pytest.mark.every_mode,
 ]
 

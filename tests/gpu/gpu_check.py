@@ -204,6 +204,37 @@ def strategies_train_as_on_the_cpu() -> str:
 
 
 @item(gpus=0)
+def compiled_models_train_as_in_eager_mode() -> str:
+    seen = []
+    for strategy in ("ddp", "zero1", "fsdp"):
+        found = succeeded(ranks("compiling", strategy))[0]
+        for way in ("option", "prepared"):
+            for one, other in zip(found[way], found["eager"], strict=True):
+                assert abs(one - other) < 1e-4 * max(1, abs(other)), f"{strategy}, {way}: {found}"
+        seen.append(f"{strategy}: {found['graphs']} graphs of the prepared model, whole")
+    return "; ".join(seen)
+
+
+@item(gpus=0)
+def a_step_costs_the_host_little_more_than_ddp_s() -> str:
+    return _costs("gloo")
+
+
+@item(gpus=2)
+def a_step_by_nccl_scales_no_more_than_ddp_s() -> str:
+    return _costs("")
+
+
+def _costs(group: str) -> str:
+    found = succeeded(ranks("costing", group=group))[0]
+    operations, scaling, micros = ({way: each[place] for way, each in found.items()} for place in range(3))
+    seen = f"operations {operations}, of which scale {scaling}; microseconds a parameter {micros}"
+    assert operations["guarded"] - operations["ddp"] < 20, seen
+    assert scaling["ddp"] <= scaling["DDP"] + (group == "gloo"), seen  # which cannot average
+    return seen
+
+
+@item(gpus=0)
 def rank_zero_alone_evaluates_batch_norm() -> str:
     succeeded(ranks("evaluating"))
     return "three steps, with a forward pass of rank zero alone after each"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from resnet import resnet50
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
@@ -226,6 +227,88 @@ def evaluating(world: World) -> dict[str, Any]:
     return {}
 
 
+def compiling(world: World, strategy: str) -> dict[str, Any]:
+    """Losses and outputs of a few steps, which evaluate while gradients are held, without and with torch.compile; and
+    the graphs of what `prepare` returned."""
+    graphs = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def trained(way: str) -> list[float]:
+        torch.compiler.reset()
+        options = {"compile": {"backend": "aot_eager"}} if way == "option" else {}
+        accelerator = unisono.Accelerator(seed=0, strategy=strategy, **options)
+        network: Any = Net()
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
+        call = torch.compile(network, backend=keep, fullgraph=True) if way == "prepared" else network
+        inputs = torch.linspace(-1, 1, 64, device=world.device).reshape(8, 8)
+        seen = []
+        for rows in (8, 8, 5, 7):
+            loss = call(inputs[:rows]).square().mean()
+            accelerator.backward(loss, batch=())
+            optimizer.step()
+            with torch.no_grad():
+                seen += [loss.item(), call(inputs[:3]).sum().item()]
+            optimizer.zero_grad()
+        accelerator.free_memory()
+        return seen
+
+    return {way: trained(way) for way in ("eager", "option", "prepared")} | {"graphs": len(graphs)}
+
+
+class Net(nn.Module):
+    """Of a class of its own: torch compiles the frames of users' classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(inputs)))  # type: ignore[no-any-return]
+
+
+PARAMETERS = 200
+
+
+def costing(world: World) -> dict[str, Any]:
+    """Of a step of many small parameters: torch's operations, those that scale, and microseconds of the host."""
+    inputs = torch.ones(2, 4, device=world.device)
+    found = {}
+    for way in ("DDP", "ddp", "guarded"):
+        network: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(PARAMETERS // 2)]).to(world.device)
+        optimizer: Any = torch.optim.SGD(network.parameters(), lr=1e-3)
+        accelerator = unisono.Accelerator(nan_guard=way == "guarded")
+        if way == "DDP":
+            network = nn.parallel.DistributedDataParallel(network)
+        else:
+            network, optimizer = accelerator.prepare(network, optimizer)
+
+        def step(network: Any = network, optimizer: Any = optimizer) -> None:
+            network(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(5):
+            step()
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            step()
+        counts = Counter(
+            each.name
+            for each in trace.events()
+            if each.name.startswith("aten::") and "aten::" not in getattr(each.cpu_parent, "name", "")
+        )
+        accelerator.wait_for_everyone()
+        began = time.perf_counter()
+        for _ in range(20):
+            step()
+        micros = (time.perf_counter() - began) / 20 / PARAMETERS * 1e6
+        found[way] = (sum(counts.values()), counts["aten::mul_"] + counts["aten::div_"], round(micros, 2))
+        accelerator.free_memory()
+    return found
+
+
 def failing(world: World, how: str) -> dict[str, Any]:
     """The last rank fails, while the others wait in a collective."""
     world.comm.all_reduce(torch.ones(1, device=world.device))
@@ -260,7 +343,8 @@ FAILURES: dict[str, Callable[[World], None]] = {"raise": _raise, "assert": _asse
 def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
     bodies: dict[str, Callable[..., dict[str, Any]]] = {
-        each.__name__: each for each in (collectives, training, replicating, waiting, moving, evaluating, failing)
+        **{each.__name__: each for each in (collectives, training, replicating, waiting, moving, remembering)},
+        **{each.__name__: each for each in (evaluating, compiling, costing, failing)},
     }
     print(json.dumps(bodies[name](world, *words)), flush=True)
 

@@ -9,12 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 
-from unisono.backends import check_index
 from unisono.backends.cpu import CpuBackend
 from unisono.launch import spawn as spawn_module
 from unisono.launch.options import Cores, Output
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import zygote_client
+from unisono.protocols import Backend
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +68,8 @@ REFUSALS: list[Refusal] = [
     (TypeError, lambda: Cores(num_threads=1.5), "num_threads=1.5 is of type float"),
     (ValueError, lambda: Cores(num_loader_workers=-1), "num_loader_workers=-1 is too small; pass the num_workers of"),
     (TypeError, lambda: Cores(pin=1), "pin=1 is of type int; pass True or False"),
+    (ValueError, lambda: Cores(pin="near"), "pin='near' does not exist; choose one of node, socket,"),
+    (ValueError, lambda: spawn(work, cores=Cores(pin="node")), "near their GPUs, and theirs are on cpu; pass pin=True"),
     (ValueError, lambda: spawn(work, nprocs=2, grace_s=-1), "grace_s=-1 is not a duration"),
     (
         ValueError,
@@ -106,7 +108,7 @@ def test_a_family_without_a_device_is_refused_with_what_there_is(family):
     available = torch.cuda.is_available() if family == "cuda" else torch.backends.mps.is_available()
     if available:
         pytest.skip(f"there is a {family} device")
-    with pytest.raises(ValueError, match=rf"backend '{family}' has no device on this machine; it has .*cpu:0"):
+    with pytest.raises(ValueError, match=rf"backend '{family}' has no device on this machine(: .*)?; it has .*cpu:0"):
         spawn(work, backend=family)
 
 
@@ -123,8 +125,7 @@ class TwoDevices(CpuBackend):
         return 2
 
     def device(self, index):
-        check_index(index, 2, "cpu")
-        return torch.device("cpu", index)
+        return Backend.device(self, index)
 
 
 def test_more_workers_than_accelerators_are_refused(monkeypatch):
@@ -136,9 +137,8 @@ def test_more_workers_than_accelerators_are_refused(monkeypatch):
 
 
 def test_workers_may_share_an_accelerator_where_the_group_does_not_need_one_for_each(monkeypatch):
-    family = TwoDevices()
-    family.process_group_backend = "nccl"
-    monkeypatch.setattr(spawn_module, "pick_backend", lambda name: family)
+    monkeypatch.setattr(TwoDevices, "process_group_backend", "nccl")
+    monkeypatch.setattr(spawn_module, "pick_backend", lambda name: TwoDevices())
     with pytest.raises(ValueError, match="nprocs=3 needs as many devices"):
         spawn(work, nprocs=3)
     with pytest.raises(AssertionError, match="a group was started"):

@@ -18,6 +18,7 @@ from faults import grandchild, survivors
 from modes import preload
 from zygotes import zygote_pid
 
+from unisono.backends.cpu import CpuBackend
 from unisono.errors import ClosedError
 from unisono.launch.spawn import ProcessContext, spawn
 from unisono.launch.starting import zygote_client
@@ -42,13 +43,15 @@ def test_a_worker_is_the_callers_equal(tmp_path, monkeypatch):
     monkeypatch.setenv("SAID_BY_THE_CALLER", "yes")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "3"])
+    monkeypatch.setattr(CpuBackend, "worker_environment", lambda family, count: {"OF_THE_FAMILY": f"for {count}"})
 
     def look(index):
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SAID_BY_THE_CALLER", "HOME")
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SAID_BY_THE_CALLER", "OF_THE_FAMILY", "HOME")
         return [os.environ.get(name) for name in names], os.getcwd(), sys.argv, os.getpid()
 
-    seen = spawn(look, nprocs=2)
-    assert [each[0] for each in seen] == [[rank, rank, "2", "2", "yes", None] for rank in ("0", "1")]
+    seen = spawn(look, nprocs=2, backend="cpu")
+    assert "OF_THE_FAMILY" not in os.environ
+    assert [each[0] for each in seen] == [[rank, rank, "2", "2", "yes", "for 2", None] for rank in ("0", "1")]
     assert all(each[1:3] == (str(tmp_path), ["train.py", "--epochs", "3"]) for each in seen)
     assert len({os.getpid(), *(each[3] for each in seen)}) == 3
 

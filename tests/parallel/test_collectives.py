@@ -109,9 +109,8 @@ def test_a_world_may_be_named_instead_of_the_current_one():
 
 
 def test_collectives_count_as_reducing():
-    world = unisono.World(
-        device=torch.device("cpu:0"), backend=unisono.current_world().backend, comm=ThreadCommunicator.group(1)[0]
-    )
+    own = unisono.current_world()
+    world = unisono.World(device=own.device, backend=own.backend, comm=ThreadCommunicator.group(1)[0])
     for collective in (
         lambda: unisono.all_reduce(torch.ones(1), world=world),
         lambda: unisono.all_gather(torch.ones(1), world=world),

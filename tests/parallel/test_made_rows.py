@@ -203,7 +203,11 @@ def _keep(samples: Any) -> Any:
         (lambda samples: tuple(zip(*[(torch.zeros(n, n), n) for _, n in _keep(samples)], strict=True)), 3),
         (lambda samples: tuple(default_collate(_keep(samples)[:2])) * 2, 2),
         (lambda samples: ((torch.ones(4), torch.ones(4)), (torch.ones(4), torch.ones(4))), None),  # 2 rows of 4, or 4
-        (lambda samples: _keep(samples), None),
+        (lambda samples: _keep(samples), 3),
+        (lambda samples: [samples[0]], 1),
+        (lambda samples: default_collate([(x, x + label) for x, label in _keep(samples)]), 3),  # not two samples
+        (lambda samples: default_collate([(x, x) for x, _ in samples[:2]]), 2),
+        (lambda samples: (torch.zeros(4), torch.zeros(9), torch.zeros(4)), 4),  # labels, tokens, offsets
         (lambda samples: default_collate(_keep(samples)), 3),
         (lambda samples: [default_collate(_keep(samples)), torch.ones(7, 3), 1.0], None),
         (lambda samples: {"x": torch.ones(3, 5), "mean": torch.ones(4)}, None),  # as many as samples, by chance
@@ -235,11 +239,10 @@ def test_where_the_rows_are_not_known_their_number_is_asked_for_and_taken() -> N
         network, _, loader = accelerator.prepare(
             network,
             torch.optim.SGD(network.parameters(), 1.0),
-            DataLoader(samples, 4, collate_fn=lambda batch: batch[accelerator.process_index :]),
+            DataLoader(samples, 4, collate_fn=lambda batch: [x for x, _ in batch[accelerator.process_index :]]),
         )
         for batch in loader:
-            inputs = torch.stack([x for x, _ in batch])
-            accelerator.backward(network(inputs).mean(), weight=len(batch) if is_given else None)
+            accelerator.backward(network(torch.stack(batch)).mean(), weight=len(batch) if is_given else None)
             return network.weight.grad[0].tolist()
         return []
 
@@ -248,6 +251,40 @@ def test_where_the_rows_are_not_known_their_number_is_asked_for_and_taken() -> N
     rows = torch.tensor([1.0, 2, 3, 4, 6, 7, 8])
     for found in THREADS_2.run(partial(body, True)):
         torch.testing.assert_close(torch.tensor(found), rows.mean().repeat(5))
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_list_of_samples_has_as_many_rows_whatever_their_own_sizes_are(mode: Mode, workers: int) -> None:
+    """Sequences of different lengths, one at a time; and images of three channels, of which some are dropped."""
+    for samples, size in (
+        ([torch.ones(2 + 3 * each, 3) * each for each in range(6)], 1),
+        (
+            [None if each % 3 == 1 else torch.ones(3, 2, 2) * each for each in range(12)],
+            3,
+        ),
+    ):
+
+        def body(samples: Any = samples, size: int = size) -> list[int | None]:
+            keep = DataLoader(samples, size, collate_fn=_not_none, num_workers=workers)
+            loader = DeviceLoader(keep, split="global")
+            return [loader.valid_samples for batch in loader]
+
+        counts = list(zip(*mode.run(body), strict=True))
+        kept = [each is not None for each in samples]
+        assert sum(map(sum, counts)) == sum(kept)
+
+
+def _not_none(samples: Any) -> Any:
+    return [each for each in samples if each is not None]
+
+
+def test_on_one_device_every_row_of_a_metric_counts_whatever_the_batch_says() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(range(8), 4, collate_fn=lambda rows: (torch.ones(4), torch.ones(9))))
+    for labels, _ in loader:
+        assert loader.valid_samples is None
+        assert len(accelerator.gather_for_metrics(labels)) == 4
 
 
 @pytest.mark.parametrize("options", [{"tail": "pad"}, {"fixed_batch_size": True}], ids=str)

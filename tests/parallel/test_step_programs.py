@@ -22,6 +22,7 @@ def programs(draw: Any) -> Program:
     return any_program(lambda choices: draw(st.sampled_from(choices)))
 
 
+@pytest.mark.any_family
 # Three ranks are no costlier variant of two: with a tail of two samples, one of them has none.
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=["one rank", "two ranks", "three ranks"])
 def test_a_random_loop_trains_the_weights_of_one_device_or_is_refused(mode: Mode) -> None:

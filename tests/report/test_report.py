@@ -38,7 +38,7 @@ from unisono.backends import get_backend
 from unisono.errors import ClosedError
 from unisono.loaders.pipeline import Lane
 from unisono.report.summary import CAUSES, LOOP_PHASES, PEERS, SOURCE, TRANSFER, RankSummary, label, summarise
-from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP, Loop, Waits
+from unisono.timeline import COMPUTE, FETCH, MOVE, PHASES, REDUCE, STEP, LoopTiming, Waits
 from unisono.world import solo_world, thread_worlds, use_world
 
 
@@ -70,14 +70,16 @@ def test_rank_zero_gets_every_ranks_numbers_and_each_sample_counts_once(mode: Mo
     assert [each.rank for each in report.ranks] == list(range(mode.ranks))
     assert report.samples == 2 * 33
     rounds = -(-33 // (4 * mode.ranks))
-    moves = get_backend(FAMILY).moves_in_background
+    family = get_backend(FAMILY)
+    lanes = {"loop"} | ({"transfer"} if family.moves_in_background else set())
+    lanes |= {"device"} if family.clock(family.device(0)) is not None else set()
     for each in report.ranks:
         assert each.steps == each.batches == 2 * rounds
         assert each.device == f"{FAMILY}:{each.rank}"
-        assert each.memory > 2**20
+        assert each.memory > 0
         assert 0 < each.loop_seconds <= wall * 1.5 + 1
         assert sum(each.share(phase) for phase in LOOP_PHASES) == pytest.approx(1)
-        assert {name for name, _ in each.spans} == {"loop", *(["transfer"] if moves else [])}
+        assert {name for name, _ in each.spans} == lanes
         assert sum(each.waits.values()) == pytest.approx(each.seconds[FETCH])
         assert each.nbytes == sum(samples * 4 for samples in (each.samples, each.repeated))
         assert each.dropped == 0
@@ -203,7 +205,7 @@ def a_timeline(clock: Iterator[int], source: int, transfer: int, peers: int) -> 
     world = solo_world()
     track = world.timeline.loop()
     for _ in range(2):
-        loop = Loop(track)
+        loop = LoopTiming(track)
         for _ in range(source + transfer + peers - 1):
             next(clock)
         track.switch(COMPUTE)

@@ -1,7 +1,8 @@
 """Device families by name, loaded on demand.
 
-To add one: write `foo.py` next to this file, end it with `backend_class = FooBackend`, add "foo" to `OWN`, and run
-`pytest tests/contract -k foo`. Another package adds one by an entry point, and runs the same tests:
+An accelerator that torch knows is one without a file (`accelerator.py`). To add another: write `foo.py` next to this
+file, end it with `backend_class = FooBackend`, add "foo" to `OWN`, and run `pytest tests/contract -k foo`. Another
+package adds one by an entry point, and runs the same tests:
 
     [project.entry-points."unisono.backends"]
     foo = "package.module:FooBackend"
@@ -19,18 +20,16 @@ from importlib.metadata import EntryPoint, entry_points
 import torch
 
 from unisono.arguments import check_type
+from unisono.backends.accelerator import AcceleratorBackend, current_accelerator
 from unisono.protocols import Backend
 
-OWN = ("cuda", "mps", "xla", "cpu")
-"""The families of this package."""
+OWN = ("tpu", "cuda", "mps", "xla", "cpu")
+"""The families with a file here, in the order in which `pick_backend` tries them: the CPU is the last."""
 
 FOREIGN: dict[str, EntryPoint] = {
     each.name: each for each in entry_points(group="unisono.backends") if each.name not in OWN
 }
 """The families of other installed packages, by name. Each is imported on demand."""
-
-NAMES = (*sorted(FOREIGN), *OWN)
-"""In the order in which `pick_backend` tries them: additionally installed ones, accelerators, and finally cpu."""
 
 CHOICE = "UNISONO_BACKEND"
 """The environment variable that names the family to pick if a program names none."""
@@ -39,7 +38,14 @@ CPU = "cpu"
 """The family that every machine has."""
 
 
-@cache
+def family_names() -> tuple[str, ...]:
+    """Every family, in the order in which `pick_backend` tries them: additionally installed ones, accelerators, cpu.
+
+    One of torch's own (such as "xpu"), or of an extension of torch, is here once that is imported.
+    """
+    return tuple(dict.fromkeys([*sorted(FOREIGN), *filter(None, [current_accelerator()]), *OWN]))
+
+
 def get_backend(name: str) -> Backend:
     """The family of that name, whether or not it has devices here.
 
@@ -47,10 +53,17 @@ def get_backend(name: str) -> Backend:
         ValueError: there is no such family.
         ImportError: it belongs to another package, and cannot be loaded.
     """
-    if name not in NAMES:
-        raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(sorted(NAMES))}")
+    if name not in (names := family_names()):
+        raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(sorted(names))}")
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Backend:
     if name in FOREIGN:
         return _foreign(FOREIGN[name])
+    if name not in OWN:
+        return AcceleratorBackend(name)
     backend: Backend = import_module(f"unisono.backends.{name}").backend_class()
     return backend
 
@@ -59,35 +72,31 @@ def _foreign(entry: EntryPoint) -> Backend:
     """The family of another package. Loading it registers its device type with torch."""
     try:
         backend = entry.load()()
+        if not isinstance(backend, Backend) or backend.name != entry.name:
+            raise TypeError(f"{entry.value} is no unisono.protocols.Backend of the name {entry.name!r}")
+        return backend
     except Exception as error:
         package = entry.dist.name if entry.dist is not None else entry.module
         raise ImportError(
             f"backend {entry.name!r} of the package {package} cannot be loaded, {type(error).__name__}: {error}; "
             "repair or uninstall that package"
         ) from error
-    if lacking := lacking_members(backend):
-        raise ImportError(
-            f"backend {entry.name!r}, {entry.value}, lacks {', '.join(lacking)} of unisono.protocols.Backend"
-        )
-    found: Backend = backend
-    return found
-
-
-def lacking_members(backend: object) -> list[str]:
-    """The members of `Backend` that an object lacks."""
-    asked = {*Backend.__annotations__, *(name for name in vars(Backend) if not name.startswith("_"))}
-    return sorted(name for name in asked if not hasattr(backend, name))
 
 
 def pick_backend(name: str | None = None) -> Backend:
-    """The family of that name, else that of `UNISONO_BACKEND`, else the first accelerator of `NAMES`, else the CPU.
+    """The family of that name, else that of `UNISONO_BACKEND`, else the first accelerator of `family_names()`, else the
+    CPU.
 
     Raises:
         ValueError: the family does not exist or has no device here; the message lists the devices that exist.
     """
     name = name or os.environ.get(CHOICE) or None
     if name is None:
-        here = (backend for backend in map(get_backend, NAMES) if backend.is_available() and backend.is_accelerated())
+        here = (
+            backend
+            for backend in map(get_backend, family_names())
+            if backend.is_available() and backend.is_accelerated()
+        )
         return next(here, None) or only_the_cpu()
     backend = get_backend(name)
     if not backend.is_available():
@@ -102,7 +111,7 @@ def pick_backend(name: str | None = None) -> Backend:
 @cache
 def only_the_cpu() -> Backend:
     """The CPU; a warning, given once, names the hardware that is not used."""
-    for backend in map(get_backend, NAMES):
+    for backend in map(get_backend, family_names()):
         if unused := backend.unused_hardware():
             logging.getLogger("unisono").warning("computing on the CPU: %s", unused)
     return get_backend(CPU)
@@ -116,20 +125,20 @@ def backend_of_group(config: str) -> Backend:
     if os.environ.get(CHOICE):
         return pick_backend()
     pairs = config.split(",")
-    here = [backend for backend in map(get_backend, NAMES) if backend.is_available()]
+    here = [backend for backend in map(get_backend, family_names()) if backend.is_available()]
     fitting = (each for each in here if f"{each.name}:{each.process_group_backend}" in pairs)
     return next(fitting, None) or pick_backend()
 
 
 def available_devices() -> list[str]:
-    """Every device that exists here, as strings, in the order of `NAMES`.
+    """Every device that exists here, as strings, in the order of `family_names()`.
 
     Returns:
         Names such as "cuda:0" and "cpu:0".
     """
     return [
         f"{backend.name}:{index}"
-        for backend in map(get_backend, NAMES)
+        for backend in map(get_backend, family_names())
         if backend.is_available()
         for index in range(backend.device_count())
     ]
@@ -156,10 +165,13 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
         wanted = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device {device!r} does not exist; there are {', '.join(available_devices())}") from None
-    if wanted.type not in NAMES:
+    if wanted.type not in family_names():
         raise ValueError(f"device {str(wanted)!r} does not exist; there are {', '.join(available_devices())}")
     backend = pick_backend(wanted.type)
-    return backend, backend.device(wanted.index or 0)
+    try:
+        return backend, backend.device(wanted.index or 0)
+    except ValueError as error:
+        raise ValueError(f"{error}; there are {', '.join(available_devices())}") from None
 
 
 def resolve_devices(devices: Sequence[str | int | torch.device]) -> list[tuple[Backend, torch.device]]:
@@ -179,10 +191,3 @@ def resolve_devices(devices: Sequence[str | int | torch.device]) -> list[tuple[B
     if repeated:
         raise ValueError(f"devices={names} repeats {', '.join(repeated)}; name each device once")
     return resolved
-
-
-def check_index(index: int, count: int, name: str) -> None:
-    """Raise ValueError for an index that a family with `count` devices does not have."""
-    if not 0 <= index < count:
-        here = ", ".join(available_devices())
-        raise ValueError(f"device {name}:{index} does not exist: {count} {name} device(s) here; there are {here}")

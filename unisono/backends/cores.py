@@ -5,6 +5,7 @@ The machine is read in a thin layer (`allowed_cores`, `cpu_quota`); the arithmet
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -59,6 +60,17 @@ def disjoint_cores(count: int) -> list[set[int]]:
         ValueError: there are more workers than CPUs.
     """
     return split_cores(allowed_cores(), count)
+
+
+def cores_near(index: int, mode: str) -> set[int]:
+    """The logical CPUs near the GPU of that index, by torch.numa; `mode` is one of its `AffinityMode`."""
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    from unisono.torch_private import cpus_near
+
+    gpu, *_ = inspect.signature(cpus_near).parameters  # gpu_index; in newer versions device_index
+    found: set[int] = cpus_near(**{gpu: index}, numa_options=NumaOptions(AffinityMode(mode)))
+    return found
 
 
 def split_cores(cores: Sequence[Core], count: int) -> list[set[int]]:

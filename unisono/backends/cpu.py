@@ -12,13 +12,12 @@ from typing import Any
 import psutil
 import torch
 
-from unisono.backends.usual import UsualBackend
+from unisono.protocols import Backend, Feature, Transport
 from unisono.tree import map_objects, tensors
 
 
-class CpuBackend(UsualBackend):
+class CpuBackend(Backend):
     name = "cpu"
-    process_group_backend = "gloo"
     moves_in_background = False
 
     def is_available(self) -> bool:
@@ -37,6 +36,12 @@ class CpuBackend(UsualBackend):
         if index < 0:
             raise ValueError(f"device cpu:{index} does not exist: indices start at 0")
         return torch.device("cpu", index)
+
+    def process_transport(self) -> Transport:
+        return "torch"
+
+    def unsupported_reason(self, feature: Feature) -> str | None:
+        return None if feature == "process_group" else super().unsupported_reason(feature)
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         is_here = True

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from unisono.arguments import check_type
-from unisono.backends import pick_backend, resolve_device
+from unisono.backends import available_devices, family_names, get_backend, pick_backend, resolve_device
+from unisono.backends.accelerator import current_accelerator
 
-RUNTIMES = {"cpu": ("eager", "xla"), "cuda": ("eager", "xla"), "mps": ("eager",), "xla": ("xla",)}
-"""What serves the devices of each kind, the usual one first."""
+_RUNTIMES = {"cpu": ("eager", "xla"), "cuda": ("eager", "xla"), "xla": ("xla",)}
+"""What serves the devices of a kind, the usual one first; all others are eager."""
 
-_OTHER_NAMES = {"gpu": "cuda", "tpu": "xla"}
+_EAGER = ("eager",)
+
+_OTHER_NAMES = {"gpu": "cuda"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class Device:
     """A device of one kind, served by one runtime. The machine is not accessed until the device is used.
 
     Args:
-        kind: "cpu", "cuda", "mps" or "xla", in upper or lower case; also "GPU" for cuda, "TPU" for xla.
+        kind: the name of a family, such as "cpu", "cuda" or "npu", in upper or lower case; also "GPU" for cuda, and
+            "TPU" for xla where TorchTPU is not in use.
         ordinal: the device's index among those of its kind, from 0.
         backend: "eager" or "xla"; None is "xla" for the kind xla, and "eager" for the others.
 
@@ -42,11 +46,14 @@ class Device:
         check_type(self.kind, "kind", "pass a string", str)
         check_type(self.ordinal, "ordinal", "pass an integer", int)
         kind = _OTHER_NAMES.get(self.kind.lower(), self.kind.lower())
-        if kind not in RUNTIMES:
-            raise ValueError(f"kind={self.kind!r} is not a kind of device; choose one of {', '.join(RUNTIMES)}")
+        if kind == "tpu" and current_accelerator() != "tpu":
+            kind = "xla"
+        if kind not in family_names():
+            kinds = ", ".join(sorted(family_names()))
+            raise ValueError(f"kind={self.kind!r} is not a kind of device; choose one of {kinds}")
         if self.ordinal < 0:
             raise ValueError(f"ordinal={self.ordinal} of {kind} does not exist: ordinals start at 0")
-        usual, *others = RUNTIMES[kind]
+        usual, *others = _RUNTIMES.get(kind, _EAGER)
         backend = str(self.backend or usual).lower()
         if backend not in (usual, *others):
             raise ValueError(f"backend={self.backend!r} does not serve devices of kind {kind!r}; leave it out")
@@ -77,6 +84,11 @@ class Device:
         return cls(kind, int(ordinal or 0))
 
     @classmethod
+    def all(cls) -> list[Device]:
+        """Every device here, of every family: accelerators first, and the CPU's last."""
+        return [cls.of(device) for device in available_devices()]
+
+    @classmethod
     def default(cls) -> Device:
         """The first device of the first available family: an accelerator if there is one, otherwise the CPU."""
         return cls.of(pick_backend().device(0))
@@ -99,10 +111,12 @@ class Device:
     @property
     def torch_device(self) -> torch.device:
         """The corresponding `torch.device`; torch has one type for all devices that the XLA runtime serves."""
-        return torch.device("xla" if self.backend == "xla" else self.kind, self.ordinal)
+        kind = "xla" if self.backend == "xla" else self.kind
+        get_backend(kind)  # one of another package registers its type with torch
+        return torch.device(kind, self.ordinal)
 
     def __str__(self) -> str:
-        is_usual = self.backend == RUNTIMES[self.kind][0]
+        is_usual = self.backend == _RUNTIMES.get(self.kind, _EAGER)[0]
         return f"{self.kind}:{self.ordinal}" + ("" if is_usual else f" by {self.backend}")
 
 

@@ -23,10 +23,8 @@ def send(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
     return leaf
 
 
-def host_buffer(like: torch.Tensor) -> torch.Tensor:
-    """Allocate main memory for a copy of a tensor, with the same layout; page-locked if the device copies faster to
-    that."""
-    pins = like.device.type == "cuda"
+def host_buffer(like: torch.Tensor, pins: bool) -> torch.Tensor:
+    """Allocate main memory for a copy of a tensor, with the same layout; page-locked if `pins`."""
     # Via meta: a tensor created like an XLA tensor has no memory, whatever its device.
     layout = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
     return torch.empty_like(layout, device="cpu", pin_memory=pins)

@@ -9,18 +9,18 @@ import logging
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends.movement import send
-from unisono.backends.usual import UsualBackend
-from unisono.protocols import Feature, Transport
+from unisono.protocols import Backend
 from unisono.tree import map_objects
 
 logger = logging.getLogger(__name__)
 
 
-class MpsBackend(UsualBackend):
+class MpsBackend(Backend):
     name = "mps"
-    process_group_backend = "gloo"
+    moves_in_loop = True  # Metal operations of two threads crash torch (its issue 197805)
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -31,16 +31,8 @@ class MpsBackend(UsualBackend):
     def device_count(self) -> int:
         return int(self.is_available())
 
-    def process_transport(self) -> Transport:
-        return "host"
-
-    def unsupported_reason(self, feature: Feature) -> str | None:
-        if feature == "process_group":
-            return (
-                "process groups do not support MPS tensors; use strategy='ddp', without comm_hook, whose gradients "
-                "the backward pass reduces through main memory"
-            )
-        return super().unsupported_reason(feature)
+    def unavailable_reason(self) -> str:
+        return "" if torch.backends.mps.is_built() else "this torch is built without MPS"
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
         return map_objects(lambda leaf: send(self._narrow_leaf(leaf), device), batch), None
@@ -61,7 +53,8 @@ class MpsBackend(UsualBackend):
         return int(torch.mps.current_allocated_memory())
 
     def _narrow_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
+        values = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        if isinstance(values, torch.Tensor) and values.dtype == torch.float64:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("a batch holds float64 tensors, which mps does not have: they arrive as float32")

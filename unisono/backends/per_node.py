@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.backends import CPU, NAMES, get_backend
+from unisono.backends import CPU, family_names, get_backend
 from unisono.backends.cores import usable_cores
 
 WORDS = ("auto", "gpu", "cpu")
@@ -23,7 +23,7 @@ def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
     """
     if word not in WORDS:
         raise ValueError(f"-n {word}: {word!r} is neither an integer of at least 1, nor auto, gpu or cpu")
-    named = NAMES if family is None else (family,)
+    named = family_names() if family is None else (family,)
     if word != CPU:
         for backend in map(get_backend, named):
             if backend.is_accelerated() and backend.is_available():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from unisono.backends.accelerator import current_accelerator
 from unisono.protocols import Backend
 from unisono.torch_private import INITIALIZATION_LOCK
 
@@ -40,10 +41,11 @@ def ask_before_seeding_all(is_taken: Callable[[str, int], bool]) -> None:
         is_taken: called with the family's name and the seed, in the thread that seeds. If it returns True, it has done
             the seeding itself.
     """
-    for family, name in (("cuda", "manual_seed_all"), ("xpu", "manual_seed_all"), ("mps", "manual_seed")):
-        module = getattr(torch, family, None)
-        if hasattr(module, name):
-            setattr(module, name, _asking(family, getattr(module, name), is_taken))
+    for family, module in _seeded_modules():
+        for name in ("manual_seed_all", "manual_seed"):  # mps has one device, and the second only
+            if hasattr(module, name):
+                setattr(module, name, _asking(family, getattr(module, name), is_taken))
+                break
 
 
 def _asking(
@@ -72,7 +74,14 @@ def _seed_in(state: torch.Tensor, device: torch.device) -> int:
 
 def seeding_locks() -> Iterator[Any]:
     """The locks that `torch.manual_seed` acquires: it also seeds accelerators, immediately or when they start."""
-    for family in (torch.cuda, getattr(torch, "xpu", None)):
-        lock = getattr(family, INITIALIZATION_LOCK, None)
+    for _, module in _seeded_modules():
+        lock = getattr(module, INITIALIZATION_LOCK, None)
         if lock is not None:
             yield lock
+
+
+def _seeded_modules() -> list[tuple[str, Any]]:
+    """torch's modules of the device types that `torch.manual_seed` seeds, by type: it asks these even without a
+    device, and that of the accelerator."""
+    families = dict.fromkeys(filter(None, ["cuda", "xpu", "mps", current_accelerator()]))
+    return [(family, torch.get_device_module(family)) for family in families if hasattr(torch, family)]

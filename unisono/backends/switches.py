@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from unisono.backends.accelerator import current_accelerator
 from unisono.torch_private import get_fp32_precision, set_fp32_precision
 
 Switch = tuple[Callable[[], Any], Callable[[Any], object]]
 """A getter, and a setter for the value that the getter returned."""
 
-_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 _FP32_PLACES = [  # in this order: setting a wider one sets the narrower ones
     ("generic", "all"),
     *((family, operation) for family in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
@@ -46,14 +46,20 @@ def _set_inference_mode(is_on: bool) -> None:
         _modes.enter_context(torch.inference_mode())
 
 
+def _autocast_families() -> list[str]:
+    return ["cpu", *filter(None, [current_accelerator()])]
+
+
 def _autocast() -> list[Any]:
-    families = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _AUTOCAST]
+    families = [
+        (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _autocast_families()
+    ]
     return [*families, torch.is_autocast_cache_enabled()]
 
 
 def _set_autocast(values: list[Any]) -> None:
     *families, is_cached = values
-    for family, (is_on, dtype) in zip(_AUTOCAST, families, strict=True):
+    for family, is_on, dtype in families:
         torch.set_autocast_enabled(family, is_on)
         torch.set_autocast_dtype(family, dtype)
     torch.set_autocast_cache_enabled(is_cached)
@@ -61,7 +67,7 @@ def _set_autocast(values: list[Any]) -> None:
 
 def is_as_in_a_new_thread() -> bool:
     """Whether tensors that the calling thread makes are those that a new thread would make, but for gradients."""
-    is_any = torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST))
+    is_any = torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _autocast_families()))
     return not is_any and torch.get_default_device().type == "cpu"
 
 

@@ -30,12 +30,11 @@ import psutil
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.backends import check_index
+from unisono.backends.accelerator import current_accelerator
 from unisono.backends.movement import send
 from unisono.backends.recompilation import RecompilationWatch
-from unisono.backends.usual import UsualBackend
 from unisono.errors import UnisonoError
-from unisono.protocols import Feature, Transport
+from unisono.protocols import Backend, Feature, Transport
 from unisono.randomness import seed_of
 from unisono.torch_private import all_schemas
 from unisono.tree import leaves, map_objects
@@ -54,7 +53,7 @@ _SETTINGS = {
 }
 """What virtual devices on the CPU need, with the reasons; valid for torch_xla 2.9."""
 
-_GOOGLE, _CHIPS = "0x1ae0", {"0x0027", "0x005e", "0x0063", "0x006f", "0x0076"}
+_GOOGLE, _CHIPS = "0x1ae0", {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 """The ids of TPUs v2 to v7 on the PCI bus."""
 
 _NARROWING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")
@@ -74,9 +73,8 @@ _LACKS: dict[Feature, str] = {
 }
 
 
-class XlaBackend(UsualBackend):
+class XlaBackend(Backend):
     name = "xla"
-    process_group_backend = "gloo"
     is_lazy = True
 
     def __init__(self) -> None:
@@ -96,7 +94,7 @@ class XlaBackend(UsualBackend):
         )
 
     def unused_hardware(self) -> str:
-        if os.environ.get("PJRT_DEVICE") or not (chips := _num_chips()):
+        if os.environ.get("PJRT_DEVICE") or current_accelerator() == "tpu" or not (chips := _num_chips()):
             return ""
         missing = _not_installed().partition(": pip")[0]
         missing = missing or ("" if importlib.util.find_spec("libtpu") else "libtpu is not installed")
@@ -130,7 +128,7 @@ class XlaBackend(UsualBackend):
             self._asked = index + 1
             os.environ["CPU_NUM_DEVICES"] = str(self._asked)
         try:
-            check_index(index, self.device_count(), self.name)
+            device = super().device(index)
         except ValueError as error:
             if _missing_reason() or _hardware() != _CPU or index < 0:
                 raise
@@ -138,7 +136,7 @@ class XlaBackend(UsualBackend):
                 f"{error}; set CPU_NUM_DEVICES={index + 1} in the environment before the first use of a device"
             ) from None
         self.runtime()  # the device is about to be used, and torch supports XLA tensors only from here on
-        return torch.device("xla", index)
+        return device
 
     def activate(self, device: torch.device) -> None:
         self.runtime()._XLAC._xla_set_default_device(str(device))

@@ -160,11 +160,17 @@ class Checkpointer:
 
 
 def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = None, **objects: Any) -> Location:
-    """Save objects, by name as for `Checkpointer`, and every rank's random generators, as one checkpoint. All ranks
-    must call it.
+    """Save objects, and every rank's random generators, as one checkpoint. All ranks must call it.
 
-    It returns the checkpoint's path when that is on disk. An existing checkpoint is replaced. `step` is the number of
-    steps to record. Raises the errors of `Checkpointer.save`.
+    It returns when the checkpoint is on disk. Raises the errors of `Checkpointer.save`.
+
+    Args:
+        path: the checkpoint, which is replaced if it exists; or a URL.
+        step: the number of steps to record in the checkpoint.
+        objects: by name, as for `Checkpointer`.
+
+    Returns:
+        The checkpoint's path.
     """
     saved = Saver(world or current_world()).save(Place(folder_at(path)), objects, step)
     assert saved is not None  # only a score can make save return None
@@ -179,7 +185,17 @@ def load(
     world: World | None = None,
     **objects: Any,
 ) -> Loaded | None:
-    """Load objects, under the names by which they were saved, like `Checkpointer.load`. All ranks must call it."""
+    """Load objects, like `Checkpointer.load`. All ranks must call it.
+
+    Args:
+        path: a checkpoint, or a directory of checkpoints; or a URL.
+        must_exist: whether a missing checkpoint is an error; if False, None is returned.
+        allow_other_optimizer: as for `Checkpointer.load`.
+        objects: under the names by which they were saved.
+
+    Returns:
+        What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
+    """
     restored = Saver(world or current_world()).load(folder_at(path), objects, must_exist, allow_other_optimizer)
     return None if restored is None else restored.loaded
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from unisono.backends import get_backend
 from unisono.backends.movement import host_buffer
 from unisono.parallel.strategies.sharded import is_distributed, with_part
 
 
 class HostMemory:
-    """Copies of tensors in main memory, page-locked for CUDA. A save that copies the same tensors allocates nothing."""
+    """Copies of tensors in main memory, page-locked where that is faster. A save of the same tensors allocates none."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
@@ -40,7 +41,7 @@ class HostMemory:
 
     def _buffer(self, source: torch.Tensor) -> torch.Tensor:
         free = self._free.get((source.shape, source.stride(), source.dtype), [])
-        buffer = free.pop() if free else host_buffer(source)
+        buffer = free.pop() if free else host_buffer(source, get_backend(source.device.type).pins_memory)
         self._used.append(buffer)
         return buffer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from unisono.backends import NAMES, get_backend
+from unisono.backends import family_names, get_backend
 from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
@@ -41,14 +41,22 @@ _LARGE_BYTES = 64 << 20
 
 
 def check_devices() -> Iterator[Finding]:
-    """The devices of every family."""
-    families = [get_backend(name) for name in NAMES]
-    for family in (each for each in families if each.is_available()):
-        names = ", ".join(str(family.device(index)) for index in range(family.device_count()))
-        yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)})")
-    for unused in filter(None, (family.unused_hardware() for family in families)):
-        what, _, advice = unused.rpartition(": ")
-        yield Finding("devices", "warning", what, advice)
+    """The devices of every family, or why it has none."""
+    for name in family_names():
+        try:
+            family = get_backend(name)
+        except ImportError as error:
+            what, _, advice = str(error).rpartition("; ")
+            yield Finding("devices", "warning", what, advice)
+            continue
+        if family.is_available():
+            names = ", ".join(str(family.device(index)) for index in range(family.device_count()))
+            yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)})")
+        else:
+            yield Finding("devices", "ok", f"none of {name}: {family.unavailable_reason() or 'there is none here'}")
+        if unused := family.unused_hardware():
+            what, _, advice = unused.rpartition(": ")
+            yield Finding("devices", "warning", what, advice)
 
 
 def check_cores() -> Iterator[Finding]:
@@ -152,7 +160,7 @@ def check_workers() -> Iterator[Finding]:
     if found := describe_launcher():
         yield Finding("workers", "note", f"not started: {found}", "run it again in a plain shell of this machine")
         return
-    for family in filter(_has_two_devices, map(get_backend, NAMES)):
+    for family in filter(_has_two_devices, map(get_backend, family_names())):
         try:
             yield from _try_collectives(family)
         except Exception as error:

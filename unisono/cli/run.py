@@ -104,7 +104,7 @@ def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, h
     """The options of the command line as those of `spawn`."""
     from unisono.launch.options import Cores, Output
 
-    cores = Cores(parsed.num_threads, parsed.num_loader_workers, parsed.pin_cores)
+    cores = Cores(parsed.num_threads, parsed.num_loader_workers, parsed.numa_binding or parsed.pin_cores)
     return {
         "backend": parsed.backend,
         "start_method": parsed.start_method,

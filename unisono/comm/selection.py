@@ -74,9 +74,12 @@ def bound_device(backend: Backend, device: torch.device, asked: str | None = Non
     """The device that torch's group is bound to at its start (`device_id=`), if the family has its own transport.
 
     NCCL then connects immediately, so that its failures occur at the start; and groups of some ranks are split from it.
-    None if the group only supports main memory, such as gloo for two ranks on one GPU.
+    None if the group only supports main memory, such as gloo for two ranks on one GPU; or if torch knows the device as
+    no accelerator, and would refuse it.
     """
-    return None if backend.process_group_backend == "gloo" or asked is not None else device
+    known = torch.accelerator.current_accelerator()
+    is_known = known is not None and known.type == device.type
+    return device if is_known and backend.process_group_backend != "gloo" and asked is None else None
 
 
 def process_communicator(

@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import replace
 from typing import Any, BinaryIO
 
 from unisono.launch.engines import Bundle
@@ -48,7 +47,7 @@ def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) 
     caller = bundle.take_over()
     family = pick_backend(bundle.options.backend)
     check_nprocs(per_machine, family, bundle.options.process_group)
-    job = replace(make_job(bundle.call, per_machine, family, bundle.options), caller=caller)
+    job = make_job(bundle.call, per_machine, family, bundle.options, caller)
     return run_agent(job, MachineOptions(count, count, endpoint, bundle.run_id, number))
 
 

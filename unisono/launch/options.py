@@ -14,7 +14,7 @@ from datetime import timedelta
 from types import NoneType
 from typing import Literal, TypedDict
 
-from unisono.arguments import check_integer, check_type, explain_unknown_names
+from unisono.arguments import check_choice, check_integer, check_type, explain_unknown_names
 from unisono.backends.cores import disjoint_cores, fair_num_threads
 from unisono.protocols import Engine
 
@@ -60,7 +60,9 @@ class Cores:
     Attributes:
         num_threads: CPU threads per worker; None uses OMP_NUM_THREADS, or else divides the usable cores evenly.
         num_loader_workers: DataLoader workers per worker, which then get their share of the cores as well.
-        pin: keep each worker, and the processes it starts, to cores of its own, of one NUMA node where possible.
+        pin: keep each worker, and the processes it starts, to cores of its own, of one NUMA node where possible (True);
+            or to those near its GPU, as torch.numa has them: of the GPU's "node" or "socket", an "exclusive" part of
+            its node, or one "core-complex".
 
     Raises:
         TypeError, ValueError: a value is invalid.
@@ -68,13 +70,15 @@ class Cores:
 
     num_threads: int | None = None
     num_loader_workers: int = 0
-    pin: bool = False
+    pin: bool | str = False
 
     def __post_init__(self) -> None:
         if self.num_threads is not None:
             check_integer(self.num_threads, "num_threads", 1, "pass an integer of at least 1, or None for a fair share")
         check_integer(self.num_loader_workers, "num_loader_workers", 0, "pass the num_workers of the DataLoader")
-        check_type(self.pin, "pin", "pass True or False", bool)
+        check_type(self.pin, "pin", "pass True or False, or a mode of torch.numa, such as 'node'", bool, str)
+        if isinstance(self.pin, str):
+            check_choice(self.pin, "pin", *NEAR_GPUS)
 
     def divide(self, count: int) -> tuple[int, list[set[int]] | None]:
         """The threads of each of `count` workers, and the logical cores of each if they are pinned.
@@ -82,7 +86,7 @@ class Cores:
         Raises:
             ValueError: workers are to be pinned, and there are more of them than logical cores.
         """
-        cores = disjoint_cores(count) if self.pin else None
+        cores = disjoint_cores(count) if self.pin is True else None
         if cores is not None:
             shown = "; ".join(f"rank {rank}: {sorted(own)}" for rank, own in enumerate(cores))
             logger.info("workers are pinned to cores: %s", shown)
@@ -94,6 +98,9 @@ class Cores:
         reason = "as OMP_NUM_THREADS says" if is_asked else f"a fair share of the cores for {count} workers"
         logger.info("%d CPU threads per worker, %s; spawn(..., cores=n) sets another number", threads, reason)
         return threads, cores
+
+
+NEAR_GPUS = ("node", "socket", "exclusive", "core-complex")
 
 
 class SpawnOptions(TypedDict, total=False):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.backends import NAMES
+from unisono.backends import family_names
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.torch_private import default_store
 
@@ -44,7 +44,7 @@ def let_scripts_initialise() -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         asked = signature.bind(*args, **kwargs).arguments
-        if asked.get("backend") in NAMES:
+        if asked.get("backend") in family_names():
             if dist.is_initialized():
                 return
             asked |= {"backend": backend, "init_method": None}

@@ -21,7 +21,7 @@ from unisono.launch.context import ProcessContext
 from unisono.launch.engines import find_engine, spawn_on
 from unisono.launch.hosts.environment import announced_place
 from unisono.launch.hosts.join_world import run_announced
-from unisono.launch.job import Job
+from unisono.launch.job import Caller, Job
 from unisono.launch.messages import shorten_traceback
 from unisono.launch.options import Cores, Options, Output, SpawnOptions
 from unisono.launch.reports import count_of
@@ -168,21 +168,30 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
     return nprocs
 
 
-def make_job(call: bytes, count: int, family: Backend, options: Options) -> Job:
+def make_job(call: bytes, count: int, family: Backend, options: Options, caller: Caller | None = None) -> Job:
     """Make the job of `count` workers on this machine, and prepare this process for them.
+
+    Args:
+        caller: what they take over; None is this process.
 
     Raises:
         ValueError: there are fewer cores than workers to be pinned, or too little memory, files or processes for them.
         UnisonoError: workers cannot be supervised on this platform.
     """
     num_threads, cores = options.shared_cores.divide(count)
+    if isinstance(pin := options.shared_cores.pin, str) and not family.is_accelerated():
+        raise ValueError(
+            f"Cores(pin={pin!r}) keeps workers near their GPUs, and theirs are on {family.name}; pass pin=True"
+        )
     if not hasattr(os, "fork"):
         raise UnisonoError(
             f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
             "or WSL"
         )
     check_room(count)
-    job = Job(call, count, family.name, options, num_threads, cores)
+    caller = caller or Caller()
+    caller = replace(caller, environ={**caller.environ, **family.worker_environment(count)})
+    job = Job(call, count, family.name, options, num_threads, cores, caller)
     _settle_streams()
     return job
 

@@ -35,6 +35,7 @@ import torch.utils.data  # here, so that every fork has it
 
 from unisono import preemption, terminal
 from unisono.backends import get_backend
+from unisono.backends.cores import cores_near
 from unisono.comm.processes import is_of_transport
 from unisono.comm.selection import translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
@@ -235,12 +236,15 @@ def mark_records(rank: int) -> None:
 
 
 def _join_world(job: Job, place: RankPlace) -> World:
+    options, backend = job.options, get_backend(job.backend)
+    # Before any thread exists: threads inherit it.
     if job.cores is not None:
-        os.sched_setaffinity(0, job.cores[place.local_rank])  # before any thread exists: threads inherit it
+        os.sched_setaffinity(0, job.cores[place.local_rank])
+    elif isinstance(pin := options.shared_cores.pin, str):
+        os.sched_setaffinity(0, cores_near(place.local_rank % max(1, backend.device_count()), pin))
     torch.set_num_threads(job.num_threads)
-    options = job.options
     timeout = timedelta(seconds=options.timeout_s)
-    world = join(place, get_backend(job.backend), timeout, options.process_group)
+    world = join(place, backend, timeout, options.process_group)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for child processes; this process has already read them
         os.environ.setdefault(name, str(job.num_threads))
     return world

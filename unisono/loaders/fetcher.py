@@ -6,7 +6,7 @@ the process's random generators for each sample; in the parent the training loop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -39,6 +39,35 @@ class Request(NamedTuple):
     epoch: int
     seed: int
     step: int = 1
+
+
+class Listed(NamedTuple):
+    """A list that a `collate_fn` has returned, where the samples show what it holds.
+
+    Attributes:
+        holds_samples: whether these are its elements; otherwise they are fields.
+    """
+
+    batch: list[Any]
+    holds_samples: bool
+
+
+def collated(collate: Callable[[Any], Any], samples: Any) -> Any:
+    """The batch that a `collate_fn` makes of samples, as a `Listed` where these show what its list holds."""
+    batch = collate(samples)
+    if collate is default_collate or type(batch) is not list or type(samples) is not list or not batch:
+        return batch
+    own = {*map(id, samples)}
+    if all(id(each) in own for each in batch):
+        return Listed(batch, True)
+    # Of each field an element; samples, made anew, would be as many by accident.
+    if len(samples) != len(batch) and {_num_fields(each) for each in samples if each is not None} == {len(batch)}:
+        return Listed(batch, False)
+    return batch
+
+
+def _num_fields(sample: Any) -> int | None:
+    return len(sample) if isinstance(sample, tuple | list) else None
 
 
 class Fetcher:
@@ -116,7 +145,8 @@ class Fetcher:
             self._draws = True
 
     def _make(self, request: Request, is_seeded: bool, begun: Sequence[Any] = ()) -> Any:
-        self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
+        if self._set_epoch:
+            self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
         if not self._is_batched:
             return self._collate(self._sample(request, 0, is_seeded))
         if self._has_rows:
@@ -138,7 +168,7 @@ class Fetcher:
         else:
             samples = self._plain_samples(request.indices, begun)
         try:
-            return self._collate(samples)
+            return collated(self._collate, samples)
         except Exception as error:
             error.add_note(f"while the samples with indices {few(request.indices)} were collated")
             raise
@@ -163,12 +193,12 @@ class Fetcher:
             raise
 
     def _plain_samples(self, indices: Sequence[Any], begun: Sequence[Any]) -> list[Any]:
-        dataset, index, samples = self._dataset, None, [*begun]
-        rest = indices[len(begun) :] if begun else indices
+        dataset, index = self._dataset, None
         try:
-            if type(at) is list:  # in the parent, where nobody reads it
-                return samples + [dataset[index := each] for each in rest]
-            for at[0], index in enumerate(rest, len(begun)):
+            if type(at) is list and not begun:  # in the parent, where nobody reads it
+                return [dataset[index := each] for each in indices]
+            samples = [*begun]
+            for at[0], index in enumerate(indices[len(begun) :], len(begun)):
                 samples.append(dataset[index])
             return samples
         except Exception as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import NoneType
 from typing import Any, TypeGuard
 
@@ -160,7 +160,7 @@ class IndexedSource:
 
 
 def _as_requested(made: list[Made]) -> list[Piece]:
-    return [job.piece(batch) for job, batch in made]
+    return [Piece(batch, job.claim, job.position) for job, batch in made]
 
 
 def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
@@ -177,34 +177,37 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
     def leave_out(samples: list[int]) -> None:
         left_out([samples[place] for place in rule.kept])
 
-    dealt_rounds = rounds(batches, rule, _num_indices, batches.nominal, start, leave_out)
-    for dealt in dealt_rounds:
-        position = {"offset": dealt.stop * rule.shards}
+    parts: list[Part] = []
+    # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
+    shards, is_marked = rule.shards, rule.shards == 1 and rule.count > len(rule.kept)
+    for dealt in rounds(batches, rule, _num_indices, batches.nominal, start, leave_out):
+        if dealt.parts is not parts:
+            parts = dealt.parts
+            plans = [_plan(dealt, parts[place], rule) for place in rule.kept]
+        position = {"offset": dealt.stop * shards}
         mark = 0
-        # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
-        if rule.shards == 1 and rule.count > len(rule.kept):
+        if is_marked:
             mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in dealt.batches if batch])
         jobs = []
-        for place in rule.kept:
-            part = dealt.parts[place]
-            # With shards, no rank knows the size of the whole round.
-            total = part.total if rule.shards == 1 else None
-            claim = Claim(part.samples, total, mark, part.repeated, len(dealt.batches))
-            jobs.append(Job(_request(dealt, part, rule, epoch, seed), claim, position))
+        for part, behind, claim in plans:
+            batch, own = dealt.batches[part.batch], part.stop - part.start
+            if part.padding:
+                indices = [batch[place] for place in part.order()]
+            else:
+                indices = batch if own == len(batch) else batch[part.start : part.stop]
+            request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
+            jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
     if batches.left_out:
         leave_out([part.samples for part in deal([Size(batches.left_out)], rule.count)])
 
 
-def _request(dealt: Round[list[Any]], part: Part, rule: Rule, epoch: int, seed: int) -> Request:
-    batch = dealt.batches[part.batch]
-    start = dealt.start + sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
-    own = part.stop - part.start
-    if part.padding:
-        indices = [batch[place] for place in part.order()]
-    else:
-        indices = batch if own == len(batch) else batch[part.start : part.stop]
-    return Request(indices, start * rule.shards + rule.shard, own, epoch, seed, rule.shards)
+def _plan(dealt: Round[list[Any]], part: Part, rule: Rule) -> tuple[Part, int, Claim]:
+    """What is equal for a part of all rounds that are dealt equally: where in the round it begins, and its claim."""
+    behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
+    # With shards, no rank knows the size of the whole round.
+    total = part.total if rule.shards == 1 else None
+    return part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
 
 
 def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int) -> Iterator[list[Made]]:
@@ -241,7 +244,10 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: in
 
 
 def _num_indices(indices: list[Any], _: bool) -> Size:
-    return Size(len(indices))
+    return _size(len(indices))
+
+
+_size = lru_cache(Size)  # most batches have the same
 
 
 def _local(offset: int, shards: int) -> int:

@@ -24,6 +24,7 @@ from unisono.randomness import seed_of, seeded
 
 _NO_GENERATOR = object()
 _END = object()
+_CHUNK = 1024  # indices that are made numbers of Python's at once
 _AT_ONCE = 1 << 22  # indices; some seconds and 100 MB
 
 
@@ -76,9 +77,11 @@ class Batches:
 
 
 def _slices(order: Sequence[Any] | torch.Tensor, places: range, size: int) -> Iterator[list[Any]]:
-    for start in places[::size]:
-        some = order[start : min(start + size, places.stop)]
-        yield some.tolist() if isinstance(some, torch.Tensor) else list(some)
+    chunk = max(_CHUNK // size, 1) * size
+    for begin in places[::chunk]:
+        some = order[begin : min(begin + chunk, places.stop)]
+        indices = some.tolist() if isinstance(some, torch.Tensor) else list(some)
+        yield from (indices[start : start + size] for start in range(0, len(indices), size))
 
 
 def _behind(batches: Iterable[list[Any]], offset: int) -> Iterator[list[Any]]:

@@ -17,7 +17,7 @@ import torch
 from unisono.errors import UnpicklableError
 from unisono.loaders.shm import share
 from unisono.outcome import Outcome
-from unisono.tree import objects
+from unisono.tree import tensors
 
 _MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
 # A view as another type must begin at a whole element; 64 is also torch's own alignment on the CPU.
@@ -100,8 +100,10 @@ def _apart(batch: Any, whole: torch.Tensor) -> Any:
 def has_many(batch: Any) -> bool:
     """Whether the batch has so many tensors that it should be merged, if `can_surely_be_sent`; and they stay what they
     are: of their strides, devices and quantisation nothing is sent."""
-    found = [leaf for leaf in objects(batch) if isinstance(leaf, torch.Tensor)]
-    return len(found) > _MANY and all(each.is_cpu and each.is_contiguous() and not each.is_quantized for each in found)
+    found = tensors(batch)
+    return len({*map(id, found)}) > _MANY and all(
+        each.is_cpu and each.is_contiguous() and not each.is_quantized for each in found
+    )
 
 
 def pack(batch: Any, whose: str) -> Any:

@@ -98,7 +98,7 @@ class Lane:
     Attributes:
         sent, received: the numbers of batches that were put in, and that its loop took out.
         progress: the progress of its loop.
-        is_direct: whether nothing has to be moved, so that the reader delivers batches itself.
+        is_direct: whether nothing has to be moved, or the loop does it, so that the reader delivers batches itself.
         entry: the channel into which the reader puts.
     """
 
@@ -110,7 +110,7 @@ class Lane:
         self.sent = self.received = 0
         self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
-        self.is_direct = not backend.moves_in_background
+        self.is_direct = not backend.moves_in_background or backend.moves_in_loop
         self._most_moved = max(pipeline.prefetch // 2, 1)
         self._most_waiting = pipeline.prefetch
         if self.is_direct:  # as many as in both channels, with the one that would be moved
@@ -137,9 +137,9 @@ class Lane:
         # `asked_at` is 0 if no other lane can have held up the reader: `divide` then finds no time for peers.
         sent_at = perf_counter_ns() if asked_at else loaded_at
         item = Delivery(piece.batch, None, piece.claim, piece.position, size, Stamps(asked_at, loaded_at, sent_at))
-        if self.is_direct:
+        if self.is_direct and not self.backend.moves_in_loop:
             try:
-                item = self.move(item)
+                item = self.move(*item)
             except BaseException as error:
                 self.fail(Outcome.failure(error))
                 return False
@@ -163,14 +163,13 @@ class Lane:
 
     # The transfer's end.
 
-    def move(self, loaded: Delivery) -> Delivery:
-        """Move a batch to the device, or start its move."""
+    def move(self, batch: Any, _: None, *rest: Any) -> Delivery:
+        """Move a batch to the device, or start its move; the arguments are the fields of its delivery."""
         try:
-            batch, token = self.backend.to_device(loaded.batch, self.device)
+            return Delivery(*self.backend.to_device(batch, self.device), *rest)
         except BaseException as error:
             error.add_note(f"while a batch was moved to {self.device}")
             raise
-        return loaded._replace(batch=batch, token=token)
 
     def may_move(self) -> bool:
         """Whether there is room for another batch on the device. Called under the lock."""
@@ -185,7 +184,14 @@ class Lane:
 
     def receive(self) -> Delivery:
         """Return the next batch; as `Channel.receive`."""
-        return self.outbox.receive()
+        delivery = self.outbox.receive()
+        if not self.backend.moves_in_loop:
+            return delivery
+        try:
+            return self.move(*delivery)
+        except BaseException:
+            self.cancel()  # the loop does not go on without this batch
+            raise
 
     @property
     def is_empty(self) -> bool:
@@ -290,7 +296,9 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     round_number = lanes[0].sent  # the loop itself may have read some
     pieces: list[Piece] | None
     try:
-        if len(lanes) == 1:  # tensors that the dataset itself moves by `.cuda()` go to the loop's device
+        if (
+            len(lanes) == 1 and not lanes[0].backend.moves_in_loop
+        ):  # tensors that the dataset itself moves by `.cuda()` go to the loop's device
             lanes[0].backend.activate(lanes[0].device)
         while (pieces := next(source, None)) is not None:
             loaded_at = perf_counter_ns()
@@ -324,7 +332,7 @@ def transfer(lane: Lane) -> None:
                 if not outbox.wait_for_room(lane.may_move):
                     break  # the lane is cancelled
                 with track.span(MOVE):
-                    delivery = lane.move(loaded)
+                    delivery = lane.move(*loaded)
                 del loaded  # else this thread would keep the batch alive while it waits for the next
                 outbox.send(delivery)
                 del delivery

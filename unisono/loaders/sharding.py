@@ -221,17 +221,16 @@ def _sharing(batches: int, rank: int, count: int) -> tuple[int, int, int]:
 
 
 class Round(NamedTuple, Generic[B]):
-    """The batches of one round, their sizes, and each rank's part; `start` samples of the epoch come before it."""
+    """The batches of one round, their sizes, and each rank's part: samples `start` to `stop` of the epoch.
+
+    Rounds of equal sizes share one list of parts.
+    """
 
     batches: list[B]
     sizes: list[Size]
     parts: list[Part]
     start: int
-
-    @property
-    def stop(self) -> int:
-        """The number of the epoch's samples up to its end."""
-        return self.start + sum([size.samples for size in self.sizes])
+    stop: int
 
 
 def rounds(
@@ -260,9 +259,13 @@ def rounds(
     # A resumed epoch began with a batch that is not seen here; a full one, unless its size was saved.
     reference = first or (nominal if start else None)
     largest = nominal or first or 0
-    while group := list(islice(source, rule.batches)):
+    width, before, parts, samples = rule.batches, list[Size](), list[Part](), 0
+    while group := list(islice(source, width)):
         is_whole = len(group) == rule.count and rule.tail != "pad"
         sizes = [size_of(batch, not is_whole) for batch in group]
+        if sizes == before:  # as most rounds: it passes the same checks, and is dealt equally
+            yield Round(group, sizes, parts, start, start := start + samples)
+            continue
         if not nominal:
             largest = max(largest, *(size.samples for size in sizes))
         is_tail = len(group) < rule.batches or (nominal is not None and min(sizes).samples < nominal)
@@ -285,9 +288,9 @@ def rounds(
             left_out([part.samples for part in deal(sizes, rule.count)])
             return
         full = -(-largest // rule.count) if rule.shares_batches else largest
-        dealt = Round(group, sizes, deal(sizes, rule.count, full if rule.tail == "pad" else 0), start)
-        yield dealt
-        start = dealt.stop
+        parts = deal(sizes, rule.count, full if rule.tail == "pad" else 0)
+        before, samples = sizes, sum(size.samples for size in sizes)
+        yield Round(group, sizes, parts, start, start := start + samples)
 
 
 def check_sizes_known(sizes: Sequence[Size]) -> None:

@@ -19,7 +19,7 @@ except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
 from unisono.outcome import add_note_once, chain_of
-from unisono.tree import objects
+from unisono.tree import tensors
 
 SHM = Path("/dev/shm")
 
@@ -45,9 +45,9 @@ def share(batch: Any) -> None:
 
     torch's own sending thread would print the error and drop the batch, and the receiver would wait forever.
     """
-    for leaf in objects(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.is_cpu and has_storage(leaf) and leaf.untyped_storage().nbytes():
-            leaf.share_memory_()
+    for each in tensors(batch):
+        if each.is_cpu and has_storage(each) and each.untyped_storage().nbytes():
+            each.share_memory_()
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -298,7 +298,7 @@ def rounds_of_loaded(
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)
         position = behind(dealt.stop * rule.shards, done, first)
-        whole = Round(batches, dealt.sizes, dealt.parts, dealt.start)
+        whole = Round(batches, *dealt[1:])
         mark = mark_of(dealt.start, dealt.sizes, [glimpse(batch) for batch in batches]) if is_marked else 0
         pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept]
         if rule.shards > 1:  # no rank knows the whole round's size, so this rank's claim has no total

@@ -115,7 +115,7 @@ class PartReader(IterableDataset[Packed]):
                 continue
             read = samples.read()
             try:
-                batch = self.collate(chunk[0] if self.size is None else chunk)
+                batch = self.collate(chunk[0]) if self.size is None else fetcher.collated(self.collate, chunk)
             except Exception as error:
                 error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
                 raise

@@ -26,7 +26,7 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono.loaders.made_rows import num_rows
+from unisono.loaders.made_rows import num_rows, unlisted
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, LeftOut, Loaded, makes_batches_alike, rounds_of_loaded
@@ -194,7 +194,8 @@ class _Reading:
         if not self._is_uneven:  # otherwise these are matters of all ranks
             self._same.compare(made.read)
             self._taken = self._taken.after([made.read])
-        return made.batch, None if made.samples is None else num_rows(made.batch, made.samples, self._dim)
+        batch, listed = unlisted(made.batch)
+        return batch, None if made.samples is None else num_rows(batch, made.samples, self._dim, listed)
 
     def position(self, offset: int, *_: int) -> Any:
         return self._read if self._is_uneven else self._taken.to_state(offset)

@@ -25,6 +25,7 @@ from unisono.tree import nbytes
 
 _SWITCH_NS = 100_000  # a change of thread
 _LONG_NS = 100 * _SWITCH_NS
+_HERE = Stamps()  # if nothing is moved, all of a wait is for the source
 _FEW, _MANY = 3, 8  # slow batches at the beginning of a loop after which the reader takes over; and more of them later
 
 
@@ -82,20 +83,24 @@ class Unthreaded:
         if pieces is None:
             raise EndOfChannel
         (piece,) = pieces
+        batch, claim, position = piece
         now = perf_counter_ns()
-        stamps = Stamps(loaded_at=now, sent_at=now)
-        loaded = Delivery(piece.batch, None, piece.claim, piece.position, nbytes(piece.batch), stamps)
+        stamps = _HERE if lane.is_direct else Stamps(0, now, now)
         lane.sent += 1
         lane.received += 1
-        moved = lane.move(loaded)
-        if self._read_ahead is not None:
-            took = perf_counter_ns() - began
-            self._slow = self._slow + 1 if took > _SWITCH_NS else max(self._slow - 1, -_MANY)
-            if self._slow >= _FEW or (lane.sent == 1 and took > _LONG_NS):
-                source, self._source = self._source, iter(())
-                try:
-                    self._read_ahead(source)
-                    self._is_ahead = True
-                except Exception as error:  # after this batch, as an error of the source
-                    self._end = copy_error(error).with_traceback(None)
+        moved = lane.move(batch, None, claim, position, nbytes(batch), stamps)
+        if now - began > _SWITCH_NS:
+            self._slow += 1
+            if self._read_ahead and (self._slow >= _FEW or (lane.sent == 1 and now - began > _LONG_NS)):
+                self._let_read_ahead(self._read_ahead)
+        elif self._slow > -_MANY:
+            self._slow -= 1
         return moved
+
+    def _let_read_ahead(self, start: Callable[[Iterator[list[Piece]]], None]) -> None:
+        source, self._source = self._source, iter(())
+        try:
+            start(source)
+            self._is_ahead = True
+        except Exception as error:  # after this batch, as an error of the source
+            self._end = copy_error(error).with_traceback(None)

@@ -275,8 +275,15 @@ class Served:
             if dead is None and isinstance(error, RuntimeError):
                 raise
             how = "died" if dead is None else f"(pid {dead.pid}) {describe_exit(dead.exitcode)}"
-            is_full = dead is not None and dead.exitcode == -signal.SIGBUS
-            why = why_full() if is_full else "unless it was killed on purpose, the usual reason is a lack of memory"
+            code = None if dead is None else dead.exitcode
+            why = "unless it was killed on purpose, the usual reason is a lack of memory"
+            if code == -signal.SIGBUS:
+                why = why_full()
+            elif code is not None and code > 0:
+                why = (
+                    "what it has printed says why; with a multiprocessing_context that is not 'fork', the script runs "
+                    "there once more, and its calls must stand below `if __name__ == '__main__':`"
+                )
             raise RuntimeError(f"a DataLoader worker {how} before its batch was received; {why}") from error
 
 

@@ -119,8 +119,8 @@ def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int 
 
 
 def warn_of_unequal_buffers(module: nn.Module, world: World) -> bool:
-    """Return whether the buffers of the ranks differ. Warn on rank zero if its buffers are about to replace others of the ranks, which have other values. Those of
-    BatchNorm always have, unless it is synchronised (docs/limits.md). A collective."""
+    """Warn on rank zero if its buffers are about to replace others of the ranks, which have other values, and return
+    whether they have. Those of BatchNorm always have, unless it is synchronised (docs/limits.md). A collective."""
     named: dict[str, torch.Tensor] = {
         f"the buffer {f'{path}.{name}' if path else name!r}": buffer
         for path, part in module.named_modules()

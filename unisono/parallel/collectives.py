@@ -150,7 +150,8 @@ def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
         TypeError: something in the batch is not a tensor, or `valid_samples` is not an integer.
         ValueError: a tensor has fewer samples than that, or no such dimension.
     """
-    check_type(valid_samples, "valid_samples", "pass an integer", int)
+    unknown = "a loader's is None where a batch does not say how many samples it holds; count them, as in len(labels)"
+    check_type(valid_samples, "valid_samples", unknown if valid_samples is None else "pass an integer", int)
     for leaf in leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(

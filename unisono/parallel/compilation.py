@@ -24,12 +24,14 @@ Invariants:
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import CodeType, FunctionType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -40,10 +42,8 @@ from unisono.comm.gate import compiling
 from unisono.torch_private import (
     CALL,
     COMPILED_CALL,
-    CodeAction,
-    CodeStrategy,
+    GRAPH_RULES,
     compile_session_context,
-    set_code_strategy,
     set_lru_cache,
 )
 from unisono.world import World
@@ -58,7 +58,7 @@ class _Family:
     def __init__(self) -> None:
         self.known: set[object] = set()
         # `replace` makes a copy: the functions of `_frame` share one code object, and families must not.
-        self.code: CodeType = _frame(nn.Identity()).__code__.replace()
+        self.code: CodeType = _FRAME.replace()
 
 
 known_families: WeakKeyDictionary[type[nn.Module], dict[object, _Family]] = WeakKeyDictionary()
@@ -93,8 +93,10 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
     families = known_families.setdefault(type(module), {})
     # `setdefault` is atomic: replicas that are compiled at the same time get the same family.
     family = families.setdefault((_structure(module), repr(sorted(options.items()))), _Family())
-    if type(module).forward.__module__.startswith("torch."):  # torch does not compile the root frame of its own classes
-        compiled = torch.compile(_with_a_frame(module, family), **options)
+    if _is_of_torch(module):
+        # Torch stores compiled code with the frame's code object, which is therefore the same for all replicas, and
+        # another one for other modules.
+        compiled = torch.compile(_with_a_frame(getattr(module, CALL), family.code), **options)
     else:
         module.compile(**options)
         compiled = getattr(module, COMPILED_CALL)
@@ -103,19 +105,31 @@ def compile_module(module: nn.Module, world: World, **options: Any) -> nn.Module
     return module
 
 
-def _with_a_frame(module: nn.Module, family: _Family) -> Callable[..., Any]:
-    """The module's call in a frame that torch compiles. Torch stores compiled code with the frame's code object, which
-    is therefore the same for all replicas, and another one for other modules."""
-    call = _frame(module)
-    call.__code__ = family.code
+def compilable(module: nn.Module) -> Callable[..., Any]:
+    """What runs the module, so that a torch.compile around it compiles that."""
+    return _with_a_frame(module, _FRAME) if _is_of_torch(module) else module
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether the module is of one of torch's own classes, whose frames torch does not compile."""
+    return type(module).forward.__module__.startswith("torch.")
+
+
+def _with_a_frame(run: Callable[..., Any], code: CodeType) -> Callable[..., Any]:
+    """The same call in a frame of that code, which torch compiles."""
+    call = _frame(run)
+    call.__code__ = code
     return call
 
 
-def _frame(module: nn.Module) -> FunctionType:
+def _frame(run: Callable[..., Any]) -> FunctionType:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(module, CALL)(*args, **kwargs)
+        return run(*args, **kwargs)
 
     return cast(FunctionType, call)
+
+
+_FRAME = _frame(nn.Identity()).__code__.replace(co_filename="<model>")  # see `keep_out_of_graphs`
 
 
 def _keep_order() -> None:
@@ -250,27 +264,38 @@ def _general(leaf: Any) -> object:
     return type(leaf) if isinstance(leaf, float) else _exact(leaf)
 
 
+@cache
 def keep_out_of_graphs() -> None:
     """Have torch.compile leave this package's functions out of its graphs: it compiles what a prepared model runs, the
-    user's module, as if that were compiled itself. What has been imported since the last call is marked."""
-    skips = CodeStrategy(CodeAction.SKIP, CodeAction.DEFAULT)  # the function itself, not those that it calls
-    for name in [each for each in sys.modules if each.startswith("unisono.") and each not in _kept_out]:
-        _kept_out.add(name)
-        for code in _codes_in(vars(sys.modules[name]).values(), name):
-            set_code_strategy(code, skips)
+    user's module, as if that were compiled itself."""
+    _keep_order()
+    if GRAPH_RULES in sys.modules:
+        _leave_out()
+    else:
+        sys.meta_path.insert(0, _Compiler())
 
 
-_kept_out: set[str] = set()  # names of modules
+def _leave_out() -> None:
+    from unisono.torch_private import leave_out_of_graphs
+
+    leave_out_of_graphs(__package__.partition(".")[0])
 
 
-def _codes_in(values: Iterable[Any], module: str) -> Iterator[CodeType]:
-    """The code of functions that the module defines, methods and nested functions among them."""
-    for each in list(values):
-        if isinstance(each, type) and each.__module__ == module:
-            yield from _codes_in(vars(each).values(), module)
-        function = inspect.unwrap(getattr(getattr(each, "fget", each), "__func__", each))
-        if isinstance(function, FunctionType) and function.__module__ == module:
-            codes = [function.__code__]
-            for code in codes:  # which grows
-                yield code
-                codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+class _Compiler(MetaPathFinder):
+    """Waits for torch's compiler, whose import takes seconds that most scripts need not spend."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != GRAPH_RULES:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        assert spec is not None, "the import would fail"
+        assert spec.loader is not None, "it is a file"
+        execute = spec.loader.exec_module
+
+        def execute_and_add(module: ModuleType) -> None:
+            execute(module)
+            _leave_out()
+
+        spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]
+        return spec

@@ -14,9 +14,10 @@ autocast and context variables.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,8 @@ from unisono.parallel.replicas import ReplicaThreads
 from unisono.randomness import seed_of
 from unisono.timeline import Timeline
 from unisono.world import World, current_world, meet_anew, solo_world, thread_worlds, use_world
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -88,6 +91,9 @@ class DataParallel:
                 device_ids = [family.device(index) for index in range(family.device_count())]
             resolved = resolve_devices(device_ids)
         self.devices = [str(device) for _, device in resolved]
+        backend = resolved[0][0]
+        if len(resolved) > 1 and backend.is_accelerated() and backend.unsupported_reason("process_group") is None:
+            _recommend_processes(backend.name)
         self._resolved = resolved
         self._threads = ReplicaThreads(len(resolved))
         self._calls: dict[object, None] = {}  # the mark of the running call, then of calls that are being refused
@@ -365,6 +371,16 @@ def _refuse_ranks(world: World) -> None:
             f"DataParallel in rank {world.rank} of {world.world_size}: its threads would meet only each other, not the "
             "other ranks; use one or the other"
         )
+
+
+@cache
+def _recommend_processes(name: str) -> None:
+    logger.warning(
+        "DataParallel runs its replicas as threads of one process, which take turns at Python, so that each %s device "
+        "waits while another one gets its work; on several devices take processes: unisono.spawn(fn), or `unisono run "
+        "script.py`, with the same loop",
+        name,
+    )
 
 
 def _only_device(module: nn.Module) -> torch.device:

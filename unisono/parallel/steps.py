@@ -415,7 +415,7 @@ class Steps:
             return step.state != COLLECTING
         # The pass that begins the next visit is still to come.
         loop = self.world.state.deliveries.innermost() if origin is None else None
-        batch = origin.batch if origin is not None else loop.batches[-1] if loop is not None else None
+        batch = origin.batch if origin is not None else loop.last if loop is not None else None
         count = 0 if step.state == TAKEN else step.count
         return count + 1 >= every or self._ends_loop(batch)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -216,6 +216,11 @@ def test_an_fsdp_plugin_shards(mode: Mode) -> None:
     [
         ({}, FSDP()),
         ({"reshard_after_forward": False}, FSDP(reshard_after_forward=False)),
+        (
+            {"mixed_precision_policy": MixedPrecisionPolicy(output_dtype=torch.float32, cast_forward_inputs=False)},
+            FSDP(output_dtype=torch.float32, cast_forward_inputs=False),
+        ),
+        ({"mixed_precision_policy": MixedPrecision(torch.bfloat16)}, FSDP(param_dtype=torch.bfloat16)),
         ({"sharding_strategy": "SHARD_GRAD_OP"}, FSDP(reshard_after_forward=False)),
         ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, FSDP(reshard_after_forward=False, replicas=3)),
     ],

@@ -145,7 +145,7 @@ def test_a_worker_that_the_killer_has_ended_is_told_with_the_story_of_its_memory
             (group / "cgroup.procs").write_text(str(os.getpid()))
             held = []
             for num_samples in (1, 3):  # one from before it grows, one that began after
-                until(lambda wanted=num_samples: samples.read_text().count('"rank": 1,') >= wanted)
+                until(lambda wanted=num_samples: samples.exists() and samples.read_text().count('"rank": 1,') >= wanted)
                 held += [bytearray(b"x") * STEP for _ in range(LIMIT // STEP // 2)]
             while True:
                 held.append(bytearray(b"x") * STEP)

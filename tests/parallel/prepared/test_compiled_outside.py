@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, devices
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import Plain, State, assert_all_are, loader_of, seeded, sgd
+from twin import Plain, State, assert_all_are, loader_of, seeded, sgd, whole
 
-from unisono import Accelerator
+from unisono import Accelerator, DataParallel, optimizer_step
 
 BATCH = 3
 
 
-class Network(nn.Module):
+class Perceptron(nn.Module):
     """Of a class of its own: torch compiles the frames of users' classes."""
 
     def __init__(self) -> None:
@@ -28,37 +28,98 @@ class Network(nn.Module):
         return self.second(torch.tanh(self.first(inputs)))  # type: ignore[no-any-return]
 
 
-def train(accelerator: Any, loader: DataLoader[Any], is_part: bool) -> tuple[State, int]:
-    """The weights, and the number of graphs."""
-    torch._dynamo.reset()
+class Convolution(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.convolution = nn.GroupNorm(1, 2), nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(torch.relu(self.convolution(inputs[:, None]))).mean(1))
+
+
+class Transformer(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Linear(1, 4), nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.layer(self.embedding(inputs[..., None])).mean(2))
+
+
+def sequence() -> nn.Module:
+    """Of a class of torch's own, whose frames torch does not compile."""
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs() -> None:
+    torch.compiler.reset()
+
+
+NETWORKS = (Perceptron, Convolution, Transformer)
+
+
+def train(
+    accelerator: Any, loader: DataLoader[Any], make: Any, is_part: bool = False, epochs: int = 2
+) -> tuple[State, int]:
+    """The weights, and the number of graphs. A break in one is an error, unless the model is a part of a function."""
     graphs = []
 
     def keep(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    network = seeded(Network().double(), 0)
+    network = seeded(make().double(), 0)
     network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    computed = torch.compile((lambda inputs: network(inputs)) if is_part else network, backend=keep)
-    for _ in range(2):
+    computed = torch.compile(
+        (lambda inputs: network(inputs)) if is_part else network, backend=keep, fullgraph=not is_part
+    )
+    for _ in range(epochs):
         for inputs, targets, _ in loader:
             accelerator.backward(F.mse_loss(computed(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-    return network.state_dict(), len(graphs)
+        network.eval()
+        with torch.no_grad():
+            computed(inputs)
+        network.train()
+    return whole(network), len(graphs)
 
 
-@pytest.mark.parametrize("is_part", [False, True], ids=["the model", "a function that calls it"])
-@pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
-def test_a_prepared_model_is_compiled_as_the_module_alone(mode: Mode, is_part: bool) -> None:
-    plain, count = train(Plain(), loader_of(24, mode.ranks * BATCH), is_part)
-    found = mode.run(lambda: train(Accelerator(), loader_of(24, BATCH), is_part))
-    assert_all_are([state for state, _ in found], plain)
-    assert [graphs for _, graphs in found] == [count] * mode.ranks
+@pytest.mark.parametrize(
+    ("mode", "strategy", "networks"),
+    [
+        pytest.param(SOLO, "ddp", (*NETWORKS, sequence), id="one rank"),
+        pytest.param(THREADS_2, "ddp", (*NETWORKS, sequence), id="threads"),
+        pytest.param(PROCESSES_2, "ddp", (*NETWORKS, sequence), id="ddp"),
+        pytest.param(PROCESSES_2, "zero1", NETWORKS, id="zero1"),
+        pytest.param(PROCESSES_2, "fsdp", NETWORKS, id="fsdp"),
+    ],
+)
+def test_a_prepared_model_is_compiled_as_the_module_alone(mode: Mode, strategy: str, networks: Any) -> None:
+    plain = [train(Plain(), loader_of(24, mode.ranks * BATCH), each) for each in networks]
+    assert [graphs for _, graphs in plain] == [2] * len(networks)  # for training and evaluation
+    torch.compiler.reset()
+    found = mode.run(lambda: [train(Accelerator(strategy=strategy), loader_of(24, BATCH), each) for each in networks])
+    for number, (state, graphs) in enumerate(plain):
+        assert_all_are([rank[number][0] for rank in found], state)
+        assert [rank[number][1] for rank in found] == [graphs] * mode.ranks
 
 
-def test_replicas_may_compile_it_too() -> None:
-    plain, _ = train(Plain(), loader_of(24, 2 * BATCH), False)
-    assert_all_are(
-        [state for state, _ in THREADS_2.run(lambda: train(Accelerator(), loader_of(24, BATCH), False))], plain
-    )
+def test_so_is_one_that_a_compiled_function_calls() -> None:
+    plain, found = (train(each, loader_of(24, BATCH), Perceptron, True) for each in (Plain(), Accelerator()))
+    assert_all_are([found[0]], plain[0])
+    assert found[1] == plain[1]
+
+
+def test_replicas_may_be_compiled_by_hand_too() -> None:
+    def loop(replica: nn.Module, loader: Any, *_: Any) -> State:
+        computed, optimizer = torch.compile(replica, backend="eager", fullgraph=True), sgd(replica.parameters())
+        for inputs, targets, _ in loader:
+            F.mse_loss(computed(inputs), targets).backward()
+            optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return whole(replica)
+
+    found = DataParallel(seeded(Perceptron().double()), devices(2))(loop, loader_of(24, BATCH))
+    assert_all_are(found, train(Plain(), loader_of(24, 2 * BATCH), Perceptron, epochs=1)[0])

@@ -11,8 +11,10 @@ from modes import PROCESSES_2, Mode
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from twin import assert_same_bits
 
+from unisono import Accelerator
 from unisono.parallel.strategies.hooks import attach_hook
 from unisono.world import current_world
 
@@ -196,3 +198,32 @@ def test_names_options_and_types_that_do_not_fit_are_told():
         assert "'rank'" in unknown
         assert "matrix_approximation_rank, start_powerSGD_iter" in unknown
         assert "'0.weight' is torch.complex128" in complex_numbers
+
+
+class Multiplied(TorchDispatchMode):
+    """Counts elements that are multiplied or divided, in C++, too."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.strip("_") in ("mul", "div"):
+            self.elements += result.numel()
+        return result
+
+
+def test_no_gradient_is_multiplied_that_plain_ddp_would_not_multiply() -> None:
+    def body() -> list[int]:
+        counts = []
+        for prepare in (DistributedDataParallel, Accelerator(strategy="ddp").prepare):
+            network: Any = prepare(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2)))
+            for _ in range(3):
+                loss = network(torch.ones(2, 5)).sum()
+                with Multiplied() as multiplied:
+                    loss.backward()
+            counts.append(multiplied.elements)
+        return counts
+
+    for plain, ours in PROCESSES_2.run(body):
+        assert ours <= plain
+        assert plain == 58  # each gradient, once: what is counted is there

@@ -15,6 +15,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 from modes import PROCESSES_2, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from twin import State, assert_all_are, compare, loader_of, seeded, sgd, steps
 
 from unisono import Accelerator, strategies
@@ -46,6 +47,7 @@ def test_a_name_stands_for_the_defaults(name: str) -> None:
         FSDP(units=()),
         FSDP(offload=True),
         FSDP(units=(nn.Linear,), reshard_after_forward=False),
+        FSDP(units=(nn.Linear,), prefetch=2),
         FSDP(reduce_dtype=torch.float64),
     ],
     ids=str,
@@ -129,6 +131,7 @@ def test_groups_of_ranks_that_have_all_parameters_train_as_one_and_clip_by_one_n
     [
         (lambda: FSDP(replicas=0), "replicas=0 is too small; pass a number of groups"),
         (lambda: FSDP(replicas=True), "replicas=True is of type bool"),
+        (lambda: FSDP(prefetch=0), "prefetch=0 is too small; pass a number of units, or None"),
         (lambda: FSDP(reshard_after_forward="yes"), "reshard_after_forward='yes' is of type str"),
     ],
 )
@@ -173,6 +176,28 @@ def test_a_unit_gives_back_after_its_forward_pass_what_it_is_told_to(
     assert [len(each) for each in weights] == [of_unit, of_model]
 
 
+class Gathers(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "all_gather_copy_in"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ahead", "counts"), [(None, [1, 2, 3, 4]), (1, [2, 3, 4, 4]), (2, [3, 4, 4, 4])])
+def test_so_many_units_are_gathered_ahead(world_of_four: World, ahead: int | None, counts: list[int]) -> None:
+    layers = (nn.Linear(8, 8) for _ in range(4))
+    network: Any = shard(nn.Sequential(*layers), world_of_four, FSDP(units=(nn.Linear,), prefetch=ahead))
+    seen: list[int] = []
+    with Gathers() as gathers:
+        for each in network:
+            each.register_forward_hook(lambda *_: seen.append(gathers.count))
+        outputs = network(torch.ones(2, 8))
+        assert seen == counts
+        outputs.sum().backward()
+    assert gathers.count == 8  # each once more
+
+
 @pytest.mark.parametrize(("device", "goes_to_host"), [("cuda", True), ("cpu", False)])
 def test_torch_is_told_of_types_and_places_unit_by_unit(
     world_of_four: World, monkeypatch: pytest.MonkeyPatch, device: str, goes_to_host: bool
@@ -180,9 +205,9 @@ def test_torch_is_told_of_types_and_places_unit_by_unit(
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda unit, **how: told.append(how) or Mock())
     world = dataclasses.replace(world_of_four, device=torch.device(device, 0))
-    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}
     shard(wide(), world, FSDP(units=(nn.Linear,), replicas=2, offload=True, **types))
-    assert len(told) == 6
+    assert [each["mp_policy"].output_dtype for each in told] == [None] * 5 + [torch.float32]
     for each in told:
         policy, offload, mesh = each["mp_policy"], each["offload_policy"], each["mesh"]
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
@@ -197,19 +222,25 @@ def test_ranks_shard_in_the_group_that_they_have_also_where_they_share_a_gpu(mon
     dist.destroy_process_group()
 
 
-def test_units_of_fsdp_may_compute_in_a_narrower_type() -> None:
-    def body() -> tuple[torch.dtype, State]:
-        accelerator = Accelerator(strategy=FSDP(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+@pytest.mark.parametrize("casts", [True, False])
+def test_units_of_fsdp_may_compute_in_a_narrower_type(casts: bool) -> None:
+    def body() -> tuple[list[torch.dtype], State]:
+        types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float64}
+        accelerator = Accelerator(strategy=FSDP(cast_forward_inputs=casts, **types))
         seen: list[torch.dtype] = []
         network = seeded(wide()).float()
         network[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
         network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        network(torch.ones(2, 5)).float().sum().backward()
+        if not casts:
+            with pytest.raises(RuntimeError, match="same dtype"):
+                network(torch.ones(2, 5))
+        outputs = network(torch.ones(2, 5, dtype=torch.float32 if casts else torch.bfloat16))
+        outputs.sum().backward()
         optimizer.step()
-        return seen[0], accelerator.state_dict(network)
+        return [*seen, outputs.dtype], accelerator.state_dict(network)
 
-    (dtype, state), _ = PROCESSES_2.run(body)
-    assert dtype is torch.bfloat16
+    (types, state), _ = PROCESSES_2.run(body)
+    assert types == [torch.bfloat16, torch.float64]
     assert {each.dtype for each in state.values()} == {torch.float32}
 
 

@@ -107,6 +107,9 @@ def fsdp_options(plugin: FullyShardedDataParallelPlugin, num_machines: int) -> F
     return FSDP(
         param_dtype=getattr(policy, "param_dtype", None),
         reduce_dtype=getattr(policy, "reduce_dtype", None),
+        output_dtype=getattr(policy, "output_dtype", None),
+        # That of FSDP1's policy, which has no type of outputs, is about inner units only.
+        cast_forward_inputs=getattr(policy, "cast_forward_inputs", True) or not hasattr(policy, "output_dtype"),
         offload=bool(getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)),
         **_sharding(plugin, num_machines),
     )

@@ -61,7 +61,8 @@ class PartialState(RankView):
             return DistributedType[family]
         if self.world.world_size == 1:
             return DistributedType.NO
-        return DistributedType.MULTI_GPU if family == "CUDA" else DistributedType.MULTI_CPU
+        usual = DistributedType.MULTI_GPU if self.world.backend.is_accelerated() else DistributedType.MULTI_CPU
+        return DistributedType.__members__.get(f"MULTI_{family}", usual)
 
     @property
     def use_distributed(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from unisono import preemption
-from unisono.backends import NAMES, pick_backend
+from unisono.backends import family_names, pick_backend
 from unisono.backends.cores import fair_num_threads
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.errors import StoppedError
@@ -132,7 +132,7 @@ def let_scripts_name_families() -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        if signature.bind(*args, **kwargs).arguments.get("backend") not in NAMES:
+        if signature.bind(*args, **kwargs).arguments.get("backend") not in family_names():
             original(*args, **kwargs)
         elif not dist.is_initialized():
             if join_world().world_size > 1:

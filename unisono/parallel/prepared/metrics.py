@@ -72,6 +72,8 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
             batch.loop.rows.gather(batch.number)
         return _counted_rows(values, range(known[0].samples), count)
     if not is_sized:
+        if world.world_size == 1:
+            return values, count
         raise ValueError(
             f"values with {count} samples: the batches of this loop do not say how many samples they hold (objects, "
             "packed sequences, lists of samples), on this rank or another, so it is unknown which of them count; pass "
@@ -112,7 +114,7 @@ def _check_best(best: list[_Fit], recent: list[Loop], count: int, world: World) 
             "outputs of a loop before the next one begins, or pass valid_samples"
         )
     loop = best[0].loop
-    total = loop.batches[-1].total
+    total = loop.last.total
     # In training, a loss of each rank is as likely as a row of each sample.
     if count == best[0].rows.batches == 1 and loop.is_trained and total is not None and total < world.world_size:
         raise ValueError(

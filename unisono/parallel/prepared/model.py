@@ -83,8 +83,10 @@ class PreparedModel(nn.Module):
             )
         self._forward_methods.add(name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(None, *args, **kwargs)
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """Runs the module. No method: around one that it leaves out torch.compile puts a frame, whose graph breaks."""
+        return partial(self._run, None)
 
     def _run(self, method: str | None, *args: Any, **kwargs: Any) -> Any:
         inputs = (*args, kwargs) if kwargs else args

@@ -24,6 +24,7 @@ from unisono.parallel.strategies.hooks import attach_hook, check_hook
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.strategies import DDP
 from unisono.torch_private import (
+    ACTIVE,
     BUILD_PARAMETERS,
     current_graph_task_id,
     overrides,
@@ -113,10 +114,18 @@ class DDPEngine(Engine):
         if self._unsent and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
         self._at_forward = self.gradients.arrivals.count()
+        if not self._finds_unused:
+            # What is left of DDP's forward pass, without the frames that torch.compile would put into graphs.
+            before = getattr(DistributedDataParallel, ACTIVE)
+            setattr(DistributedDataParallel, ACTIVE, self._replicated)  # torch.compile cuts graphs at its buckets
+            try:
+                return (self._call if method is None else getattr(self.module, method))(*args, **kwargs)
+            finally:
+                setattr(DistributedDataParallel, ACTIVE, before)
+        # DDP's forward pass lets the parameters arrive of outputs that the loss leaves out.
         result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
-        if self._finds_unused:
-            found = [each for each in tensors(result) if each.requires_grad]
-            self._outputs = [*self._outputs[1 - _FORWARD_PASSES :], found]
+        found = [each for each in tensors(result) if each.requires_grad]
+        self._outputs = [*self._outputs[1 - _FORWARD_PASSES :], found]
         return result
 
     def prepare(self, reduces: bool) -> None:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.parallel.agreement import broadcast_together, check_agreement, warn_of_unequal_buffers
+from unisono.parallel.compilation import compilable
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.learning_rates import describe_rates
 from unisono.parallel.steps import Steps
@@ -74,6 +75,7 @@ class Engine:
 
     def __init__(self, module: nn.Module, world: World, steps: Steps, shares_buffers: bool = True) -> None:
         self.module, self.name = module, type(module).__name__
+        self._call = compilable(module)
         self.members = Members(module)
         self.gradients = HeldGradients(self.members, world, steps)
         self.is_released = self.is_local = self.may_be_bypassed = False
@@ -107,8 +109,7 @@ class Engine:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         """The forward pass: a call of the module, or of one of its methods."""
-        call = self.module if method is None else getattr(self.module, method)
-        return call(*args, **kwargs)
+        return (self._call if method is None else getattr(self.module, method))(*args, **kwargs)
 
     def place(self) -> str:
         """The position of this rank, and its learning rates: equal on all ranks, or they would drift apart."""

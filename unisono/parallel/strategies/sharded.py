@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -68,7 +69,9 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
             "parameters on all ranks, or use strategy='ddp'"
         )
     mesh = mesh_in(world, options)
-    precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    precision = MixedPrecisionPolicy(
+        options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_forward_inputs
+    )
     # A rank on the CPU has its parameters in main memory already.
     is_moved = options.offload and world.device.type != torch.default_generator.device.type
     offload = CPUOffloadPolicy() if is_moved else OffloadPolicy()
@@ -81,13 +84,18 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
             unit,
             mesh=mesh,
             reshard_after_forward=options.reshard_after_forward,
-            mp_policy=precision,
+            mp_policy=precision if unit is not model else replace(precision, output_dtype=options.output_dtype),
             offload_policy=offload,
         )
         # Otherwise torch multiplies within the collective (PREMUL_SUM), which gloo does not support.
         sharded.set_force_sum_reduction_for_comms(True)
+    units = units_in(model)
     # torch's default is the mean over the ranks; the weights make it a sum.
-    scale_sums(units_in(model), 1.0)
+    scale_sums(units, 1.0)
+    if (ahead := options.prefetch) is not None:
+        for place, each in enumerate(units):
+            each.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
+            each.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself

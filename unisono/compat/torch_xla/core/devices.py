@@ -15,7 +15,7 @@ from typing import Any, TextIO, TypeVar
 import torch
 
 from unisono.arguments import check_integer, check_type
-from unisono.backends import NAMES, available_devices, get_backend, resolve_device
+from unisono.backends import available_devices, family_names, get_backend, resolve_device
 from unisono.backends.seeding import seed_device, seed_of_device
 from unisono.compat.torch_xla.utils.utils import for_each_instance_rewrite
 from unisono.protocols import Backend
@@ -114,7 +114,7 @@ def _families_of_kinds(devkind: str | Sequence[str], first: Backend) -> Iterator
     for kind in [str(each).upper() for each in kinds]:
         if kind not in _KINDS:
             raise ValueError(f"devkind={devkind!r} is not a kind of device; choose one of {', '.join(_KINDS)}")
-        for name in dict.fromkeys([first.name, *NAMES]):
+        for name in dict.fromkeys([first.name, *family_names()]):
             family = get_backend(name)
             if kind in (_hardware_name(family), family.hardware(), family.name.upper()):
                 yield family

@@ -1,0 +1,151 @@
+"""What only an accelerator does, on one whose streams wait as long as they may: `make test-toy`.
+
+It shows a missing wait as a wrong number, and these tests show that it does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from modes import FAMILY
+
+from unisono import DeviceLoader, spawn
+from unisono.backends import accelerator, get_backend
+from unisono.backends.accelerator import AcceleratorBackend
+from unisono.backends.device import Device
+from unisono.pickling import dumps
+
+pytestmark = [
+    pytest.mark.any_family,
+    pytest.mark.skipif(FAMILY != "toy", reason="make test-toy builds the toy"),
+]
+
+
+@pytest.fixture
+def family() -> AcceleratorBackend:
+    found = get_backend("toy")
+    assert type(found) is AcceleratorBackend, "nothing is written for it"
+    return found
+
+
+@pytest.fixture
+def device(family: AcceleratorBackend) -> torch.device:
+    family.activate(family.device(1))
+    return family.device(1)
+
+
+def sums(count: int = 12) -> tuple[list[float], list[float]]:
+    """Those of batches on the device, which are all read at the end; and what they are to be."""
+    batches = [torch.full((64,), float(number)) for number in range(count)]
+    found = [batch.sum() for batch in DeviceLoader(batches, "toy:1", prefetch=3)]
+    return [each.item() for each in found], [64.0 * number for number in range(count)]
+
+
+def test_every_device_is_one_by_name() -> None:
+    assert [str(each) for each in Device.all() if each.kind == "toy"] == [f"toy:{index}" for index in range(4)]
+    assert str(Device.default()) == "toy:0"
+    assert Device.of("toy:3").torch_device == torch.device("toy", 3)
+
+
+def test_a_batch_is_whole_when_it_is_used_and_its_memory_is_not_given_out_before_its_use() -> None:
+    before = torch.toy.violations()
+    found, expected = sums()
+    assert found == expected
+    assert torch.toy.violations() == before
+
+
+def test_a_loader_that_does_not_wait_reads_what_was_in_memory_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AcceleratorBackend, "wait_ready", lambda self, token: None)
+    found, expected = sums()
+    assert found != expected
+
+
+def test_a_use_that_is_not_recorded_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.toy.violations()
+    monkeypatch.setattr(accelerator, "dense_parts", lambda leaf: [])
+    sums()
+    assert torch.toy.violations() > before
+
+
+def test_batches_are_staged_in_page_locked_memory(family: AcceleratorBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert family.pins_memory
+    sent: list[bool] = []
+    send = accelerator.send
+
+    def note_and_send(leaf: torch.Tensor, *where: Any, **more: Any) -> Any:
+        sent.append(leaf.is_pinned())
+        return send(leaf, *where, **more)
+
+    monkeypatch.setattr(accelerator, "send", note_and_send)
+    assert sums(3)[0] == [0, 64, 128]
+    assert sent == [True] * 3
+
+
+def test_a_mark_is_reached_when_the_work_before_it_has_ended_and_orders_other_threads_behind_it(
+    family: AcceleratorBackend, device: torch.device
+) -> None:
+    own, side = torch.accelerator.current_stream(device), torch.Stream(device)
+    torch.accelerator.set_stream(side)
+    filled = torch.zeros(1, device=device).add_(1)
+    mark = family.mark(device, filled)
+    torch.accelerator.set_stream(own)
+    assert not family.is_reached(mark)
+    found: list[float] = []
+
+    def read() -> None:
+        family.activate(device)
+        family.wait_ready(mark)
+        found.append((filled + 0).item())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert found == [1]
+    assert family.is_reached(mark)
+
+
+def test_a_clock_asks_and_does_not_wait(family: AcceleratorBackend, device: torch.device) -> None:
+    clock = family.clock(device)
+    assert clock is not None
+    first = clock.stamp()
+    for _ in range(60):
+        torch.ones(1, device=device).add_(1)
+    second = clock.stamp()
+    assert clock.elapsed_ns(first, second) is None
+    family.synchronize(device)
+    assert clock.elapsed_ns(first, second) > 0
+
+
+def test_memory_is_counted(family: AcceleratorBackend, device: torch.device) -> None:
+    before = family.memory(device)
+    kept = torch.empty(1 << 10, device=device)
+    assert family.memory(device) - before == kept.nbytes
+    assert family.peak_memory(device) >= family.memory(device)
+
+
+def test_an_expanded_batch_and_one_with_gaps_arrive(family: AcceleratorBackend, device: torch.device) -> None:
+    expanded, gaps = torch.arange(3.0).expand(2, 3), torch.arange(12.0).view(3, 4)[:, ::2]
+    moved, token = family.to_device([expanded, gaps], device)
+    family.wait_ready(token)
+    assert [each.cpu().tolist() for each in moved] == [expanded.tolist(), gaps.tolist()]
+
+
+def test_tensors_for_other_processes_travel_by_main_memory(device: torch.device) -> None:
+    assert pickle.loads(dumps(torch.arange(3.0, device=device))).device.type == "cpu"
+
+
+def test_workers_have_a_device_each_and_a_group_for_it_after_the_parent_has_used_the_toy(device: torch.device) -> None:
+    torch.ones(1, device=device)
+    assert torch.toy.is_initialized()
+
+    def work(index: int) -> tuple[int, str, list[float]]:
+        own = torch.device("toy", torch.accelerator.current_device_index())
+        total = torch.full((2,), index + 1.0, device=own)
+        torch.distributed.all_reduce(total)
+        return own.index, torch.distributed.get_backend_config(), total.tolist()
+
+    assert spawn(work, nprocs=2, backend="toy") == [(rank, "cpu:gloo,toy:toycl", [3.0, 3.0]) for rank in range(2)]

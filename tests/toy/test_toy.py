@@ -1,0 +1,67 @@
+"""An accelerator that nothing here is written for: built, installed as an extension of torch is, and used by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TOY = Path(__file__).parent / "package"
+LAW = "tests/contract/test_backend.py"
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the toy is built by g++"),
+    pytest.mark.slow,
+]
+
+
+def run(*command: str, package: Path | None = None) -> str:
+    """What an interpreter prints where the toy, and that package, are installed."""
+    places = [package, TOY, ROOT] if package else [TOY, ROOT]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+check = partial(run, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend", "toy", "-m", "any_family")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "workers_of_all_chips_meet_and_the_parent_starts_no_runtime",
+        "strategies_train_as_on_the_cpu",
+        "a_script_of_torch_xla_runs_by_its_names",
+    ],
+)
+def test_the_check_list_for_a_tpu_can_be_tried_on_another_family(item: str) -> None:
+    assert ": ok " in run("tests/gpu/tpu_check.py", "--backend", "toy", item)
+
+
+def test_an_accelerator_that_torch_knows_keeps_the_law_and_a_missing_wait_shows() -> None:
+    check(LAW, "tests/toy/test_on_toy.py")
+
+
+def test_a_family_that_was_written_by_the_recipe_keeps_the_law(tmp_path: Path) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().replace("foo", "toy").replace("Foo", "Toy")
+    (code,) = re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "backend.py").write_text(code)
+    (name,) = re.findall(r'^toy = "(my_package\.backend:ToyBackend)"$', text, re.MULTILINE)
+    facts = tmp_path / "my_package-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(f"[unisono.backends]\ntoy = {name}\n")
+    check(LAW, package=tmp_path)
