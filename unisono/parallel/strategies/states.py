@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from unisono.comm.operations import HOST
 from unisono.errors import CheckpointMismatchError
 from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.elsewhere import Elsewhere
@@ -329,7 +330,7 @@ def _lacking_values(
 def _values_of_step(optimizer: Optimizer, group: Mapping[str, Any], ndim: int) -> set[str]:
     """The names of what a step keeps for a parameter: by a trial on one number, for torch's own classes."""
     trial = shallow_copy(optimizer)
-    parameter = torch.zeros((1,) * ndim, device="cpu", requires_grad=True)
+    parameter = torch.zeros((1,) * ndim, device=HOST, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     trial.param_groups, trial.state = [{**optimizer.defaults, **group, "params": [parameter]}], defaultdict(dict)
     try:
