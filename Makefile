@@ -46,11 +46,11 @@ test-newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pip list | grep -iE "^(torch|triton|numpy|cloudpickle|psutil) "
 	$(NEWEST)/bin/python $(PYTEST) -m "not slow"
 
-# What can be seen on the GPUs that are here, item by item; about 15 minutes. Without one it says so.
-# On an accelerator of four devices that is made of main memory.
+# On an accelerator of four devices that is made of main memory; g++ builds it.
 test-toy: $(VENV)/.test
 	PYTHONPATH=tests/toy/package $(BIN)/python $(PYTEST) --backend toy -m "any_family and not slow"
 
+# What can be seen on the GPUs that are here, item by item; about 15 minutes. Without one it says so.
 gpu-check: $(VENV)/.test
 	$(BIN)/python tests/gpu/gpu_check.py
 
