@@ -41,6 +41,7 @@ TRIED = ("2.9", "2.13", "2.14", "2.15")
 _ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 _WORKER = "torch.utils.data._utils.worker"
 _AGENT = "torch.distributed.elastic.agent.server.SimpleElasticAgent"
+_RENDEZVOUS = "torch.distributed.elastic.rendezvous"
 _GROUPS = "torch.distributed.distributed_c10d"
 _SCHEDULER = "torch.optim.lr_scheduler"
 
@@ -147,6 +148,8 @@ NAMES = {  # ours: (torch's, what we do by it)
     "MONITOR_WORKERS": (f"{_AGENT}._monitor_workers", "runs on several machines"),
     "STOP_WORKERS": (f"{_AGENT}._stop_workers", "runs on several machines"),
     "SHUTDOWN": (f"{_AGENT}._shutdown", "runs on several machines"),
+    "create_backend": (f"{_RENDEZVOUS}.c10d_rendezvous_backend.create_backend", "signs what agents agree on"),
+    "create_handler": (f"{_RENDEZVOUS}.dynamic_rendezvous.create_handler", "signs what agents agree on"),
     "REMAINING_RESTARTS": (f"{_AGENT}._remaining_restarts", "restarts the workers of several machines"),
     # Strategies.
     "ACTIVE": (

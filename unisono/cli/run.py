@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import run_options
@@ -132,10 +133,11 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         return None
     if not endpoint:
         raise ValueError(f"--nnodes {nodes[1]} needs --rdzv-endpoint host:port, where the machines meet")
-    from unisono.launch.hosts.agent import MachineOptions
+    from unisono.launch.hosts.agent import MachineOptions, secret_in
     from unisono.launch.hosts.endpoint import split_endpoint
 
     split_endpoint(endpoint)
+    secret = {"secret": secret_in(Path(parsed.rdzv_secret_file))} if parsed.rdzv_secret_file else {}
     return MachineOptions(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
@@ -145,6 +147,7 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         rdzv_conf=parsed.rdzv_conf,
         local_addr=parsed.local_addr,
         lost_after_s=parsed.lost_after,
+        **secret,
     )
 
 

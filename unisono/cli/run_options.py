@@ -120,6 +120,7 @@ def _add_machines(add: Callable[..., None]) -> None:
     add("--master-port", type=partial(_parse_number, least=1), metavar="P", help=f"the port ({_PORT})")
     add("--rdzv-backend", choices=["c10d", "static"], help="only c10d; static is treated as c10d")
     add("--rdzv-id", metavar="ID", help="the name of the run, the same on all")
+    add("--rdzv-secret-file", metavar="F", help="a file with the run's secret: the machines sign what they send")
     add("--rdzv-conf", type=_parse_settings, default={}, metavar="K=V,..", help="settings of torch's rendezvous")
     add(
         "--lost-after",

@@ -49,6 +49,7 @@ from unisono.comm.operations import (
     mismatch_error,
     name_ranks,
 )
+from unisono.comm.sealing import seal, unseal
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.comm.shutdown import end_group
@@ -189,18 +190,13 @@ class ProcessCommunicator:
     def all_gather_object(self, value: Any) -> list[Any]:
         # Pickled before ranks meet: an object that cannot be pickled is an error on this rank alone.
         data = dumps(value)
-        return [pickle.loads(each) for each in self._run(Call("all_gather_object"), lambda: self._gather_bytes(data))]
+        return [pickle.loads(each) for each in self._run(Call("all_gather_object"), lambda: self.gather_bytes(data))]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         check_root(root, self.size)
-        slot = [dumps(value) if self.rank == root else None]
-        self._run(
-            Call("broadcast_object", argument=root),
-            lambda: dist.broadcast_object_list(slot, root, device=self._host),
-        )
-        data = slot[0]
-        assert data is not None
-        return pickle.loads(data)
+        data = dumps(value) if self.rank == root else b""
+        call = Call("broadcast_object", argument=root)
+        return pickle.loads(self._run(call, lambda: self._broadcast_bytes(data, root)))
 
     def barrier(self) -> None:
         self._run(Call("barrier"), self._meet)
@@ -242,7 +238,7 @@ class ProcessCommunicator:
         if self._broken is None:
             self._broken = (f"rank {self.rank} failed with {type(cause).__name__}: {cause}", cause)
             if self._store is not None:
-                reason = Outcome.failure(cause, f"rank {self.rank}").to_bytes()
+                reason = seal(Outcome.failure(cause, f"rank {self.rank}").to_bytes())
                 # The store keeps the first failure of all ranks; a later one is a consequence of it.
                 self._store.compare_set(_FAILURE, "", reason)  # type: ignore[arg-type]  # annotated as str, takes bytes
             self._end(is_broken=True)
@@ -374,7 +370,7 @@ class ProcessCommunicator:
         least, negated_greatest = bounds.tolist()
         if least != -negated_greatest:
             # All ranks see the same bounds, so all of them enter this gather.
-            found = self._gather_bytes(dumps((action, place or describe_call(own_frames()))))
+            found = self.gather_bytes(dumps((action, place or describe_call(own_frames()))))
             actions, places = zip(*map(pickle.loads, found), strict=True)
             raise mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
@@ -400,7 +396,7 @@ class ProcessCommunicator:
     def _failure_of_a_peer(self) -> tuple[str, BaseException] | None:
         with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
             if self._store is not None and self._store.check([_FAILURE]):
-                peer = Outcome.from_bytes(self._store.get(_FAILURE))
+                peer = Outcome.from_bytes(unseal(self._store.get(_FAILURE)))
                 if peer.error is not None:
                     return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
         return None
@@ -427,10 +423,25 @@ class ProcessCommunicator:
             sent.div_(self.size)
         return _write_back(tensor, sent)
 
-    def _gather_bytes(self, data: bytes) -> list[bytes]:
-        received: list[Any] = [None] * self.size
-        dist.all_gather_object(received, data)
-        return received
+    # Not by torch's functions for objects, which load what they have received.
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, whose signatures are checked. A collective that is not announced."""
+        own = self._on_host(_tensor_of(seal(data)))
+        sizes = [torch.empty(1, dtype=torch.int64, device=own.device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(own)], device=own.device))
+        counts = [int(each) for each in sizes]
+        received = [own.new_empty(max(counts)) for _ in range(self.size)]
+        dist.all_gather(received, torch.nn.functional.pad(own, (0, max(counts) - len(own))))
+        return [_bytes_of(each[:count]) for each, count in zip(received, counts, strict=True)]
+
+    def _broadcast_bytes(self, data: bytes, root: int) -> bytes:
+        own = self._on_host(_tensor_of(seal(data)) if self.rank == root else torch.empty(0, dtype=torch.uint8))
+        size = torch.tensor([len(own)], device=own.device)
+        dist.broadcast(size, root)
+        sent = own if self.rank == root else own.new_empty(int(size))
+        dist.broadcast(sent, root)
+        return _bytes_of(sent)
 
     def _end(self, is_broken: bool = False) -> None:
         with self._counting:
@@ -442,6 +453,14 @@ class ProcessCommunicator:
             self._own_here.close(is_broken=is_broken)
         if self._owns_group and dist.is_initialized():
             end_group(is_broken, waits_for_device=watch is not None)
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return unseal(tensor.cpu().numpy().tobytes())
 
 
 def _sequence_number() -> int:

@@ -48,7 +48,7 @@ def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) 
     family = pick_backend(bundle.options.backend)
     check_nprocs(per_machine, family, bundle.options.process_group)
     job = make_job(bundle.call, per_machine, family, bundle.options, caller)
-    return run_agent(job, MachineOptions(count, count, endpoint, bundle.run_id, number))
+    return run_agent(job, MachineOptions(count, count, endpoint, bundle.run_id, number, secret=bundle.secret))
 
 
 def free_port() -> int:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
+from secrets import token_hex
 from typing import Any
 from uuid import uuid4
 
@@ -46,6 +47,7 @@ class Bundle:
     options: Options
     caller: Caller
     run_id: str = field(default_factory=lambda: uuid4().hex)
+    secret: str = field(default_factory=lambda: token_hex(32), repr=False)
 
     def take_over(self) -> Caller:
         """Make this process, an agent, the caller of its machine's workers: with the directory and the paths that are

@@ -15,16 +15,18 @@ import os
 import sys
 import time
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
-from unisono.comm.selection import bound_device, group_backend, process_communicator
+from unisono.comm.sealing import UnsignedError, has_secret, tag, use_secret
+from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
 from unisono.launch.gloo_output import suppress_greetings
 from unisono.launch.hosts.addresses import address_towards, interface_of
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.hosts.store_server import quieten_store, serve_store
-from unisono.protocols import Backend
+from unisono.launch.starting.marks import SECRET
+from unisono.protocols import Backend, Communicator
 from unisono.world import World
 
 _LINGER_S = 0.5  # how long rank zero's store outlives a failure at most, for peers that are still reading the reason
@@ -46,6 +48,8 @@ def join(
         RuntimeError, OSError: the peers could not be reached; torch's own message, with a note on what was tried.
     """
     device = backend.enter_worker(place.local_rank, place.local_world_size)
+    if place.local_world_size < place.world_size:
+        use_secret(os.environ.get(SECRET, ""))
     try:
         # Before the process group exists: gloo reads the variable when it creates its device.
         _name_interface(place)
@@ -60,6 +64,8 @@ def join(
                 device_id=bound_device(backend, device, process_group),
             )
         comm = process_communicator(backend, device, store, timeout=timeout)
+        if has_secret():
+            _check_peers(comm)
         comm.barrier()  # otherwise a rank that ends soon would leave while a slow one is still connecting to it
         if not place.address:  # with a server, this would cost another collective
             comm.announce("the beginning of fn")
@@ -77,6 +83,20 @@ def join(
         node_rank=place.node_rank,
         restart_count=place.restart_count,
     )
+
+
+def _check_peers(comm: Communicator) -> None:
+    """Check that whoever is connected as a rank knows the secret: torch's own functions load what it sends. Each signs
+    what all of them have just thought of.
+
+    Raises:
+        UnsignedError: a rank does not.
+    """
+    inner: Any = innermost(comm)
+    asked = b"".join(inner.gather_bytes(os.urandom(16)))
+    for rank, answer in enumerate(inner.gather_bytes(tag(asked + bytes(str(comm.rank), "ascii")))):
+        if answer != tag(asked + bytes(str(rank), "ascii")):
+            raise UnsignedError(f"rank {rank} does not know the secret of this run")
 
 
 def depart(world: World, error: BaseException | None = None) -> None:

@@ -33,7 +33,6 @@ from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
-import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -45,20 +44,32 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from unisono.comm.sealing import use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ASKED
 from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.hosts.addresses import interface_of
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
 from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
+from unisono.launch.hosts.sealed_backend import SealedBackend
 from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
+from unisono.launch.starting.marks import SECRET
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
 from unisono.launch.watching.run_directory import RunDirectory
 from unisono.outcome import Outcome, first_cause
-from unisono.torch_private import MONITOR_WORKERS, REMAINING_RESTARTS, SHUTDOWN, START_WORKERS, STOP_WORKERS, overrides
+from unisono.torch_private import (
+    MONITOR_WORKERS,
+    REMAINING_RESTARTS,
+    SHUTDOWN,
+    START_WORKERS,
+    STOP_WORKERS,
+    create_backend,
+    create_handler,
+    overrides,
+)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
@@ -85,6 +96,7 @@ class MachineOptions:
         rdzv_conf: the agent's rendezvous settings, which override those chosen here.
         local_addr: this machine's address for the others; None uses the address of the route to the endpoint.
         lost_after_s: seconds that a machine may be silent before the others continue without it.
+        secret: by which they sign what they send one another; "" takes that of the environment, if there is one.
     """
 
     min_nodes: int
@@ -95,6 +107,26 @@ class MachineOptions:
     rdzv_conf: Mapping[str, str] = field(default_factory=dict)
     local_addr: str | None = None
     lost_after_s: float = 60.0
+    secret: str = field(default_factory=lambda: os.environ.get(SECRET, ""), repr=False)
+
+
+def secret_in(path: Path) -> str:
+    """The secret in a file.
+
+    Raises:
+        ValueError: there is none, it is too short, or others may read it.
+    """
+    try:
+        secret, mode = path.read_text().strip(), path.stat().st_mode
+    except OSError as error:
+        raise ValueError(f"--rdzv-secret-file {path} cannot be read: {error.strerror}") from None
+    if len(secret) < 16:
+        raise ValueError(
+            f"--rdzv-secret-file {path} has {len(secret)} characters; make one by: openssl rand -hex 32 > {path}"
+        )
+    if mode & 0o077:
+        raise ValueError(f"--rdzv-secret-file {path} may be read by others: chmod 600 {path}")
+    return secret
 
 
 def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
@@ -119,8 +151,11 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         run = RunDirectory.create(Path(job.options.output.log_dir), facts, str(facts["host"]))
     warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
     _quieten()
+    use_secret(options.secret)
     with variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
-        handler = rendezvous_registry.get_rendezvous_handler(_parameters(options))
+        parameters = _parameters(options)
+        backend, store = create_backend(parameters)
+        handler = create_handler(store, SealedBackend(backend), parameters)
         spec = WorkerSpec(
             role="worker",
             local_world_size=job.nprocs,
@@ -386,6 +421,8 @@ def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
         "MASTER_PORT": str(group.master_port),
         "GROUP_WORLD_SIZE": str(group.group_world_size),
     }
+    if options.secret:
+        found[SECRET] = options.secret
     if options.local_addr and (interface := interface_of(options.local_addr)) is not None:
         found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
     return found

@@ -19,6 +19,7 @@ rounds and closes; any thread may call `say`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import platform
 import threading
@@ -29,9 +30,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from unisono.comm.sealing import UnsignedError, seal, unseal
 from unisono.errors import UnisonoError
 from unisono.launch.hosts.endpoint import split_endpoint
 from unisono.outcome import Outcome
+
+logger = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
 _SILENCE_S = 3.0  # several beats: a machine that has been silent for so long explains why its peers failed
@@ -202,7 +206,7 @@ class OtherMachines:
             if (current := self._round) is not None:
                 with self._lock:
                     current.own = replace(current.own, beats=current.own.beats + 1)
-                report: Any = pickle.dumps(current.own)  # annotated as str, but accepts bytes
+                report: Any = seal(pickle.dumps(current.own))  # annotated as str, but accepts bytes
                 store.set(f"{current.name}/{current.own.machine}", report)
                 self._listen(store, current)
             # Reached only if the store has answered.
@@ -212,7 +216,11 @@ class OtherMachines:
         for number in set(range(current.count)) - {current.own.machine}:
             key = f"{current.name}/{number}"
             # `get` alone would wait until the key exists.
-            report = pickle.loads(store.get(key)) if store.check([key]) else None
+            try:
+                report = pickle.loads(unseal(store.get(key))) if store.check([key]) else None
+            except UnsignedError as error:
+                logger.warning("machine %d: %s", number, error)
+                continue
             before, _ = current.heard.get(number, (None, 0.0))
             if report != before or number not in current.heard:
                 current.heard[number] = (report, time.monotonic())

@@ -4,3 +4,6 @@ from __future__ import annotations
 
 OUTER_DIRECTORY = "UNISONO_RENDEZVOUS"
 """In the environment of a worker of `spawn`, and so of all its child processes: the directory of its group."""
+
+SECRET = "UNISONO_RDZV_SECRET"
+"""The variable with the secret by which the machines of a run sign what they send one another."""

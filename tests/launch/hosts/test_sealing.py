@@ -1,0 +1,143 @@
+"""The machines of a run with a secret load nothing that is not signed with it, whoever reaches their port."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import agent, free_port, two_networks
+from faults import Script
+
+from unisono.comm import sealing
+from unisono.launch.hosts.agent import secret_in
+
+TRAIN = """
+import sys, time
+from pathlib import Path
+import unisono
+shared = Path(sys.argv[1])
+while True:
+    ranks = unisono.all_gather_object((unisono.rank(), (shared / "stop").exists()))
+    (shared / f"meets-{unisono.rank()}").touch()
+    if ranks[0][1]:
+        break
+    assert unisono.broadcast_object({"of": unisono.rank()}, 1) == {"of": 1}
+print([rank for rank, _ in ranks])
+"""
+INTRUDER = """
+import ctypes, os, sys
+descriptor = os.open("/run/netns/{network}", os.O_RDONLY)
+assert ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000) == 0
+import base64, pickle
+from datetime import timedelta
+import torch.distributed as dist
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch {owned}",)
+
+store = dist.TCPStore("10.77.0.1", {port}, None, False, timedelta(seconds=20), wait_for_workers=False)
+code = pickle.dumps(Code())
+for key in store.list_keys():
+    if "machines/" in key:
+        store.set(key, code)
+        print("machines")
+    if key.rpartition("/")[2].startswith("torch.rendezvous"):
+        store.set(key, base64.b64encode(code).decode())
+        print("rendezvous")
+"""
+
+
+@pytest.fixture
+def no_secret() -> Iterator[None]:
+    yield
+    sealing.use_secret("")
+
+
+def test_what_is_sealed_is_opened_by_the_secret_alone(no_secret: None) -> None:
+    assert sealing.unseal(sealing.seal(b"plain")) == b"plain"
+    sealing.use_secret("one" * 10)
+    sealed = sealing.seal(b"data")
+    assert sealing.unseal(sealed) == b"data"
+    for other in (b"data", sealed[:-1], sealed[:-1] + b"b", pickle.dumps("data"), b""):
+        with pytest.raises(sealing.UnsignedError, match="not signed with the secret of this run"):
+            sealing.unseal(other)
+    sealing.use_secret("two" * 10)
+    with pytest.raises(sealing.UnsignedError, match="not signed"):
+        sealing.unseal(sealed)
+    sealing.use_secret("")
+    with pytest.raises(sealing.UnsignedError, match="this process has none; pass --rdzv-secret-file"):
+        sealing.unseal(sealed)
+
+
+def test_a_file_that_keeps_no_secret_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        secret_in(tmp_path / "secret")
+    (tmp_path / "secret").write_text("short\n")
+    with pytest.raises(ValueError, match="has 5 characters; make one by: openssl rand"):
+        secret_in(tmp_path / "secret")
+    (tmp_path / "secret").write_text("long" * 8 + "\n")
+    (tmp_path / "secret").chmod(0o640)
+    with pytest.raises(ValueError, match="may be read by others: chmod 600"):
+        secret_in(tmp_path / "secret")
+    (tmp_path / "secret").chmod(0o600)
+    assert secret_in(tmp_path / "secret") == "long" * 8
+
+
+@pytest.fixture
+def networks() -> Iterator[tuple[str, str]]:
+    if sys.platform != "linux":
+        pytest.skip("network namespaces are Linux's")
+    try:
+        with two_networks() as names:
+            yield names
+    except PermissionError as reason:
+        pytest.skip(f"this machine gives no network namespaces: {reason}")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_while_somebody_without_its_secret_reaches_its_port(
+    networks: tuple[str, str], tmp_path: Path
+) -> None:
+    port = free_port()
+    (tmp_path / "train.py").write_text(TRAIN)
+    for name in ("secret", "other"):
+        (tmp_path / name).write_text(name * 10)
+        (tmp_path / name).chmod(0o600)
+    arguments = ["run", "--nnodes", "2", "-n", "1", "--backend", "cpu", "--rdzv-endpoint", f"10.77.0.1:{port}"]
+    script = [str(tmp_path / "train.py"), str(tmp_path)]
+    secret = ["--rdzv-secret-file", str(tmp_path / "secret")]
+    with (
+        agent(tmp_path / "1", *arguments, *secret, *script, network=networks[0]) as first,
+        agent(tmp_path / "2", *arguments, *secret, *script, network=networks[1]) as second,
+    ):
+        deadline = time.monotonic() + 60
+        while not ((tmp_path / "meets-0").exists() and (tmp_path / "meets-1").exists()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for number, wrong in enumerate(([], ["--rdzv-secret-file", str(tmp_path / "other")]), 3):
+            with agent(tmp_path / str(number), *arguments, *wrong, *script, network=networks[1]) as stranger:
+                code, _, errors = stranger.end()
+            assert code == 1
+            assert ("this process has none" if not wrong else "not signed with the secret of this run") in errors
+        (tmp_path / "5").mkdir()
+        intruder = INTRUDER.format(network=networks[1], port=port, owned=tmp_path / "owned")
+        with Script(intruder, tmp_path / "5", "file") as script_of_intruder:
+            code, output, errors = script_of_intruder.end()
+        assert (code, {*output.split()}) == (0, {"machines", "rendezvous"}), errors
+        for rank in range(2):  # each reads what was written, and goes on
+            (tmp_path / f"meets-{rank}").unlink()
+        while not ((tmp_path / "meets-0").exists() and (tmp_path / "meets-1").exists()):
+            assert time.monotonic() < deadline + 60
+            time.sleep(0.05)
+        time.sleep(3)  # the agents look once a second
+        (tmp_path / "stop").touch()
+        ends = [each.end() for each in (first, second)]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert "".join(output for _, output, _ in ends).count("[0, 1]") == 2
+    assert "not signed with the secret of this run" in "".join(errors for _, _, errors in ends)
+    assert not (tmp_path / "owned").exists()
