@@ -25,7 +25,7 @@ while True:
     (shared / f"meets-{unisono.rank()}").touch()
     if ranks[0][1]:
         break
-    assert unisono.broadcast_object({"of": unisono.rank()}, 1) == {"of": 1}
+    assert unisono.current_world().comm.broadcast_object({"of": unisono.rank()}, 1) == {"of": 1}
 print([rank for rank, _ in ranks])
 """
 INTRUDER = """
