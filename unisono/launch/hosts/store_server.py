@@ -1,8 +1,8 @@
 """The store in which ranks, or agents, of several machines meet, served only on the interface that is needed.
 
 The store is a small server of torch's without authentication: anyone who can reach its port can read and write what the
-ranks exchange, including pickled objects, and so run code in the ranks. So it listens at the address that the others
-use, not at this machine's addresses in other networks; within that one network nothing protects it.
+ranks exchange, including pickled objects, and so, unless the run has a secret, run code in the ranks. So it listens at
+the address that the others use, not at this machine's addresses in other networks.
 
 *Threads:* the server runs in native code; calls come from the main thread.
 """
