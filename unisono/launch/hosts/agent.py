@@ -272,7 +272,7 @@ class Agent(SimpleElasticAgent):
         caller = self._job.caller
         job = replace(
             self._job,
-            restart_count=group.spec.max_restarts - getattr(self, REMAINING_RESTARTS),
+            restart_count=_agreed_count(group, group.spec.max_restarts - getattr(self, REMAINING_RESTARTS)),
             first_rank=first.global_rank,
             world_size=first.world_size,
             node_rank=group.group_rank,
@@ -412,6 +412,13 @@ def _name_of(group: Any) -> str:
     if group.group_rank == 0:
         group.store.set(key, uuid4().hex)  # the store of this round
     return str(group.store.get(key).decode())
+
+
+def _agreed_count(group: Any, own: int) -> int:
+    """The number of restarts: torch's agents count those that they have begun themselves."""
+    keys = [f"unisono/restarts/{number}" for number in range(group.group_world_size)]
+    group.store.set(keys[group.group_rank], str(own))
+    return max(int(group.store.get(key)) for key in keys)
 
 
 def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
