@@ -140,6 +140,47 @@ def test_a_step_is_the_mean_over_the_rows_of_all_ranks(mode: Mode) -> None:
         assert_all_are([each[place] for each in per_rank], plain_run(CASES[name][0], mode.ranks, CASES[name][1]))
 
 
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(
+    ("reduction", "workers", "lost"),
+    [("mean", 0, {2}), ("mean", 0, {0, 3, 9}), ("mean", 2, {1, 2}), ("sum", 0, {2, 3}), ("weight", 0, {2})],
+)
+def test_a_global_batch_without_rows_is_skipped_on_any_number_of_ranks(
+    mode: Mode, reduction: str, workers: int, lost: set[int]
+) -> None:
+    """The first batches of some ranks have none, either; a script skips what it gets without rows."""
+    inputs, targets, _ = data(120).tensors
+
+    def is_kept(index: int) -> bool:
+        return index // 12 not in lost and index not in (24, 25, 26, 27, 28, 29)
+
+    def collate(indices: Sequence[int]) -> Any:
+        kept = [index for index in indices if is_kept(index)]
+        return (inputs[kept], targets[kept]) if kept else None
+
+    def body(ranks: int = 1) -> dict[str, torch.Tensor]:
+        how: Any = "sum" if reduction == "sum" else "mean"
+        accelerator = Accelerator(gradient_accumulation_steps=2, loss_reduction=how)
+        network = model()
+        loader = DataLoader(range(120), 12 // ranks, collate_fn=collate, num_workers=workers)
+        network, optimizer, loader = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.01), loader)
+        taken = 0
+        for batch in loader:
+            if batch is None:
+                continue
+            errors = (network(batch[0]) - batch[1]).square().mean(1)
+            weight = len(errors) if reduction == "weight" else None
+            accelerator.backward(errors.sum() if reduction == "sum" else errors.mean(), weight=weight)
+            taken += accelerator.sync_gradients
+            optimizer.step()
+            optimizer.zero_grad()
+        return {**accelerator.unwrap_model(network).state_dict(), "taken": torch.tensor(taken)}
+
+    (expected,) = SOLO.run(body)
+    ranks = mode.ranks
+    assert_all_are(mode.run(lambda: body(ranks)), expected)
+
+
 @pytest.mark.parametrize("rows", [drops, crops])
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 def test_each_row_is_gathered_for_a_metric_once(mode: Mode, rows: Rows) -> None:

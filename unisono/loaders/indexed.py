@@ -119,7 +119,7 @@ class IndexedSource:
             else:
                 own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
                 made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
-            rounds_of_pieces = map(self._counter(rule).count if self._counter else _as_requested, made)
+            rounds_of_pieces = self._counter(rule).count(made) if self._counter else map(_as_requested, made)
             # Last: after an error, the same pass can be begun again.
             self.epoch, self._offset = epoch + 1, 0
         return Begun(epoch, {"offset": offset}, rounds_of_pieces)

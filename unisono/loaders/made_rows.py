@@ -10,6 +10,7 @@ count samples, so the order and a resume do not depend on rows.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch.nn.utils.rnn import PackedSequence
@@ -140,13 +141,23 @@ class RowCounter:
         self._spare: Piece | None = None  # a row, to be repeated where a batch has none
         self._lengths = set[int]()  # of lists of fields or samples
 
-    def count(self, made: list[Made]) -> list[Piece]:
-        """The pieces of a round, with the rows that they have. On one of several ranks, a batch without any becomes a
-        row that was made before, if there was one; it does not count. ValueError if the number of rows is not known, or
-        not allowed."""
-        pieces = [self._count(job.request, job.piece(batch)) for job, batch in made]
+    def count(self, made: Iterator[list[Made]]) -> Iterator[list[Piece]]:
+        """The pieces of each round, with the rows that they have. On one of several ranks, a batch without any becomes
+        a row of another one, if there is any; it does not count. ValueError if the number of rows is not known, or not
+        allowed."""
+        waiting: list[list[Piece]] = []  # rounds in which a batch has no row, until there is one
+        for jobs in made:
+            waiting.append([self._count(job.request, job.piece(batch)) for job, batch in jobs])
+            if not self._is_alone:
+                rows = (self._one_row(each) for each in waiting[-1] if _has_rows(each))
+                self._spare = self._spare or next(rows, None)
+            if self._is_alone or self._spare is not None:
+                yield from map(self._finish, waiting)
+                waiting = []
+        yield from map(self._finish, waiting)
+
+    def _finish(self, pieces: list[Piece]) -> list[Piece]:
         if not self._is_alone:
-            self._spare = self._spare or next((self._one_row(each) for each in pieces if _has_rows(each)), None)
             pieces = [each if _has_rows(each) else self._fill(each) for each in pieces]
         if self._is_apart and not self._is_summed:
             return pieces

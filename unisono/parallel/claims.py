@@ -36,6 +36,11 @@ class Claim(NamedTuple):
     is_given: bool = False
     uncut: tuple[float, float] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row of the batch counts, on any rank; a weight of 0 of the user's is one."""
+        return not self.total and (not self.is_given or self.uncut is not None)
+
     def part(self, size: int) -> float:
         """Return the factor for the gradients of the loss, in a world of that size."""
         return self.samples * size / self.total if self.total else 0.0
@@ -58,10 +63,14 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
     """
     size = world.comm.size
     repeats = batch is not None and batch.rows is not None and not batch.samples
+    if is_sum and weight is not None:
+        raise ValueError("loss_reduction='sum' adds losses as they are; leave out weight=, or use 'mean'")
+    if weight is None and batch is not None and batch.is_summed:
+        batch.total = int(world.comm.all_reduce(torch.tensor(batch.samples, device=HOST)))
+        batch.is_summed = False
     if is_sum:
-        if weight is not None:
-            raise ValueError("loss_reduction='sum' adds losses as they are; leave out weight=, or use 'mean'")
-        return Claim(0 if repeats else 1, size)  # a part of 0 or 1
+        is_empty = batch is not None and batch.total == 0
+        return Claim(0 if repeats else 1, 0 if is_empty else size)  # a part of 0 or 1
     if weight is not None:
         given = checked_weight(weight)
         own = given * (not repeats)  # the sample counts on another rank
@@ -72,9 +81,6 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         sums = world.comm.all_reduce(torch.tensor([own, given], dtype=torch.float64, device=HOST))
         total, whole = sums.tolist()
         return Claim(own, total, True, None if total == whole else (given, whole))
-    if batch is not None and batch.is_summed:
-        batch.total = int(world.comm.all_reduce(torch.tensor(batch.samples, device=HOST)))
-        batch.is_summed = False
     if batch is None or batch.total is None:
         return Claim(1, size)
     return _counted(batch.samples, batch.total)

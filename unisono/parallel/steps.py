@@ -311,6 +311,11 @@ class Steps:
             )
         claim = origin.claim if weight is None else claim_of(batch, weight, self.world, self.is_sum)
         self.origin = None
+        if known is None and claim.is_empty and batch is not None and 1 < step.every < math.inf:
+            # As if it were skipped, as on one device: known, and none of the step's visits.
+            self.step, self.now = step, self.now + 1
+            step.latest[source] = known = Visit(source, batch, claim, self.now, self.now)
+            return known
         if known is not None:
             _check_same(known.claim, claim)
             if source is self._block:  # it may go on to another loop, and to the last batch of one
@@ -413,7 +418,9 @@ class Steps:
             is_counted = True
         if is_counted or step.state == FINAL:
             return step.state != COLLECTING
-        # The pass that begins the next visit is still to come.
+        # The pass that begins the next visit is still to come; one on a batch of which no row is left begins none.
+        if origin is not None and origin.claim.is_empty:
+            return step.state == FINAL
         loop = self.world.state.deliveries.innermost() if origin is None else None
         batch = origin.batch if origin is not None else loop.last if loop is not None else None
         count = 0 if step.state == TAKEN else step.count
@@ -422,7 +429,7 @@ class Steps:
     def has_unknown_end(self) -> bool:
         """Whether nothing says where the current loop ends: its data is no loader's, and in no block."""
         visits = self.step.visits
-        return self._block is None and (not visits or visits[-1].source is _ELSEWHERE)
+        return self._block is None and (visits[-1].source is _ELSEWHERE if visits else not self.step.latest)
 
     def is_recent(self) -> bool:
         """Whether there was a forward or backward pass since the last request of a step."""

@@ -33,9 +33,10 @@ class SealedBackend(RendezvousBackend):
         return None if found is None else (found[0], found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        return self._open(self._backend.set_state(seal(state), token))
+        found: tuple[bytes, Any, bool] | None = self._open(self._backend.set_state(seal(state), token))
+        return found
 
-    def _open(self, found: Any) -> Any:
+    def _open(self, found: tuple[bytes, Any] | tuple[bytes, Any, bool] | None) -> Any:
         if found is None:
             return None
         try:
