@@ -106,6 +106,22 @@ def test_a_single_pod_has_the_number_of_workers_that_kubeflow_asks_for(run, scri
     assert (code, output.split()) == (0, ["2", "2"]), errors
 
 
+@pytest.mark.parametrize(
+    ("body", "is_told"),
+    [
+        ("print(sum(range(3)))", True),
+        ("unisono.barrier()", False),
+        ("list(unisono.Accelerator().prepare(torch.utils.data.DataLoader(range(4))))", False),
+        ("dist.init_process_group('gloo'); dist.barrier()", False),
+    ],
+)
+def test_ranks_that_never_met_are_told_so_at_the_end(run, script, body, is_told):
+    name = script(f"import torch, unisono, torch.distributed as dist\n{body}")
+    code, _, errors = run("-n", "2", "--backend", "cpu", name)
+    assert code == 0, errors
+    assert errors.count("has run on 2 ranks, which never met") == is_told
+
+
 def test_words_for_the_number_of_workers_are_those_of_torchrun(run, script):
     name = script("import unisono\nprint(unisono.world_size())")
     for word in ("cpu", "auto"):

@@ -12,6 +12,7 @@ The command itself imports none of the user's code: that is left to the workers.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import runpy
 import socket
@@ -20,11 +21,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from unisono import preemption
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.hosts.environment import TAKEN, RankPlace, announce, take
+from unisono.launch.reports import count_of
 from unisono.world import World, current_world
+
+logger = logging.getLogger(__name__)
 
 _LOCAL = "127.0.0.1"
 
@@ -86,10 +92,19 @@ def _call_target(target: Target) -> None:
 def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -> None:
     """Run the target as a worker of `spawn`, with torchrun's variables: those of this rank, and the given ones of the
     run and its machine. WorkerDiedError if it called `sys.exit` with a code other than 0."""
+    world = current_world()
+    before, group = getattr(world.comm, "progress", None), dist.group.WORLD
     try:
-        with variables_set({**variables, **_variables_of_rank(current_world())}):
-            take(_place_of(current_world(), os.environ))  # child processes of the script are not this rank
+        with variables_set({**variables, **_variables_of_rank(world)}):
+            take(_place_of(world, os.environ))  # child processes of the script are not this rank
             run_target(target)
+        met = before is None or dist.group.WORLD is not group or world.comm.progress != before  # type: ignore[attr-defined]
+        if world.world_size > 1 and world.rank == 0 and not (met or count_of(world, "batches")):
+            logger.warning(
+                "%s has run on %d ranks, which never met: each has done the same on its own; an Accelerator that "
+                "prepares the model, the optimizer and the loader makes them train one model",
+                *(target.name, world.world_size),
+            )
     except StoppedError:
         raise
     except SystemExit as error:
