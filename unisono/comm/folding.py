@@ -38,8 +38,8 @@ _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "xor": torch.bitwise_xor,
 }
 
-# Values of ncclRedOp_t.
-_NCCL_OPS = {"sum": 0, "mean": 0, "product": 1, "max": 2, "min": 3}
+# Values of ncclRedOp_t, as torch.cuda.nccl passes them on.
+_NCCL_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "mean": 4}
 # NCCL has no 16-bit integers, bool or complex numbers.
 _NCCL_TYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -139,9 +139,5 @@ def _reduced_by_nccl(tensors: Sequence[torch.Tensor], op: ReduceOp) -> bool:
         return False
     if not nccl.is_available(tensors):
         return False
-    plain = [tensor.detach() for tensor in tensors]
-    nccl.all_reduce(plain, op=_NCCL_OPS[op])
-    if op == "mean":
-        for tensor in plain:
-            tensor.div_(len(plain))
+    nccl.all_reduce([tensor.detach() for tensor in tensors], op=_NCCL_OPS[op])
     return True
