@@ -23,7 +23,7 @@ def programs(draw: Any) -> Program:
 
 
 @pytest.mark.any_family
-@pytest.mark.skipif(FAMILY == "xla", reason="it would compile thousands of graphs; and data sets lie on the device here")
+@pytest.mark.skipif(FAMILY == "xla", reason="it would compile thousands of graphs, and its data sets lie there")
 # Three ranks are no costlier variant of two: with a tail of two samples, one of them has none.
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=["one rank", "two ranks", "three ranks"])
 def test_a_random_loop_trains_the_weights_of_one_device_or_is_refused(mode: Mode) -> None:

@@ -436,7 +436,8 @@ class ProcessCommunicator:
         return [_bytes_of(each[:count]) for each, count in zip(received, counts, strict=True)]
 
     def _broadcast_bytes(self, data: bytes, root: int) -> bytes:
-        own = self._on_host(_tensor_of(seal(data)) if self.rank == root else torch.empty(0, dtype=torch.uint8, device=HOST))
+        empty = torch.empty(0, dtype=torch.uint8, device=HOST)
+        own = self._on_host(_tensor_of(seal(data)) if self.rank == root else empty)
         size = torch.tensor([len(own)], device=own.device)
         dist.broadcast(size, root)
         sent = own if self.rank == root else own.new_empty(int(size))
