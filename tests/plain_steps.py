@@ -173,10 +173,10 @@ class Plain(Machine):
         last = list(self.open.values())[-1]
         is_kept = batch.loop is not NO_LOADER and batch.loop not in self.open
         is_used = batch.key in self.used
-        if (
-            is_kept and is_used and len(batch.tensors[0]) < self.ranks >= len(last.tensors[0])
-        ):  # a row on each rank, of either
-            raise Unsaid("computed inputs of a tail that was kept, while another loop delivers")
+        # Of other rows, they may be no loader's; with a row on each rank, of either.
+        is_tail = len(batch.tensors[0]) < self.ranks >= len(last.tensors[0])
+        if is_kept and is_used and (is_tail or len(last.tensors[0]) != len(batch.tensors[0])):
+            raise Unsaid("computed inputs of a batch that was used and kept, while another loop delivers")
         if len(last.tensors[0]) != len(batch.tensors[0]):
             return batch
         if is_kept and self.setup.every > 1:

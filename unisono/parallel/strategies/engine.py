@@ -167,6 +167,8 @@ class Engine:
             )
         if reduced_by is not None and is_other and steps.step.every > 1:
             held.set_aside()
+            if self.gathers:  # the sharded ones are out of sight in a pass, and the next reduction adds to them
+                held.earlier = dict.fromkeys(self.reduced())
         elif reduced_by is not None and held.earlier:
             self._refuse_earlier()
         elif reduced_by and (steps.step.every > 1 or steps.is_sum):
