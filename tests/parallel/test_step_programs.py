@@ -105,13 +105,10 @@ def test_what_was_wrong_once_is_exact_or_refused(mode: Mode, setup: Setup, lines
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_under_every_strategy_it_does(strategy: str) -> None:
     loops = [any_program(random.Random(seed).choice) for seed in range(20)]
-    one = (
-        "forward fit; backward accelerator; step f; "  # a step that is not zeroed, and a larger one than was asked for
-    )
-    lines = (
-        f"draw a; {one * 4}forward fit; backward accelerator; draw a; forward fit; backward accelerator; draw a; {one}"
-    )
-    loops.append(Program(Setup(every=3), tuple(lines.removesuffix("; ").split("; "))))
+    # A step that is not zeroed, and one of more microbatches than it needs.
+    left = "forward fit; backward accelerator; "
+    lines = f"draw a; {(left + 'step f; ') * 4}{left}draw a; {left}draw a; {left}step f"
+    loops.append(Program(Setup(every=3), tuple(lines.split("; "))))
     outcomes = run_programs(PROCESSES_2, loops, strategy)
     verdicts = [judge(each, 2, found, strategy == "fsdp") for each, found in zip(loops, outcomes, strict=True)]
     different = [f"{each}\n{one.reason}" for each, one in zip(loops, verdicts, strict=True) if one.kind == "different"]
