@@ -6,6 +6,7 @@ The oracle is one device that takes the mean over all rows of the samples of eac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -143,7 +144,14 @@ def test_a_step_is_the_mean_over_the_rows_of_all_ranks(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize(
     ("reduction", "workers", "lost"),
-    [("mean", 0, {2}), ("mean", 0, {0, 3, 9}), ("mean", 2, {1, 2}), ("sum", 0, {2, 3}), ("weight", 0, {2})],
+    [
+        ("mean", 0, {2}),
+        ("mean", 0, {0, 3, 9}),
+        ("mean", 2, {1, 2}),
+        ("sum", 0, {2, 3}),
+        ("weight", 0, {2}),
+        ("block", 0, {0, 2}),
+    ],
 )
 def test_a_global_batch_without_rows_is_skipped_on_any_number_of_ranks(
     mode: Mode, reduction: str, workers: int, lost: set[int]
@@ -168,12 +176,13 @@ def test_a_global_batch_without_rows_is_skipped_on_any_number_of_ranks(
         for batch in loader:
             if batch is None:
                 continue
-            errors = (network(batch[0]) - batch[1]).square().mean(1)
-            weight = len(errors) if reduction == "weight" else None
-            accelerator.backward(errors.sum() if reduction == "sum" else errors.mean(), weight=weight)
-            taken += accelerator.sync_gradients
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate() if reduction == "block" else nullcontext():
+                errors = (network(batch[0]) - batch[1]).square().mean(1)
+                weight = len(errors) if reduction == "weight" else None
+                accelerator.backward(errors.sum() if reduction == "sum" else errors.mean(), weight=weight)
+                taken += accelerator.sync_gradients
+                optimizer.step()
+                optimizer.zero_grad()
         return {**accelerator.unwrap_model(network).state_dict(), "taken": torch.tensor(taken)}
 
     (expected,) = SOLO.run(body)

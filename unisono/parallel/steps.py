@@ -29,6 +29,11 @@ from unisono.world import World
 
 COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
 
+_UNKNOWN_ROWS = (
+    "it is not known how many rows this batch has: a collate_fn made it, and its tensors and lists do not agree, or "
+    "may be samples or fields; let it return a tuple or a dict of tensors with the rows along their first dimension, or "
+    "pass their number, accelerator.backward(loss, weight=number)"
+)
 _ELSEWHERE = object()  # stands for the batch, and the loop, of data from no loader
 
 
@@ -304,18 +309,15 @@ class Steps:
         if 1 < step.every < math.inf and not is_named:
             self._check_microbatch(origin)
         if weight is None and batch is not None and batch.is_guess and (self._size > 1 or step.every > 1):
-            raise ValueError(
-                "it is not known how many rows this batch has: a collate_fn made it, and its tensors and lists do not "
-                "agree, or may be samples or fields; let it return a tuple or a dict of tensors with the rows along "
-                "their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
-            )
+            raise ValueError(_UNKNOWN_ROWS)
         claim = origin.claim if weight is None else claim_of(batch, weight, self.world, self.is_sum)
         self.origin = None
-        if known is None and claim.is_empty and batch is not None and 1 < step.every < math.inf:
-            # As if it were skipped, as on one device: known, and none of the step's visits.
-            self.step, self.now = step, self.now + 1
-            step.latest[source] = known = Visit(source, batch, claim, self.now, self.now)
-            return known
+        if batch is not None and 1 < step.every < math.inf:
+            if claim.is_empty:  # as if it were skipped, as on one device: known, and none of the step's visits
+                self.step, self.now = step, self.now + 1
+                return known or step.latest.setdefault(source, Visit(source, batch, claim, self.now, self.now))
+            if known is not None and known.claim.is_empty:  # a block goes on to a batch that counts
+                known = None
         if known is not None:
             _check_same(known.claim, claim)
             if source is self._block:  # it may go on to another loop, and to the last batch of one

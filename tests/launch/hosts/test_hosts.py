@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import agent, kill_all, pull_cable, two_networks
+from agents import agent, kill_all, pull_cable
 from faults import SOON_S, Line, Script
 
 EPOCHS, SAMPLES = 2, 61
@@ -66,17 +64,6 @@ for epoch in range(loader.epoch, {EPOCHS}):
 if rank == 0:
     (shared / "ledger").write_text(json.dumps(ledger))
 """
-
-
-@pytest.fixture
-def networks() -> Iterator[tuple[str, str]]:
-    if sys.platform != "linux":
-        pytest.skip("network namespaces are Linux's")
-    try:
-        with two_networks() as names:
-            yield names
-    except PermissionError as reason:
-        pytest.skip(f"this machine gives no network namespaces: {reason}")
 
 
 @pytest.mark.slow
