@@ -31,8 +31,8 @@ COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
 
 _UNKNOWN_ROWS = (
     "it is not known how many rows this batch has: a collate_fn made it, and its tensors and lists do not agree, or "
-    "may be samples or fields; let it return a tuple or a dict of tensors with the rows along their first dimension, or "
-    "pass their number, accelerator.backward(loss, weight=number)"
+    "may be samples or fields; let it return a tuple or a dict of tensors with the rows along their first dimension, "
+    "or pass their number, accelerator.backward(loss, weight=number)"
 )
 _ELSEWHERE = object()  # stands for the batch, and the loop, of data from no loader
 
