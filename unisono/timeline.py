@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from unisono.protocols import DeviceClock
 
 MAX_SPANS = 16384
+MAX_LOGGED = 1024  # between two readings
 DEVICE = "device"  # the name of that track
 _STAMPS_AHEAD = 16  # of about two steps: read earlier, the device might not have reached it
 
@@ -116,6 +117,11 @@ class Track:
     def span(self, phase: str) -> _Block:
         """Run the block in `phase`, then return to the phase before it; outside a loop, record only the block."""
         return _Block(self, phase)
+
+    @property
+    def current(self) -> str | None:
+        """The phase, or the innermost named block, that the thread is in; None outside any loop."""
+        return self._name or self._phase
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add `amount` to a counter ("samples", "batches", "steps")."""
@@ -224,6 +230,8 @@ class Timeline:
         self._tracks: list[Track] = []
         self._idle: list[Track] = []
         self._clock: DeviceClock | None = None
+        self.logged: deque[tuple[int, int | None, dict[str, Any]]] = deque(maxlen=MAX_LOGGED)
+        """What the loop has logged, for the record of the rank: when, the step, and the values."""
         self._of_thread = threading.local()
 
     def loop(self) -> Track:

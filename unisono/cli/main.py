@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
-COMMANDS = ("run", "doctor", "checkpoint")
+COMMANDS = ("run", "doctor", "checkpoint", "report", "top")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"unisono.cli.{name}").add_parser(subparsers)
+    if not arguments:
+        parser.print_help()
+        return 0
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = re.findall(r"(?<![\w-])--?[a-z][a-z-]*", parsed.parser.format_help())

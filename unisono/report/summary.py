@@ -246,12 +246,12 @@ class Report:
         return f"; {shares[longest]:.0%} goes to {label(longest)}" if shares.get(longest, 0.0) >= _BOUND else ""
 
 
-def summarise(world: World | None = None) -> RankSummary:
-    """Summarise this rank's run so far."""
+def summarise(world: World | None = None, is_own_thread: bool = True) -> RankSummary:
+    """Summarise this rank's run so far; from another thread than its loop's, without spans."""
     world = world or current_world()
-    own = world.timeline.loop()
-    if own.on_device is not None:
-        own.on_device.read()
+    on_device = world.timeline.loop().on_device if is_own_thread else None
+    if on_device is not None:
+        on_device.read()
     tracks = world.timeline.tracks()
     counts: Counter[str] = Counter()
     for track in tracks:
@@ -265,7 +265,7 @@ def summarise(world: World | None = None) -> RankSummary:
         seconds=seconds,
         memory=world.backend.memory(world.device),
         peak_memory=world.backend.peak_memory(world.device),
-        spans=[(track.name, list(track.spans.copy())) for track in tracks],
+        spans=[(track.name, list(track.spans.copy())) for track in tracks] if is_own_thread else [],
         samples=counts["samples"],
         batches=counts["batches"],
         steps=counts["steps"],

@@ -13,7 +13,19 @@ _CAPTION = "moving runs in the background, concurrently with the others"
 
 def print_report(report: Report) -> None:
     """As `Report.print`."""
-    print(_TITLE, _format_table(report), _CAPTION, "", *_lines_below(report), sep="\n")
+    print(table_of(report), report.verdict, sep="\n")
+
+
+def table_of(report: Report) -> str:
+    """The report as a table, and the lines below it, without the verdict."""
+    return "\n".join([_TITLE, _format_table(report), _CAPTION, "", *_lines_below(report)])
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Rows as lines with columns: the first to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join([row[0].strip().ljust(widths[0]), *row[1:]]) for row in padded)
 
 
 def _table_rows(report: Report) -> list[list[str]]:
@@ -33,15 +45,12 @@ def _format_table(report: Report) -> str:
     headings, *rows = _table_rows(report)
     upper, lower = zip(*(("\n" + each).rsplit("\n", 1) for each in headings), strict=True)
     lines = [[each.strip() for each in upper], list(lower), *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ([cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-    return "\n".join("  ".join([line[0].strip().ljust(widths[0]), *line[1:]]) for line in padded)
+    return aligned(lines)
 
 
 def _lines_below(report: Report) -> Iterator[str]:
     """The lines below the table."""
     yield f"{report.samples_per_second:,.0f} samples/s over {len(report.ranks)} rank(s)"
-    yield report.verdict
     if report.ranks:
         rate = sum(each.bytes_per_second for each in report.ranks) / 1e6
         depth = sum(each.mean_queue for each in report.ranks) / len(report.ranks)

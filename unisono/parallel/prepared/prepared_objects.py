@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono.parallel.parameter_names import parameters_of, remember_names, trained_parameters
 from unisono.parallel.means import Mean
+from unisono.parallel.parameter_names import parameters_of, remember_names, trained_parameters
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.metric_sync import is_metric
 from unisono.parallel.prepared.model import PreparedModel

@@ -1,0 +1,204 @@
+"""The record of a run as one HTML page, which needs no network: charts by uPlot, which is in it."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono.report.diagnosis import diagnose
+from unisono.report.run import RankRecord, Run
+from unisono.report.summary import LOOP_PHASES, label
+from unisono.timeline import COMPUTE, FETCH, REDUCE, STEP
+
+_COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182"}
+_NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")
+_MAX_POINTS = 20_000  # per line of a chart; beyond, every n-th is drawn
+_BINS = 40
+
+
+def write_page(run: Run, path: str | Path) -> Path:
+    """Write the page; return its absolute path. OSError if it cannot be written."""
+    assets = Path(__file__).with_name("assets")
+    title = " ".join(Path(each).name if place == 0 else each for place, each in enumerate(_command(run))) or "A run"
+    parts = {
+        "title": html.escape(title),
+        "uplot_css": (assets / "uPlot.min.css").read_text(),
+        "uplot_js": (assets / "uPlot.min.js").read_text(),
+        "data": json.dumps(page_data(run), separators=(",", ":")).replace("</", "<\\/"),
+    }
+    text = (assets / "page.html").read_text()
+    for name, value in parts.items():
+        text = text.replace("{{" + name + "}}", value)
+    target = Path(path).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    return target
+
+
+def page_data(run: Run) -> dict[str, Any]:
+    """What the page shows, as JSON."""
+    report = run.report
+    phases = [*LOOP_PHASES, *report.named_phases]
+    colours = _COLOURS | {phase: _NAMED[place % len(_NAMED)] for place, phase in enumerate(report.named_phases)}
+    began = datetime.fromtimestamp(run.began, UTC)
+    restarts = max((each.restarts for each in run.ranks), default=0)
+    facts = [
+        f"began {began:%Y-%m-%d %H:%M:%S} UTC",
+        f"{run.seconds:,.1f} s",
+        f"{len(run.ranks)} rank(s)",
+        f"{report.samples:,} samples, {report.samples_per_second:,.0f} per second" if report.ranks else "no loop",
+        f"{restarts} restart(s)",
+        *sorted({f"rank {each.rank} ended by {each.end}" for each in run.ranks if each.end not in (None, "finished")}),
+    ]
+    return {
+        "facts": facts,
+        "verdict": diagnose(run),
+        "missing": run.missing,
+        "seconds": run.seconds,
+        "phases": [[label(phase), colours[phase]] for phase in phases],
+        "table": _table(run, phases),
+        "ranks": [_timeline_of(run, each, phases) for each in run.ranks],
+        "charts": list(filter(None, _charts(run))),
+    }
+
+
+def _command(run: Run) -> list[str]:
+    return next((each.facts.get("command", []) for each in run.ranks if each.facts), [])
+
+
+def _table(run: Run, phases: Sequence[str]) -> list[list[str]]:
+    rows = [["rank", "device", *map(label, phases), "steps", "samples", "samples/s", "memory", "end"]]
+    for each in run.ranks:
+        found = each.summary
+        if found is None:
+            rows.append([str(each.rank), "", *[""] * len(phases), "", "", "", "", each.end or "no record"])
+            continue
+        rate = found.samples / found.loop_seconds if found.loop_seconds else 0.0
+        shares = [f"{found.share(phase):.1%}" for phase in phases]
+        memory = max(sample["rss"] for sample in each.samples)
+        end = each.end or "running"
+        counts = [f"{found.steps:,}", f"{found.samples:,}", f"{rate:,.0f}", f"{memory / 1e6:,.0f} MB"]
+        rows.append([str(each.rank), found.device, *shares, *counts, end])
+    return rows
+
+
+def _timeline_of(run: Run, record: RankRecord, phases: Sequence[str]) -> dict[str, Any]:
+    """What each second was spent on, from the samples; and the spans of the rank's loop."""
+    offset = run.offset(record)
+    number = {phase: place for place, phase in enumerate(phases)}
+    loops = [spans for track, spans in record.spans().items() if track.startswith("loop")]
+    spans = [span for span in max(loops, key=len, default=[]) if span.phase in number]
+    seconds = []
+    for before, after in pairwise([{"t": 0.0, "seconds": {}}, *record.samples]):
+        spent = [max(0.0, after["seconds"].get(each, 0.0) - before["seconds"].get(each, 0.0)) for each in phases]
+        length = max(after["t"] - before["t"], sum(spent), 1e-9)
+        times = [round(offset + before["t"], 3), round(offset + after["t"], 3)]
+        seconds.append([*times, [round(each / length, 3) for each in spent]])
+    return {
+        "name": f"rank {record.rank}",
+        "seconds": seconds,
+        "spans_from": round(offset + spans[0].start / 1e9, 6) if spans else 1e12,
+        "spans": {
+            "phase": [number[span.phase] for span in spans],
+            "start": [round(offset + span.start / 1e9, 6) for span in spans],
+            "length": [round((span.stop - span.start) / 1e9, 6) for span in spans],
+        },
+    }
+
+
+def _charts(run: Run) -> list[dict[str, Any] | None]:
+    return [
+        _chart_of_logged(run),
+        _chart_of_steps(run),
+        _histogram_of_steps(run),
+        _chart_over_time(run, "Throughput", "samples/s", _rates),
+        _chart_over_time(run, "Main memory", "MB", lambda each: [one["rss"] / 1e6 for one in each.samples]),
+        _chart_over_time(run, "CPU", "cores", _cores),
+        _chart_over_time(run, "Memory of the device", "MB", lambda each: [one["memory"] / 1e6 for one in each.samples])
+        if any(one.get("peak_memory") for each in run.ranks for one in each.samples)
+        else None,
+    ]
+
+
+def _chart_of_logged(run: Run) -> dict[str, Any] | None:
+    """What the loop has logged: the first number of each name with "loss" in it, or else all."""
+    logged = [line for each in run.ranks[:1] for sample in each.samples for line in sample["logged"]]
+    names = list(dict.fromkeys(name for _, _, values in logged for name, value in values.items() if _is_number(value)))
+    names = [name for name in names if "loss" in name.lower()] or names[:3]
+    if not names:
+        return None
+    x = [number if step is None else step for number, (_, step, _) in enumerate(logged)]
+    series = [[name, [values.get(name) for _, _, values in logged]] for name in names]
+    found = [value for _, values in series for value in values if _is_number(value)]
+    return _chart("Logged", "", "step", x, series, log=min(found) > 0 and max(found) > 100 * min(found))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+def _chart_of_steps(run: Run) -> dict[str, Any] | None:
+    times = {each.rank: [1e3 * seconds for _, seconds in each.steps()] for each in run.ranks}
+    length = max(map(len, times.values()), default=0)
+    if not length:
+        return None
+    series = [
+        [f"rank {rank}", [round(each, 3) for each in found] + [None] * (length - len(found))]
+        for rank, found in times.items()
+    ]
+    return _chart("Time of a step", "ms", "step", list(range(1, length + 1)), series)
+
+
+def _histogram_of_steps(run: Run) -> dict[str, Any] | None:
+    times = np.array([1e3 * seconds for each in run.ranks for _, seconds in each.steps()])
+    if not len(times):
+        return None
+    shown = times[times <= np.quantile(times, 0.99)]
+    counts, edges = np.histogram(shown, bins=_BINS)
+    middles = ((edges[:-1] + edges[1:]) / 2).round(4).tolist()
+    return _chart("Distribution of step times (99 %)", "steps", "ms", middles, [["steps", counts.tolist()]], bars=True)
+
+
+def _rates(record: RankRecord) -> list[float]:
+    pairs = pairwise([{"t": 0.0, "samples": 0}, *record.samples])
+    return [(after["samples"] - before["samples"]) / max(after["t"] - before["t"], 1e-9) for before, after in pairs]
+
+
+def _cores(record: RankRecord) -> list[float]:
+    pairs = pairwise([{"t": 0.0, "cpu_s": record.samples[0]["cpu_s"]}, *record.samples])
+    return [max(0.0, after["cpu_s"] - before["cpu_s"]) / max(after["t"] - before["t"], 1e-9) for before, after in pairs]
+
+
+def _chart_over_time(run: Run, title: str, unit: str, values: Any) -> dict[str, Any] | None:
+    """A line for each rank, on one axis of time: a rank has no value at another one's times."""
+    points = {
+        each.rank: {
+            round(run.offset(each) + one["t"], 1): round(float(value), 3)
+            for one, value in zip(each.samples, values(each), strict=True)
+        }
+        for each in run.ranks
+        if each.samples
+    }
+    x = sorted({at for found in points.values() for at in found})
+    return (
+        _chart(title, unit, "s", x, [[f"rank {rank}", [found.get(at) for at in x]] for rank, found in points.items()])
+        if x
+        else None
+    )
+
+
+def _chart(
+    title: str, unit: str, xlabel: str, x: list[Any], series: list[list[Any]], bars: bool = False, log: bool = False
+) -> dict[str, Any]:
+    every = -(-len(x) // _MAX_POINTS)
+    thinned = [[name, values[::every]] for name, values in series]
+    return {
+        "title": title, "unit": unit, "xlabel": xlabel, "x": x[::every], "series": thinned, "bars": bars, "log": log,
+    }  # fmt: skip

@@ -1,0 +1,162 @@
+"""The record of a rank: what it does, second by second, in files that can be read while the run goes on.
+
+    rank-0.jsonl         one JSON object per line: who the rank is; then, every second, the numbers of its `RankSummary`
+                         so far, and what is new since the line before; at last, how it ended. A restart appends.
+    rank-0.spans.jsonl   at the end, a line: the latest spans of its threads
+
+`report/run.py` reads them.
+
+*Threads:* any one may call; a lock keeps lines whole.
+
+Invariants:
+
+1. Nothing here ends or delays a run: an error of the file system is reported once; the record ends there.
+2. Times are those of `time.perf_counter`, beside the time of day of the first line: setting a clock changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from unisono.report.summary import summarise
+from unisono.timeline import EVALUATE, LOG, SAVE, STEP, Span, Track
+from unisono.world import World
+
+MAX_STEPS = 1000  # whose times are in one line
+_INTERVAL_S = 1.0
+_SLOWER = 10_000  # a line is written after at least this part of the run's time, so that long runs have small files
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes the record of the rank of a world into a directory."""
+
+    def __init__(self, world: World, directory: Path) -> None:
+        self._world = world
+        self._path = directory / f"rank-{world.rank}.jsonl"
+        self._spans = directory / f"rank-{world.rank}.spans.jsonl"
+        self._lock = threading.Lock()
+        self._began_ns = self._read_ns = time.perf_counter_ns()
+        self._left_ns = 0  # of the step that had not ended at the last reading
+        self._next_s = 0.0
+        self._is_broken = False
+        self._write(
+            began=time.time(),
+            rank=world.rank,
+            world_size=world.world_size,
+            restart=world.restart_count,
+            command=sys.argv,
+            cores=os.cpu_count(),
+        )
+
+    def sample(self) -> None:
+        """Write a line, if the last one is a second old."""
+        now = (time.perf_counter_ns() - self._began_ns) / 1e9
+        if now >= self._next_s and not self._is_broken:
+            self._next_s = now + max(_INTERVAL_S, now / _SLOWER)
+            self._write_sample()
+
+    def end(self, error: BaseException | None) -> None:
+        """Write the last lines, and the spans."""
+        self._write_sample()
+        self._write(end="finished" if error is None else f"{type(error).__name__}: {error}")
+        tracks = {f"{track.name} {number}": track for number, track in enumerate(self._world.timeline.tracks())}
+        spans = {"restart": self._world.restart_count} | {name: self._spans_of(each) for name, each in tracks.items()}
+        self._write_to(self._spans, json.dumps(spans) + "\n")
+
+    def _write_sample(self) -> None:
+        summary = asdict(summarise(self._world, is_own_thread=False))
+        loop = self._loop()
+        self._write(
+            t=self._seconds(time.perf_counter_ns()),
+            phase="" if loop is None else loop.current or "",
+            doing=getattr(self._world.comm, "current", None) or "",
+            step_seconds=self._new_steps(loop),
+            logged=list(self._new_logged()),
+            machine_cpu=psutil.cpu_percent() / 100,
+            **_usage(),
+            **summary,
+        )
+
+    def _loop(self) -> Track | None:
+        """The track of the rank's own loop: of the thread that has spent the most time in loops."""
+        loops = [track for track in self._world.timeline.tracks() if track.name == "loop"]
+        return max(loops, key=lambda track: sum(track.totals.copy().values()), default=None)
+
+    def _new_steps(self, loop: Track | None) -> list[float]:
+        """Seconds of each step that has ended since the last reading: without evaluating, logging and saving."""
+        if loop is None:
+            return []
+        # A copy is one operation of the interpreter; the loop's thread goes on.
+        new = list(takewhile(lambda span: span.stop > self._read_ns, reversed(loop.spans.copy())))[::-1]
+        found: list[float] = []
+        for phase, start, stop in new:
+            self._read_ns = stop
+            if phase not in (EVALUATE, LOG, SAVE):
+                self._left_ns += stop - start
+            if phase == STEP:
+                found.append(round(self._left_ns / 1e9, 6))
+                self._left_ns = 0
+        return found[:: -(-len(found) // MAX_STEPS) or 1]
+
+    def _new_logged(self) -> list[list[Any]]:
+        logged = self._world.timeline.logged
+        return [
+            [self._seconds(at), step, values] for at, step, values in (logged.popleft() for _ in range(len(logged)))
+        ]
+
+    def _spans_of(self, track: Track) -> list[list[Any]]:
+        def as_list(span: Span) -> list[Any]:
+            return [span.phase, self._seconds(span.start), round((span.stop - span.start) / 1e9, 6)]
+
+        return [as_list(span) for span in track.spans.copy()]
+
+    def _seconds(self, at_ns: int) -> float:
+        return round((at_ns - self._began_ns) / 1e9, 6)
+
+    def _write(self, **facts: Any) -> None:
+        self._write_to(self._path, json.dumps(facts, default=str) + "\n")
+
+    def _write_to(self, path: Path, text: str) -> None:
+        with self._lock:
+            if self._is_broken:
+                return
+            try:
+                with path.open("a") as file:
+                    file.write(text)
+            except OSError as error:
+                self._is_broken = True
+                logger.warning("the record %s is incomplete from here on, the run continues: %s", path, error)
+
+
+def _usage() -> dict[str, float]:
+    """CPU seconds of this process and its children, such as loader workers, and bytes of main memory of all of them."""
+    cpu_s, rss = sum(os.times()[:4]), psutil.Process().memory_info().rss
+    for pid in _children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            child = psutil.Process(pid)
+            cpu_s += sum(child.cpu_times()[:2])
+            rss += child.memory_info().rss
+    return {"cpu_s": round(cpu_s, 2), "rss": rss}
+
+
+def _children() -> list[int]:
+    """The pids of this process's children, without a look at all processes of the machine; [] if not on Linux."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # a thread, or the file system, is not there
+        for each in Path("/proc/self/task").iterdir():
+            found += map(int, (each / "children").read_text().split())
+    return found

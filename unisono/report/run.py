@@ -1,0 +1,159 @@
+"""A run that has left records (`report/record.py`), read while it goes on or afterwards."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from unisono.report.summary import RankSummary, Report
+from unisono.timeline import Span
+
+SILENT_S = 10.0  # without a line: the rank is no longer there, or its machine is not
+
+
+@dataclass
+class RankRecord:
+    """What one rank has recorded since its last restart.
+
+    Attributes:
+        rank: its number.
+        facts: the first line: `began`, a time of day in seconds; `world_size`, `restart`, `command`, `cores`.
+        samples: the lines of each second, in order; `t` is in seconds since the beginning.
+        end: "finished", or the error that has ended it; None if no end is recorded.
+        restarts: the number of attempts before this one that the file has.
+        cut: what is missing, in words.
+        path: the file.
+    """
+
+    rank: int
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    end: str | None = None
+    restarts: int = 0
+    cut: list[str] = field(default_factory=list)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last line was written."""
+        return max(0.0, time.time() - self.path.stat().st_mtime)
+
+    @property
+    def summary(self) -> RankSummary | None:
+        """The numbers of the last line; None if there is none."""
+        if not self.samples:
+            return None
+        names = {each.name for each in fields(RankSummary)}
+        return RankSummary(**{name: value for name, value in self.samples[-1].items() if name in names})
+
+    def steps(self) -> list[tuple[float, float]]:
+        """When each step ended, to the second, and how long it took, in seconds."""
+        return [(each["t"], seconds) for each in self.samples for seconds in each["step_seconds"]]
+
+    def spans(self) -> dict[str, list[Span]]:
+        """The latest spans of each thread, in nanoseconds since the beginning; {} if the rank came to no end."""
+        path = self.path.with_suffix(".spans.jsonl")
+        for line in reversed(path.read_text().splitlines() if path.exists() else []):
+            found = _parsed(line)
+            if found is not None and found.pop("restart") == self.facts.get("restart"):
+                return {
+                    track: [
+                        Span(phase, round(start * 1e9), round((start + length) * 1e9)) for phase, start, length in spans
+                    ]
+                    for track, spans in found.items()
+                }
+        return {}
+
+
+@dataclass
+class Run:
+    """The records of all ranks, in rank order, and what is missing of them."""
+
+    directory: Path
+    ranks: list[RankRecord]
+
+    @property
+    def report(self) -> Report:
+        """The report of the ranks that have recorded anything."""
+        return Report([each.summary for each in self.ranks if each.summary is not None])
+
+    @property
+    def began(self) -> float:
+        """When the first rank began, as a time of day in seconds."""
+        return min((each.facts["began"] for each in self.ranks if each.facts), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """The time from the begin of the first rank to the last line of any."""
+        return max((self.offset(each) + each.samples[-1]["t"] for each in self.ranks if each.samples), default=0.0)
+
+    def offset(self, record: RankRecord) -> float:
+        """Seconds from the begin of the run to that of a rank's record."""
+        return float(record.facts.get("began", self.began)) - self.began
+
+    @property
+    def missing(self) -> list[str]:
+        """What the records lack, in words."""
+        size = max((each.facts.get("world_size", 0) for each in self.ranks), default=0)
+        there = {each.rank for each in self.ranks}
+        found = [f"rank {rank} has left no record" for rank in range(size) if rank not in there]
+        for each in self.ranks:
+            found += [f"rank {each.rank}: {text}" for text in each.cut]
+            if each.end is None and each.age_s > SILENT_S:
+                found.append(f"rank {each.rank}: it has not recorded its end: it was killed, or its machine was lost")
+        return found
+
+
+def read_run(path: str | Path) -> Run:
+    """Read the records of a run.
+
+    Args:
+        path: the run's directory; or a log directory, whose latest run is read.
+
+    Raises:
+        FileNotFoundError: there is no record.
+    """
+    root = Path(path)
+    files = sorted(root.glob("rank-*.jsonl")) or sorted((root / "latest").glob("rank-*.jsonl"))
+    records = [read_rank(each) for each in files if not each.name.endswith(".spans.jsonl")]
+    if not records:
+        raise FileNotFoundError(
+            f"{path} holds no record of a run (rank-0.jsonl, ...): pass the directory that "
+            "spawn(output=Output(log_dir)), "
+            "or unisono run --log-dir, has written"
+        )
+    return Run(files[0].parent, sorted(records, key=lambda each: each.rank))
+
+
+def read_rank(path: Path) -> RankRecord:
+    """Read the record of one rank; what cannot be read is left out, and said."""
+    record = RankRecord(int(path.name.split(".")[0].removeprefix("rank-")), path)
+    for number, line in enumerate(_lines(path), 1):
+        found = _parsed(line)
+        if found is None:
+            record.cut.append(f"line {number} of {path.name} is cut off")
+        elif "began" in found:
+            record.restarts += bool(record.facts)
+            record.facts, record.samples, record.end = found, [], None
+        elif "end" in found:
+            record.end = found["end"]
+        else:
+            record.samples.append(found)
+    return record
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from file
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,34 @@
+"""A run as a trace in Chrome's format, for https://ui.perfetto.dev: a process per rank, a row per thread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unisono.report.run import Run
+from unisono.report.summary import label
+
+
+def write_trace(run: Run, path: str | Path) -> Path:
+    """Write the spans of all ranks; return the absolute path. Times are in microseconds since the begin of the run.
+
+    The format is that of "Trace Event Format" (Google, 2016): complete events ("X"), and names ("M").
+    """
+    target = Path(path).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({"traceEvents": list(_events(run)), "displayTimeUnit": "ms"}))
+    return target
+
+
+def _events(run: Run) -> Iterator[dict[str, Any]]:
+    for record in run.ranks:
+        offset = 1e6 * run.offset(record)
+        yield {"ph": "M", "name": "process_name", "pid": record.rank, "args": {"name": f"rank {record.rank}"}}
+        for thread, (track, spans) in enumerate(record.spans().items()):
+            common = {"pid": record.rank, "tid": thread}
+            yield {"ph": "M", "name": "thread_name", **common, "args": {"name": track}}
+            for span in spans:
+                times = {"ts": offset + span.start / 1e3, "dur": (span.stop - span.start) / 1e3}
+                yield {"ph": "X", "name": label(span.phase), **common, **times}
