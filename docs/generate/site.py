@@ -77,8 +77,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+_BOOSTS = {
+    **dict.fromkeys(["decisions/", "project/"], 0),
+    **dict.fromkeys(["architecture", "performance", "glossary", "limits", "examples/", "reference/"], 0.2),
+}
+"""How much a page counts in a search, by the begin of its name; 0 leaves it out. Others say how to do something: 3."""
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links between files of the repository lead from page to page."""
+    """Let links between files of the repository lead from page to page; and weigh pages for the search."""
+    boosts = [boost for name, boost in _BOOSTS.items() if page.file.src_uri.startswith(name)]
+    page.meta["search"] = {"boost": boosts[0] if boosts else 3, "exclude": 0 in boosts}
     pages = COPIED | _examples()
     pages |= {f"docs/{each.src_uri}": each.src_uri for each in files if (ROOT / "docs" / each.src_uri).exists()}
     pages |= {"docs/decisions": "decisions/index.md", "examples": "examples/train_digits.py.md"}
