@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
-COMMANDS = ("run", "doctor", "checkpoint", "report", "top")
+COMMANDS = ("run", "doctor", "checkpoint", "report", "top", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
