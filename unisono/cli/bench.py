@@ -31,12 +31,10 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="run the benchmarks of a checkout, or compare two results",
         description="Runs bench/*.py of a checkout: each compares this package with what it replaces, as ratios of "
-        "interleaved blocks. Writes them with the facts of the machine. `unisono bench compare OLD NEW` prints what has "
-        "changed between two such files.",
+        "interleaved blocks. Writes them with the facts of the machine. `unisono bench compare OLD NEW` prints what "
+        "has changed between two such files.",
     )
-    parser.add_argument(
-        "compare", nargs="*", metavar="compare OLD NEW", help="compare two files, or more devices' pairs"
-    )
+    parser.add_argument("compare", nargs="*", metavar="compare OLD NEW", help="compare two files")
     parser.add_argument("--suite", default="bench", help="the directory of the scripts; default: bench")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these scripts, by their names without .py")
     parser.add_argument(
