@@ -234,7 +234,7 @@ def test_a_group_of_one_in_the_calling_process_stops_alike(tmp_path, rest, code,
 
 
 LATE = """
-import os
+import os, signal, threading
 from pathlib import Path
 from faults import Gate, Line
 from unisono import should_stop, spawn
@@ -253,15 +253,36 @@ try:
 except SystemExit as stop:
     print(stop.code, stop.results)
 """
+# SIGTERM arrives in another thread; the main one, which runs handlers, waits for the end of the job meanwhile.
+IN_ANOTHER_THREAD = """
+arrived, wakes = os.pipe()
+os.set_blocking(wakes, False)
+signal.set_wakeup_fd(wakes)
+
+def announce():
+    os.read(arrived, 1)
+    line.say("SIGTERM has arrived")
+
+threading.Thread(target=announce).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+"""
 
 
-@pytest.mark.parametrize("begin", ["", "should_stop()  # the caller handles SIGTERM itself"], ids=["plain", "handling"])
-def test_a_stop_that_comes_after_the_last_question_is_not_lost(tmp_path, line, ear, gate, let_pass, begin):
+@pytest.mark.parametrize("handles", [False, True], ids=["plain", "handling"])
+@pytest.mark.parametrize("is_handled_late", [False, True], ids=["", "once the workers have ended"])
+def test_a_stop_that_comes_after_the_last_question_is_not_lost(
+    tmp_path, line, ear, gate, let_pass, handles, is_handled_late
+):
+    begin = "should_stop()\n" * handles + IN_ANOTHER_THREAD * is_handled_late
     with Script(LATE.format(begin=begin), tmp_path) as script:
         ear.hear_all(2)
         script.kill(signal.SIGTERM)
+        if is_handled_late:
+            assert ear.hear() == ["SIGTERM", "has", "arrived"]
         let_pass(2)
-        assert script.end()[:2] == (0, "143 ['done', 'done']\n")
+        code, output, errors = script.end()
+        assert (code, output) == (0, "143 ['done', 'done']\n")
+        assert errors == "stopped early as asked; run again to resume\n"
 
 
 def test_an_agreed_stop_whose_save_fails_is_not_restarted(line, ear):

@@ -107,7 +107,9 @@ class Supervisor:
 
     @property
     def verdict(self) -> Outcome[list[Any]]:
-        """After the end: the workers' results by rank, or the first cause."""
+        """After the end: the workers' results by rank, or the first cause. A stop that was asked for counts, even if
+        the signal's handler has run only since the end."""
+        self._verdict = self._as_asked(self._verdict)
         return self._verdict
 
     def may_restart(self, error: BaseException | None) -> bool:
@@ -118,16 +120,16 @@ class Supervisor:
 
     def result(self) -> list[Any]:
         """After the end: the workers' results by rank; or raise the first cause."""
-        return self._verdict.unwrap()
+        return self.verdict.unwrap()
 
     def handles_stop(self) -> bool:
-        """Whether a running worker has said, before this call, that it treats a stop as a request.
+        """Whether a worker of the group has said, before this call, that it treats a stop as a request.
 
-        Waits until the workers' pipes have been read, `_READING_S` at most.
+        One that has ended counts: a handler may run long after its signal has arrived. Waits until the workers' pipes
+        have been read, `_READING_S` at most.
         """
         self._catch_up()
-        group = self._group
-        return group is not None and any(worker.handles_stop and not worker.has_ended for worker in group.workers)
+        return self._group is not None and any(worker.handles_stop for worker in self._group.workers)
 
     def interrupt(self) -> None:
         """Ask the workers to stop as Ctrl-C does; kill them on the second call."""
@@ -255,15 +257,20 @@ class Supervisor:
             has_read.set()
 
     def _conclude_job(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
-        if verdict.error is None and (self._has_agreed_to_stop() or Group.ask_to_stop in self._asked_for):
-            stopped = StoppedError(verdict.value or [], self._stopped_after() or 0)
-            if self._job.first_rank == 0:  # once, of several machines
-                logger.warning("%s", stopped)
-            verdict = Outcome(error=stopped)
+        verdict = self._as_asked(verdict)
         if self._run is not None and self._ends_run:
             code = INTERRUPTED if Group.interrupt in self._asked_for else exit_code_of(verdict.error)
             self._run.finish_with(verdict, code, is_asked=bool(self._asked_for))
         return verdict
+
+    def _as_asked(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
+        """The verdict of a job; a StoppedError, if it was successful and a stop was agreed on, or asked for."""
+        if verdict.error is not None or not (self._has_agreed_to_stop() or Group.ask_to_stop in self._asked_for):
+            return verdict
+        stopped = StoppedError(verdict.value or [], self._stopped_after() or 0)
+        if self._job.first_rank == 0:  # once, of several machines
+            logger.warning("%s", stopped)
+        return Outcome(error=stopped)
 
 
 def _supervise(supervisor: Supervisor) -> None:
