@@ -137,7 +137,6 @@ def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
             if callable(before):
                 before(signum, frame)
         else:
-            supervisor.note_end("SIGTERM")
             # By the signal itself, so that the parent sees SIGTERM as the cause of the end.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)

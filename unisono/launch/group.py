@@ -43,7 +43,6 @@ from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import kill_marked
 from unisono.launch.starting.zygote_client import open_group
 from unisono.launch.watching.memory import OomWatch
-from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import WorkerOutput
 from unisono.launch.worker import TELL_STACKS
 from unisono.outcome import Outcome, first_cause, this_process
@@ -72,7 +71,6 @@ class Group:
         directory: Path,
         hang_watch: HangWatch,
         output: WorkerOutput,
-        monitor: Monitor,
         on_started: Callable[[], None],
         others: OtherMachines | None = None,
     ) -> None:
@@ -82,7 +80,6 @@ class Group:
         self._directory = directory
         self._hang_watch = hang_watch
         self._output = output
-        self._monitor = monitor
         self._on_started = on_started
         self._oom_watch = OomWatch()
         self._zygote: socket.socket | None = None
@@ -105,7 +102,6 @@ class Group:
             finally:
                 for worker in self.workers:
                     self._close_pipe(worker)
-                self._monitor.close()  # before the directory that it writes to is removed
                 self._close_group()
                 self._output.close()
         tails = {worker.rank: self._output.tail(worker.rank, _KEPT_LINES) for worker in self.workers}
@@ -203,7 +199,6 @@ class Group:
             pulse: Pulse = pickle.loads(data)
             self._hang_watch.hear(worker.rank, pulse, time.monotonic())
             self._standstill.report_progress()
-            self._monitor.tell_pulse(worker.rank, pulse)
         elif kind is Kind.HANDLES_STOP:
             worker.handles_stop = True
             # The request came before this worker could be asked: SIGTERM would have ended it.
@@ -236,7 +231,6 @@ class Group:
         worker = self.workers[message["rank"] - self._job.first_rank]
         if message["op"] == "forked":
             worker.pid = message["pid"]
-            self._monitor.watch(worker.rank, message["pid"])
         elif message["op"] == "exit":
             self._note_end(worker, message["status"], describe_exit(message["status"]))
         else:
@@ -273,7 +267,7 @@ class Group:
             worker.was_stopped = bool(self._ending.sent) and not is_foreign
             # Only an unexplained SIGKILL can be the out-of-memory killer's.
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
-            memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
+            memory = self._oom_watch.verdict() if is_killed else ""
             # A write to shared memory raises SIGBUS when /dev/shm is full.
             memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
             worker.outcome = Outcome.failure(death(worker, status, how, memory), self._describe_place(worker))

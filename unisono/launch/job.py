@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
 import pickle
-import platform
 import sys
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from unisono import terminal
 from unisono.launch.hosts.environment import RankPlace
@@ -102,26 +96,3 @@ class Job:
             is_store_there=True,
             store=self.store,
         )
-
-    def facts(self) -> dict[str, Any]:
-        """The facts that a run's directory records about the job."""
-        return {
-            "argv": self.caller.argv,
-            "directory": self.caller.directory,
-            "nprocs": self.nprocs,
-            "backend": self.backend,
-            "num_threads": self.num_threads,
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "platform": platform.platform(),
-            "versions": versions(),
-        }
-
-
-def versions() -> dict[str, str]:
-    """The versions of what a run depends on, by name."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}  # +cpu or +cu130, which metadata lack
-    for name in ("unisono", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

@@ -42,14 +42,10 @@ class Pulse:
     Attributes:
         progress: increases with every collective, batch and step.
         doing: the collective that the rank is in, in words; empty outside one.
-        device_bytes: memory in use on the rank's device, unless that is main memory.
-        step: the number of steps its optimizers have taken.
     """
 
     progress: int
     doing: str = ""
-    device_bytes: int | None = None
-    step: int = 0
 
 
 class Reporter:
@@ -128,21 +124,11 @@ def take_pulse(world: World) -> Pulse:
     return Pulse(
         progress=counted + getattr(world.comm, "progress", 0),
         doing=getattr(world.comm, "current", None) or "",
-        device_bytes=world.backend.memory(world.device) if _may_ask(world) else None,
-        step=count_of(world, "steps"),
     )
-
-
-def _may_ask(world: World) -> bool:
-    """Whether the pulse's thread may use the rank's device."""
-    return world.backend.moves_in_background and not world.backend.moves_in_loop
 
 
 def _send_pulses(world: World, reporter: Reporter, interval_s: float, is_over: threading.Event) -> None:
     """Body of the pulse's thread."""
-    # The current device is a property of a thread.
-    if _may_ask(world):
-        world.backend.activate(world.device)
     reported: Pulse | None = None
     # The first one at once: until then, the supervisor does not count this rank.
     while True:

@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 from agents import agent, free_port, kill_all
 from faults import SOON_S, Script
-from recorded_runs import read_run
 
 from unisono.cli.main import main
 from unisono.errors import BrokenWorldError
@@ -467,15 +466,11 @@ def test_a_hang_names_the_stuck_rank_and_ends_both_machines_which_keep_the_files
 
 def _assert_has_the_files_of_its_rank(directory: Path) -> None:
     """Under the rank in the whole world."""
-    run = read_run(directory)
-    (rank,) = run.facts["ranks"]
-    names = {path.name for path in directory.iterdir()}
-    assert names == {"run.json", "samples.jsonl", f"rank-{rank}.stdout", f"rank-{rank}.stderr"}
+    rank = 0 if (directory / "rank-0.stdout").exists() else 1
+    assert {path.name for path in directory.iterdir()} == {f"rank-{rank}.stdout", f"rank-{rank}.stderr"}
     assert (directory / f"rank-{rank}.stdout").read_text() == f"from {rank} {('one', 'two')[rank]}\n"
     errors = (directory / f"rank-{rank}.stderr").read_text()  # killed, or woken by the end of the other
     assert "WorkerDiedError" in errors or "BrokenWorldError" in errors
-    assert (run.facts["state"], run.facts["exit_code"], run.facts["num_machines"]) == ("failed", 1, [2, 2])
-    assert {sample["rank"] for sample in run.samples} == {rank}
 
 
 def test_a_rank_that_makes_progress_alone_on_another_machine_is_no_hang(watched):

@@ -47,7 +47,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from unisono.comm.sealing import use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ASKED
-from unisono.launch.exit_codes import exit_code_of
 from unisono.launch.hosts.addresses import interface_of
 from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
 from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
@@ -58,7 +57,7 @@ from unisono.launch.run_target import variables_set
 from unisono.launch.starting.marks import SECRET
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
-from unisono.launch.watching.run_directory import RunDirectory
+from unisono.launch.watching.log_directory import make_log_directory
 from unisono.outcome import Outcome, first_cause
 from unisono.torch_private import (
     MONITOR_WORKERS,
@@ -145,10 +144,8 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         OSError: `log_dir` cannot hold the files of a run; nothing was started.
         UnisonoError: no agent serves the endpoint.
     """
-    run = None
-    if job.options.output.log_dir is not None:
-        facts = {**job.facts(), "num_machines": [options.min_nodes, options.max_nodes], "endpoint": options.endpoint}
-        run = RunDirectory.create(Path(job.options.output.log_dir), facts, str(facts["host"]))
+    log_dir = job.options.output.log_dir
+    log_directory = None if log_dir is None else make_log_directory(log_dir, platform.node())
     warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
     _quieten()
     use_secret(options.secret)
@@ -164,15 +161,13 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
             max_restarts=job.options.max_restarts,
             monitor_interval=_LOOK_S,
         )
-        agent = Agent(spec, job, options, run)
+        agent = Agent(spec, job, options, log_directory)
         with agent.others.attended(is_host):
             verdict = _run(agent, options)
         # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
         if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
             with contextlib.suppress(RendezvousError):
                 handler.shutdown()
-    if run is not None:
-        run.finish_with(verdict, exit_code_of(verdict.error), agent.was_asked)
     return verdict
 
 
@@ -194,7 +189,7 @@ def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's agent, whose workers are one of our groups; `run` writes the files of the run.
+    """Torch's agent, whose workers are one of our groups.
 
     Attributes:
         others: the other machines.
@@ -202,14 +197,14 @@ class Agent(SimpleElasticAgent):
         was_asked: whether a signal has asked the agent to end.
     """
 
-    def __init__(self, spec: WorkerSpec, job: Job, options: MachineOptions, run: RunDirectory | None) -> None:
+    def __init__(self, spec: WorkerSpec, job: Job, options: MachineOptions, log_directory: Path | None) -> None:
         super().__init__(spec)
         self.verdict: Outcome[Any] = Outcome()
         self.was_asked = False
         # Torch's agents restart the workers of all machines; a supervisor would restart only its own.
         self._job = replace(job, options=replace(job.options, max_restarts=0))
         self._options = options
-        self._run_directory = run
+        self._log_directory = log_directory
         self._supervisor: Supervisor | None = None
         self._patience_until: float | None = None  # the deadline of an early end that was asked for
         self._lost = ""  # which machine is lost, as a sentence
@@ -259,8 +254,6 @@ class Agent(SimpleElasticAgent):
     def on_cut_off(self, reason: str) -> None:
         """End this agent, whose main thread is blocked in native code; its workers end with it."""
         logger.warning("%s; this agent and its workers end", reason)
-        if self._run_directory is not None:
-            self._run_directory.finish("failed", exit_code=1, error=reason)
         os._exit(1)
 
     # The methods that torch's agent requires.
@@ -284,7 +277,7 @@ class Agent(SimpleElasticAgent):
         # A loss in an earlier round does not concern the machines that have met in this one.
         self._lost = ""
         # set before reports can arrive
-        self._supervisor = Supervisor(job, self._run_directory, self.others)
+        self._supervisor = Supervisor(job, self._log_directory, self.others)
         # Before the workers start: their first report must belong to this round.
         self.others.begin_round(name, group.group_rank, group.group_world_size)
         self._supervisor.start()

@@ -46,29 +46,24 @@ def kill_session(pid: int, signum: int) -> None:
             os.kill(pid, signum)
 
 
-def trees_of(pids: Iterable[int]) -> dict[int, list[psutil.Process]]:
-    """Each of these processes that exists, with all its descendants in any session, parents first: from a single pass
-    over all processes of the machine, which is what takes the time."""
+def kill_trees(pids: Iterable[int]) -> None:
+    """SIGKILL these processes and their descendants in any session; parents first, or they would notice the death of a
+    child."""
+    # A single pass over all processes of the machine, which is what takes the time.
     children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             children[process.ppid()].append(process)
-    trees = {}
+    # All of them are known before the first kill: descendants of a dead process are no longer found from it.
+    victims = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            trees[pid] = tree = [psutil.Process(pid)]
-            for process in tree:  # the list grows during the iteration
-                tree += children.pop(process.pid, ())
-    return trees
-
-
-def kill_trees(pids: Iterable[int]) -> None:
-    """SIGKILL these processes and their descendants; parents first, or they would notice the death of a child."""
-    # All of them are known before the first kill: descendants of a dead process are no longer found from it.
-    for tree in trees_of(pids).values():
-        for victim in tree:
-            with contextlib.suppress(psutil.Error):
-                victim.kill()
+            victims.append(psutil.Process(pid))
+    for victim in victims:  # the list grows during the iteration
+        victims += children.pop(victim.pid, ())
+    for victim in victims:
+        with contextlib.suppress(psutil.Error):
+            victim.kill()
 
 
 def kill_children() -> None:

@@ -35,7 +35,7 @@ from queue import Empty, SimpleQueue
 
 from unisono.launch import options
 from unisono.launch.watching.lines import LineMixer, LineSplitter
-from unisono.launch.watching.run_directory import RunDirectory, Stream
+from unisono.launch.watching.log_directory import Stream, log_file
 
 logger = logging.getLogger(__name__)
 
@@ -111,14 +111,12 @@ class _Source:
 
 
 class WorkerOutput:
-    """The streams of one group of workers, from `open` for each of them to `close`. `run` saves them to its files; None
-    saves nothing. `stdout` and `stderr` are the caller's own descriptors."""
+    """The streams of one group of workers, from `open` for each of them to `close`. `directory` is where they are
+    saved; None saves nothing. `stdout` and `stderr` are the caller's own descriptors."""
 
-    def __init__(
-        self, wanted: options.Output, run: RunDirectory | None = None, stdout: int = 1, stderr: int = 2
-    ) -> None:
+    def __init__(self, wanted: options.Output, directory: Path | None = None, stdout: int = 1, stderr: int = 2) -> None:
         self._wanted = wanted
-        self._run = run
+        self._directory = directory
         self._stdout = stdout
         self._callers = {
             "stdout": _CallersStream(stdout),
@@ -135,7 +133,7 @@ class WorkerOutput:
     def open(self, rank: int) -> tuple[int, int]:
         """Return the descriptors for a worker's stdout and stderr; they remain ours, see `handed_over`."""
         self._write_ends[rank] = []
-        is_captured = self._wanted.prefix is True or self._run is not None or not self._is_shown(rank)
+        is_captured = self._wanted.prefix is True or self._directory is not None or not self._is_shown(rank)
         stdout = self._capture(rank, "stdout") if is_captured else self._stdout
         return stdout, self._capture(rank, "stderr")
 
@@ -175,7 +173,7 @@ class WorkerOutput:
             fd=reading,
             prefix=f"[rank {rank}] ".encode() if is_marked else b"",
             shown_on=self._callers[name] if self._is_shown(rank) else None,
-            path=None if self._run is None else self._run.log(rank, name),
+            path=None if self._directory is None else log_file(self._directory, rank, name),
         )
         if name == "stderr":
             self._of_stderr[rank] = source
@@ -221,7 +219,7 @@ class WorkerOutput:
                 selector.register(source.fd, selectors.EVENT_READ, source)
                 if source.path is not None:
                     try:
-                        # Appending: a restarted group and `RunDirectory.append` write to the same file.
+                        # Appending: a restarted group and the supervisor write to the same file.
                         source.log = os.open(source.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                     except OSError as error:
                         self._complain(source, error)
