@@ -6,9 +6,8 @@ them are defined in the worker's `__main__`. From then on they are sent by name,
 and back to the caller, where they resolve to the caller's own objects. (By value, cloudpickle would find the caller's
 class and replace its methods with copies.)
 
-Code that looks up globals at run time (`globals()`, `eval`, `import __main__`) may need any of them, so every object in
-`__main__` that can be pickled is sent with it. The source lines of notebook cells, which are in no file, are sent with
-their code.
+Code that looks up globals at run time (`globals()`, `eval`) finds only those that some code names. The source lines of
+notebook cells, which are in no file, are sent with their code.
 
 An object without a name in `__main__`, such as a lambda or a class defined in a function, is always sent by value; a
 module always by name.
@@ -19,7 +18,6 @@ rank, and accessing it would start a runtime and allocate memory on that device.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import io
 import linecache
@@ -28,7 +26,7 @@ import pickle
 import pkgutil
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -37,8 +35,6 @@ import cloudpickle
 
 BETWEEN_RANKS: dict[type, Callable[[Any], Any]] = {}
 """How classes are reduced that no other pickler takes."""
-
-_LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # names in code that may find a global the code does not name
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,8 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None)
         # One pickler for both dumps: its memo keeps shared objects shared.
         pickler = _ByValue(file)
         pickler.dump(first)
-        # The last three are filled while the ones before are pickled.
-        pickler.dump((fn, args, pickler.looked_up, pickler.names, pickler.lines))
+        # The last two are filled while the ones before are pickled.
+        pickler.dump((fn, args, pickler.names, pickler.lines))
         return file.getvalue()
 
 
@@ -95,9 +91,8 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
     `take_first` is called with `first`, before the modules that the call needs are imported."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
-    fn, args, looked_up, names, lines = unpickler.load()
+    fn, args, names, lines = unpickler.load()
     main = sys.modules["__main__"].__dict__
-    main.update(looked_up)
     for name, each in names.items():
         if isinstance(each, type):
             each.__qualname__ = name  # cloudpickle keeps its last part only
@@ -142,16 +137,13 @@ class _ByValue(_Pickler):
 
     Attributes:
         names: the classes and functions of `__main__` found while pickling, by their qualified names.
-        looked_up: the globals of `__main__`, if code was found that may look up any of them.
         lines: the source lines of code that is in no file, by the code's file name.
     """
 
-    def __init__(self, file: io.BytesIO, carries_all: bool = True) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.names: dict[str, Any] = {}
-        self.looked_up: dict[str, Any] = {}
         self.lines: dict[str, list[str]] = {}
-        self._carries_all = carries_all
         self._main = sys.modules["__main__"].__dict__
         # cloudpickle looks up here, by id, the dict that stands for a function's globals.
         self.globals_ref[id(self._main)] = _MainGlobals()
@@ -162,24 +154,10 @@ class _ByValue(_Pickler):
         if _is_named_in_main(obj):
             self.names[obj.__qualname__] = obj
         if isinstance(obj, FunctionType):
-            self._note_code(obj)
+            file = obj.__code__.co_filename
+            if file not in self.lines and not os.path.exists(file) and (lines := linecache.getlines(file)):
+                self.lines[file] = lines
         return super().reducer_override(obj)
-
-    def _note_code(self, function: FunctionType) -> None:
-        file = function.__code__.co_filename
-        if file not in self.lines and not os.path.exists(file) and (lines := linecache.getlines(file)):
-            self.lines[file] = lines
-        if self._carries_all and function.__globals__ is self._main and _looks_up_globals(function.__code__):
-            self._carries_all = False
-            for name, value in list(self._main.items()):
-                if name.startswith("_") or name in _OF_NOTEBOOKS:
-                    continue
-                with contextlib.suppress(Exception):  # one global that cannot be pickled must not fail the call
-                    _ByValue(io.BytesIO(), carries_all=False).dump(value)
-                    self.looked_up[name] = value
-
-
-_OF_NOTEBOOKS = {"In", "Out", "exit", "quit", "open", "get_ipython"}  # defined by IPython
 
 
 class _MainGlobals(dict[str, Any]):
@@ -190,22 +168,6 @@ def _main_globals(package: str | None) -> dict[str, Any]:
     found = sys.modules["__main__"].__dict__
     found["__package__"] = package  # the base of relative imports, after `python -m`
     return found
-
-
-def _looks_up_globals(code: CodeType) -> bool:
-    return any(_LOOKING_UP.intersection((*each.co_names, *_texts(each))) for each in codes_in(code))
-
-
-def _texts(code: CodeType) -> Iterator[str]:
-    return (each for each in code.co_consts if isinstance(each, str))
-
-
-def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """A code object and, recursively, those of the functions and classes that it defines."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from codes_in(each)
 
 
 def _importable_path(obj: Any) -> str | None:

@@ -60,7 +60,7 @@ REFUSALS: list[Refusal] = [
         lambda: spawn(lambda i: None, (3,), 2),
         r"with 1 args: too many positional arguments; its first parameter",
     ),
-    (ValueError, lambda: spawn(work, nprocs=10**7), "nprocs=10000000, but there is room for .* workers: each takes "),
+    (ValueError, lambda: spawn(work, nprocs=10**7), "nprocs=10000000 workers take 4 open files each, of "),
     (ValueError, lambda: spawn(work, backend="tpu9"), "backend 'tpu9' does not exist; choose one of cpu, cuda, mps"),
     (ValueError, lambda: spawn(work, cores=0), "cores=0 is too small; pass CPU threads per worker, or None"),
     (ValueError, lambda: Cores(0), "num_threads=0 is too small; pass an integer of at least 1"),

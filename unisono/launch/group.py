@@ -36,7 +36,7 @@ from unisono.launch.job import Job
 from unisono.launch.messages import say_once
 from unisono.launch.rendezvous import write_job
 from unisono.launch.reports import Kind, Pulse
-from unisono.launch.resource_limits import describe_mapped_memory
+from unisono.launch.resource_limits import FULL_SHM
 from unisono.launch.stack_collection import StackCollection
 from unisono.launch.starting import wire
 from unisono.launch.starting.marks import OUTER_DIRECTORY
@@ -269,7 +269,7 @@ class Group:
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
             memory = self._oom_watch.verdict() if is_killed else ""
             # A write to shared memory raises SIGBUS when /dev/shm is full.
-            memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
+            memory = f"; mapped memory could not be allocated: {FULL_SHM}" if status == -signal.SIGBUS else memory
             worker.outcome = Outcome.failure(death(worker, status, how, memory), self._describe_place(worker))
             if not worker.was_stopped:  # a transport's abort is explained by what its peers report
                 self._note_failure(is_secondary=status == -signal.SIGABRT)

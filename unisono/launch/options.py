@@ -29,7 +29,7 @@ class Output:
     """What happens to the output of workers, for `spawn(..., output=Output(...))`.
 
     Attributes:
-        log_dir: the parent of this run's log directory: each rank's stdout and stderr, events, the monitor's samples.
+        log_dir: the parent of this run's log directory: each rank's stdout and stderr.
         ranks: show the output of these ranks only; the log files contain every rank's.
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
 

@@ -25,7 +25,6 @@ from unisono.launch.job import Caller, Job
 from unisono.launch.messages import shorten_traceback
 from unisono.launch.options import Cores, Options, Output, SpawnOptions
 from unisono.launch.reports import count_of
-from unisono.launch.resource_limits import check_room
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
 from unisono.launch.unpicklable import pickle_call
@@ -36,6 +35,7 @@ from unisono.world import solo_world, use_world
 
 logger = logging.getLogger(__name__)
 
+_FILES = 4  # that this process has open for each worker
 _MOVED = {
     name: f"pass {kind.__name__.lower()}={kind.__name__}({name}=...)"
     for kind in (Output, Cores)
@@ -175,7 +175,7 @@ def make_job(call: bytes, count: int, family: Backend, options: Options, caller:
         caller: what they take over; None is this process.
 
     Raises:
-        ValueError: there are fewer cores than workers to be pinned, or too little memory, files or processes for them.
+        ValueError: there are fewer cores than workers to be pinned, or too few open files for them.
         UnisonoError: workers cannot be supervised on this platform.
     """
     num_threads, cores = options.shared_cores.divide(count)
@@ -188,7 +188,11 @@ def make_job(call: bytes, count: int, family: Backend, options: Options, caller:
             f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
             "or WSL"
         )
-    check_room(count)
+    import resource  # Unix only
+
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= files < _FILES * count:
+        raise ValueError(f"nprocs={count} workers take {_FILES} open files each, of {files} (`ulimit -n`)")
     caller = caller or Caller()
     caller = replace(caller, environ={**caller.environ, **family.worker_environment(count)})
     job = Job(call, count, family.name, options, num_threads, cores, caller)

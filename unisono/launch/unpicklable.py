@@ -6,17 +6,14 @@ It has failed at the last object that it met: the open file, the lock, the gener
 from __future__ import annotations
 
 import contextlib
-import dis
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from unisono.errors import UnpicklableError
-from unisono.pickling import codes_in, dumps_call, pickled_before_failure
-
-_GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+from unisono.pickling import dumps_call, pickled_before_failure
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) -> bytes:
@@ -68,14 +65,8 @@ def describe_unpicklable(part: Any) -> str:
     *met, cause = pickled_before_failure(part) or [part]
     if cause is part:
         return ""
-    named = (where for holder in reversed(met) for where, held in _parts_of(holder) if _is_in(cause, held))
+    named = (where for holder in reversed(met) for where, held in _parts_of(holder) if held is cause)
     return f"; {next(named, 'it holds one')}, a {type(cause).__name__}"
-
-
-def _is_in(cause: Any, held: Any) -> bool:
-    """Whether an object is another one, or in that list, dict, ..., which a pickler does not report."""
-    inner = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple | set) else ()
-    return held is cause or any(_is_in(cause, each) for each in inner)
 
 
 def _parts_of(part: Any) -> Iterator[tuple[str, Any]]:
@@ -85,20 +76,14 @@ def _parts_of(part: Any) -> Iterator[tuple[str, Any]]:
             yield f"the {type(part).__name__} has the attribute {name!r}", each
         return
     name = part.__qualname__
-    for each in _globals_in(part):
+    for each in part.__globals__.keys() & _names_in(part.__code__):
         yield f"the function {name!r} uses the global {each!r}", part.__globals__[each]
     for free, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # nothing has been assigned yet
             yield f"the function {name!r} uses the variable {free!r} of the function around it", cell.cell_contents
-    for each in (part.__defaults__, part.__kwdefaults__):
-        yield f"the function {name!r} has it as the default of an argument", each
 
 
-def _globals_in(function: FunctionType) -> list[str]:
-    named = {
-        instruction.argval
-        for code in codes_in(function.__code__)
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in _GLOBAL
-    }
-    return sorted(named & function.__globals__.keys())
+def _names_in(code: CodeType) -> set[str]:
+    """The names in a code object and in those of the functions and classes that it defines."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inner)

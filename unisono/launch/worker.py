@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import logging
 import multiprocessing
 import os
 import pickle
@@ -204,7 +203,6 @@ def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
     # For the supervisor, which wants whole, separate stacks. The descriptor stays open as long as the process lives.
     stacks = os.open(stacks_path(directory, place.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
-    mark_records(place.rank)
 
 
 def _keep_sockets_in(directory: str) -> None:
@@ -221,18 +219,6 @@ def _keep_sockets_in(directory: str) -> None:
 def stacks_path(directory: str | Path, rank: int) -> Path:
     """Where the worker writes its Python stacks when it receives `TELL_STACKS`."""
     return Path(directory) / f"stacks-{rank}"
-
-
-def mark_records(rank: int) -> None:
-    """Give each record of `logging` a `rank`, for formats such as "[%(rank)s] %(message)s"."""
-    make = logging.getLogRecordFactory()
-
-    def make_marked(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        record.rank = rank
-        return record
-
-    logging.setLogRecordFactory(make_marked)
 
 
 def _join_world(job: Job, place: RankPlace) -> World:
