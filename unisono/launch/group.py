@@ -31,13 +31,12 @@ import psutil
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.ending import Ending
 from unisono.launch.group_outcome import Worker, conclude, death
-from unisono.launch.hang import HangWatch
+from unisono.launch.hang import StackCollection
 from unisono.launch.job import Job
 from unisono.launch.messages import say_once
 from unisono.launch.rendezvous import write_job
 from unisono.launch.reports import Kind, Pulse
 from unisono.launch.resource_limits import FULL_SHM
-from unisono.launch.stack_collection import StackCollection
 from unisono.launch.starting import wire
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import kill_marked
@@ -69,7 +68,6 @@ class Group:
         self,
         job: Job,
         directory: Path,
-        hang_watch: HangWatch,
         output: WorkerOutput,
         on_started: Callable[[], None],
         others: OtherMachines | None = None,
@@ -78,7 +76,6 @@ class Group:
         self._reason: Outcome[Any] | None = None  # why the group is ended although none of its workers has failed
         self._job = job
         self._directory = directory
-        self._hang_watch = hang_watch
         self._output = output
         self._on_started = on_started
         self._oom_watch = OomWatch()
@@ -86,7 +83,7 @@ class Group:
         self._ending = Ending(job.options.grace_s)
         self._is_stop_wanted = False  # the caller has asked for an early end
         ask = partial(self._signal_workers, TELL_STACKS, to_sessions=False)
-        self._standstill = StackCollection(hang_watch, job.ranks, directory, ask, others)
+        self._standstill = StackCollection(job, directory, ask, others)
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
         """Start the workers and return when all have ended; `obey` is called when `wake` is readable."""
@@ -197,8 +194,7 @@ class Group:
     def _handle_message(self, worker: Worker, kind: Kind, data: bytes) -> None:
         if kind is Kind.PULSE:
             pulse: Pulse = pickle.loads(data)
-            self._hang_watch.hear(worker.rank, pulse, time.monotonic())
-            self._standstill.report_progress()
+            self._standstill.hear_pulse(worker.rank, pulse, time.monotonic())
         elif kind is Kind.HANDLES_STOP:
             worker.handles_stop = True
             # The request came before this worker could be asked: SIGTERM would have ended it.
@@ -212,8 +208,7 @@ class Group:
             worker.outcome = Outcome.from_bytes(data)
             is_failure = worker.outcome.error is not None
             # A rank that has returned makes no more progress, and is no hang.
-            self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
-            self._standstill.report_progress()
+            self._standstill.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
             # An error after our first signal is a consequence of it, and never the first cause.
             worker.was_stopped = is_failure and worker.outcome.at > self._ending.began_at
             if is_failure:
@@ -261,7 +256,7 @@ class Group:
         worker.has_ended = True
         if worker.outcome is None:
             # With an outcome, it was forgotten when that arrived.
-            self._hang_watch.forget(worker.rank, time.monotonic())
+            self._standstill.forget(worker.rank, time.monotonic())
             # A signal that we have not sent is a cause of its own, even while the group is being stopped.
             is_foreign = status is not None and status < 0 and -status not in self._ending.sent
             worker.was_stopped = bool(self._ending.sent) and not is_foreign

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError
 from unisono.launch.group import Group
-from unisono.launch.hang import HangWatch
 from unisono.launch.job import Job
 from unisono.launch.rendezvous import rendezvous
 from unisono.launch.resource_limits import add_limit_note
@@ -216,9 +215,8 @@ class Supervisor:
         # With an address, the agent has set the restart count for all machines.
         job = self._job if self._job.address else replace(self._job, restart_count=restart_count)
         output = WorkerOutput(self._options.output, self.log_directory)
-        watch = HangWatch(self._options.hang_timeout_s, self._options.timeout_s, self._others is None)
         with contextlib.closing(output):
-            self._group = Group(job, directory, watch, output, self._has_started.set, self._others)
+            self._group = Group(job, directory, output, self._has_started.set, self._others)
             return self._group.run(self._wake_r, self._obey_requests)
 
     def _obey_requests(self) -> None:
