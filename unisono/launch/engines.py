@@ -84,9 +84,6 @@ def spawn_on(
     machines = engine.machines_for(nprocs)
     if nprocs % machines:
         raise ValueError(f"nprocs={nprocs} workers cannot be divided evenly between {machines} machines")
-    for name, reason in engine.lacks.items():
-        if getattr(options, name) != getattr(Options, name):
-            raise ValueError(f"spawn's {name} does not go with this engine: {reason}")
     caller = Caller(environ={name: os.environ[name] for name in engine.variables if name in os.environ}, columns=0)
     call = pickle_call(call_packed, (fn, tuple(args)), Settings.read())
     run = engine.start(pickle.dumps(Bundle(call, options, caller)), machines, nprocs // machines)

@@ -23,8 +23,8 @@ from unisono.comm.sealing import UnsignedError, has_secret, tag, use_secret
 from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
 from unisono.launch.gloo_output import suppress_greetings
 from unisono.launch.hosts.addresses import address_towards, interface_of
+from unisono.launch.hosts.endpoint import quieten_store, serve_store
 from unisono.launch.hosts.environment import RankPlace
-from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.starting.marks import SECRET
 from unisono.protocols import Backend, Communicator
 from unisono.world import World

@@ -48,10 +48,16 @@ from unisono.comm.sealing import use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ASKED
 from unisono.launch.hosts.addresses import interface_of
-from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
+from unisono.launch.hosts.endpoint import (
+    local_address,
+    quieten_store,
+    serve_store,
+    serves_endpoint,
+    split_endpoint,
+    wait_served,
+)
 from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 from unisono.launch.hosts.sealed_backend import SealedBackend
-from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.marks import SECRET

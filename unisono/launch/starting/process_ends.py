@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -13,6 +15,16 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+
+
+def interpreter_command() -> list[str]:
+    """The command of an interpreter like this one, with its options (`-W`, `-X`, `-O`), before `-c` and the code."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # multiprocessing's, too
+    known = {flags[place + 1].partition("=")[0] for place, flag in enumerate(flags) if flag == "-X"}
+    for name, value in sys._xoptions.items():  # options of the program's own
+        if name not in known:
+            flags += ["-X", name if value is True else f"{name}={value}"]
+    return [sys.executable, *flags]
 
 
 def become_reaper() -> None:

@@ -48,11 +48,11 @@ from typing import NoReturn
 import psutil
 
 from unisono.launch.starting import wire
-from unisono.launch.starting.interpreter import interpreter_command
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import (
     become_reaper,
     die_with_parent,
+    interpreter_command,
     kill_children,
     kill_marked,
     kill_session,

@@ -20,7 +20,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
-from unisono.launch.starting.interpreter import interpreter_command
+from unisono.launch.starting.process_ends import interpreter_command
 
 _lock = threading.Lock()
 _clients: dict[str, ZygoteClient] = {}  # by start method
