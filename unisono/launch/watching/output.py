@@ -5,8 +5,8 @@ caller, unless its lines must be marked, saved or hidden. stderr always goes thr
 part of the message of a worker's failure.
 
 Output is shown in whole lines. An unfinished line (a prompt, a row of dots) is held for `_HOLD_S` at most, then shown,
-and ended by a newline before another worker's. "\\r" ends a line as "\\n" does, so a progress bar moves, and what follows
-it gets its prefix again. No byte is lost, except those that erase a bar (blanks up to a "\\r") where there is none.
+and ended by a newline before another worker's. "\\r" ends a line as "\\n" does, so a progress bar moves, and what
+follows it gets its prefix again. No byte is lost, except those that erase a bar (blanks up to a "\\r") without one.
 
 *Threads:* one per group, `unisono-output`, is the only one that reads, splits and writes. The group's supervisor opens
 and closes: what is new reaches the thread by a queue, and a byte wakes it. There is no polling.
