@@ -12,7 +12,7 @@ from faults import Script
 from torch.backends import cudnn
 
 from unisono.launch.spawn import spawn
-from unisono.launch.unpicklable import describe_unpicklable
+from unisono.pickling import describe_unpicklable
 
 ATEN = torch.ops.aten
 ADD, ADD_TENSOR = torch.ops.aten.add, torch.ops.aten.add.Tensor

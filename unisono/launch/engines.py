@@ -25,8 +25,8 @@ from unisono.errors import StoppedError
 from unisono.launch.job import Caller
 from unisono.launch.options import Options
 from unisono.launch.settings import Settings
-from unisono.launch.unpicklable import pickle_call
 from unisono.outcome import Outcome, first_cause
+from unisono.pickling import pickle_call
 from unisono.protocols import Engine, Run
 
 _GROUP = "unisono.engines"

@@ -32,9 +32,8 @@ import psutil
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import StackCollection
-from unisono.launch.job import Job
+from unisono.launch.job import Job, write_job
 from unisono.launch.messages import say_once
-from unisono.launch.rendezvous import write_job
 from unisono.launch.reports import Kind, Pulse
 from unisono.launch.resource_limits import FULL_SHM
 from unisono.launch.starting import wire

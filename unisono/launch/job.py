@@ -1,17 +1,40 @@
-"""What the workers of a group get, in a file of their group's directory, and what they take over from their caller."""
+"""What the workers of a group get, in a private directory of their group, and what they take over from their caller.
+
+    <TMPDIR>/unisono-1-ab12cd34/     0700; the number is how deep the group is in groups
+        store                        the file in which the process group meets
+        job                          what the workers are to do, with the caller's environment: 0600
+        multiprocessing/             sockets of loader workers
+        stacks-0, ...                of the workers
+
+No port is opened and no name is looked up, so any number of groups can start concurrently, and a broken resolver delays
+none of them. The directory of a group that a worker starts is inside that of the worker's own group and is removed with
+it: killing the outer workers also kills the inner zygote, before it can clean up.
+
+The caller removes it, or else the zygote; if both are killed at the same moment, it stays.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import re
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from unisono import terminal
+from unisono.errors import UnisonoError
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import describe_modules
 from unisono.launch.options import Options
+from unisono.launch.starting.marks import OUTER_DIRECTORY
 
+_NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
+_MAX_DEPTH = 3  # nested groups; each level multiplies the workers
 _PULSE_S = 1.0  # seconds between two checks of a worker's progress
 
 
@@ -96,3 +119,30 @@ class Job:
             is_store_there=True,
             store=self.store,
         )
+
+
+def write_job(path: Path, job: Job) -> None:
+    """Write what the workers read in their first lines; only their user may read it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        pickle.dump(job, file)
+
+
+@contextmanager
+def rendezvous() -> Iterator[Path]:
+    """Create the directory of one group, and remove it after the block. (The zygote removes it if the caller is
+    killed.)"""
+    outer = os.environ.get(OUTER_DIRECTORY, "")
+    found = _NAME.match(Path(outer).name)
+    depth = int(found[1]) if found else 0
+    if depth >= _MAX_DEPTH:
+        raise UnisonoError(
+            f"spawn is called in a worker of a worker, {_MAX_DEPTH} deep; if that is not intended, a module that the "
+            'workers import calls spawn at its top level: put that call under `if __name__ == "__main__":`'
+        )
+    parent = outer if os.path.isdir(outer) else tempfile.gettempdir()
+    directory = tempfile.mkdtemp(prefix=f"unisono-{depth + 1}-", dir=parent)
+    try:
+        yield Path(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # the zygote may be removing it at the same time

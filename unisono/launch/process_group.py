@@ -22,8 +22,7 @@ import torch.distributed as dist
 from unisono.comm.sealing import UnsignedError, has_secret, tag, use_secret
 from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
 from unisono.launch.gloo_output import suppress_greetings
-from unisono.launch.hosts.addresses import address_towards, interface_of
-from unisono.launch.hosts.endpoint import quieten_store, serve_store
+from unisono.launch.hosts.endpoint import address_towards, interface_of, quieten_store, serve_store
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.starting.marks import SECRET
 from unisono.protocols import Backend, Communicator

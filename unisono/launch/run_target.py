@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,8 +25,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from unisono import preemption
-from unisono.errors import StoppedError, WorkerDiedError
-from unisono.launch.exit_codes import exit_code_of
+from unisono.errors import ClosedError, StoppedError, WorkerDiedError
 from unisono.launch.hosts.environment import TAKEN, RankPlace, announce, take
 from unisono.launch.reports import count_of
 from unisono.world import World, current_world
@@ -110,6 +110,25 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     except SystemExit as error:
         text = f"rank {rank} ended by sys.exit({error.code!r})"
         raise WorkerDiedError(text, rank, exit_code_of(error)) from error
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The exit code of `unisono run`, for a run that ended with an error, or without.
+
+    0 for success; n if a worker ended by `sys.exit(n)`, modulo 256 and never 0; 128 + n if signal n ended it; 143 after
+    an agreed stop, 130 after Ctrl-C; 1 for any other error.
+    """
+    if error is None:
+        return 0
+    if isinstance(error, ClosedError) and isinstance(error.__cause__, WorkerDiedError):  # by `ProcessContext.stop`
+        return exit_code_of(error.__cause__)
+    if isinstance(error, SystemExit):  # includes that of an agreed stop
+        return error.code % 256 or 1 if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, WorkerDiedError) and error.exit_code:
+        return 128 - error.exit_code if error.exit_code < 0 else error.exit_code % 256 or 1
+    return 1
 
 
 def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:

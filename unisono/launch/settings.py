@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from unisono.backends.switches import SWITCHES, Switch
-from unisono.launch.unpicklable import is_picklable
+from unisono.pickling import is_picklable
 from unisono.protocols import Backend
 
 Handler = tuple[type[logging.Handler], str, dict[str, Any]]

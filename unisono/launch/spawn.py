@@ -27,9 +27,9 @@ from unisono.launch.options import Cores, Options, Output, SpawnOptions
 from unisono.launch.reports import count_of
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
-from unisono.launch.unpicklable import pickle_call
 from unisono.launch.worker import exit_error, refuse_while_loading
 from unisono.outcome import add_note_once
+from unisono.pickling import pickle_call
 from unisono.protocols import Backend
 from unisono.world import solo_world, use_world
 

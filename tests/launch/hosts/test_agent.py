@@ -21,9 +21,16 @@ from faults import SOON_S, Script
 from unisono.cli.main import main
 from unisono.errors import BrokenWorldError
 from unisono.launch.hosts import endpoint as endpoints
-from unisono.launch.hosts.addresses import address_towards, interface_of, is_this_machine
 from unisono.launch.hosts.agent import MachineOptions, rendezvous_settings
-from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
+from unisono.launch.hosts.endpoint import (
+    address_towards,
+    interface_of,
+    is_this_machine,
+    local_address,
+    serves_endpoint,
+    split_endpoint,
+    wait_served,
+)
 from unisono.launch.hosts.other_machines import MachineReport, OtherMachines, _AgentRound
 from unisono.outcome import Outcome
 
@@ -64,7 +71,7 @@ def test_a_machine_that_knows_its_name_as_a_loopback_address_tells_others_anothe
     outward = address_towards(OTHER, 1)
     if outward is None:
         pytest.skip("this machine has no way out")
-    monkeypatch.setattr("unisono.launch.hosts.addresses.addresses_of", lambda host: ["127.0.1.1"])
+    monkeypatch.setattr("unisono.launch.hosts.endpoint.addresses_of", lambda host: ["127.0.1.1"])
     assert local_address("node1:29400") == outward
 
 

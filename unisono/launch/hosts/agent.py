@@ -43,12 +43,13 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from unisono.comm.sealing import use_secret
+from unisono.comm.sealing import UnsignedError, seal, unseal, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ASKED
-from unisono.launch.hosts.addresses import interface_of
 from unisono.launch.hosts.endpoint import (
+    interface_of,
     local_address,
     quieten_store,
     serve_store,
@@ -57,7 +58,6 @@ from unisono.launch.hosts.endpoint import (
     wait_served,
 )
 from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
-from unisono.launch.hosts.sealed_backend import SealedBackend
 from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.marks import SECRET
@@ -442,3 +442,37 @@ def _quieten() -> None:
         for name in logging.root.manager.loggerDict:
             if name.startswith(_LOGGERS):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+class SealedBackend(RendezvousBackend):
+    """Signs the state of the agents' rendezvous (`comm/sealing.py`), which torch loads as a pickle, and restores what
+    somebody without the secret has overwritten. UnsignedError, from both methods: what is there first is not signed."""
+
+    def __init__(self, backend: RendezvousBackend) -> None:
+        self._backend = backend
+        self._known: bytes | None = None  # the latest state that was signed
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        found = self._open(self._backend.get_state())
+        return None if found is None else (found[0], found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        found: tuple[bytes, Any, bool] | None = self._open(self._backend.set_state(seal(state), token))
+        return found
+
+    def _open(self, found: tuple[bytes, Any] | tuple[bytes, Any, bool] | None) -> Any:
+        if found is None:
+            return None
+        try:
+            self._known = unseal(found[0])
+        except UnsignedError as error:
+            if self._known is None:
+                raise
+            logger.warning("the state of the rendezvous: %s; it is restored", error)
+            found = self._backend.set_state(seal(self._known), found[1]) or found
+            return (unseal(found[0]), found[1], False)
+        return (self._known, *found[1:])
