@@ -1,8 +1,5 @@
 """Outcome: a value, or an error and where it happened. The one envelope at every boundary between threads or processes.
 
-A queue, a thread's end and a process's pipe all carry an `Outcome`, so an error is never lost and keeps its type in
-transit.
-
 Invariants:
 1. `capture` lets no exception escape, not even `KeyboardInterrupt` and `SystemExit`: the caller of `unwrap` decides.
 2. `to_bytes` never raises. A value that cannot be pickled becomes an error that names it.
@@ -234,9 +231,8 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
 def _pickle_error(error: BaseException) -> bytes | None:
     """Pickle an exception, so that `_rebuild_error` makes one of the same type; None if that is impossible.
 
-    Not every exception survives plain pickling: one whose `__init__` takes other arguments than it passes to its base
-    class raises when it is loaded, or formats its message twice; and one may hold a lock or an open file. Then its
-    class, `args` and attributes are pickled one by one, and those that cannot be pickled are replaced by their repr.
+    If plain pickling does not survive (other arguments of `__init__`, a lock), its class, `args` and attributes are
+    pickled one by one, and those that cannot be pickled are replaced by their repr.
     """
     found = None
     args = tuple(_portable(value) for value in error.args)

@@ -120,12 +120,8 @@ class _ByName(_Pickler):
 
 
 class _ByValue(_Pickler):
-    """Pickles the definitions of `__main__` by value.
-
-    Attributes:
-        names: the classes and functions of `__main__` found while pickling, by their qualified names.
-        lines: the source lines of code that is in no file, by the code's file name.
-    """
+    """Pickles the definitions of `__main__` by value. `names` are those that it has met, by their qualified names;
+    `lines` the source of code that is in no file, by the code's file name."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -68,11 +68,8 @@ class ProcessContext:
         return self._supervisor.result() if is_over else None
 
     def stop(self) -> None:
-        """Stop the workers: SIGTERM, then SIGKILL after the grace period.
-
-        `join` then raises ClosedError, or StoppedError if workers that call `should_stop` stopped early within the
-        grace period.
-        """
+        """Stop the workers: SIGTERM, then SIGKILL after the grace period. `join` then raises ClosedError, or
+        StoppedError if workers that call `should_stop` stopped early within the grace period."""
         self._supervisor.stop()
 
     def start(self) -> None:

@@ -1,10 +1,7 @@
 """`spawn(..., engine=)`: workers on machines that an engine lends, such as SLURM, Ray, or hosts by SSH.
 
-An engine starts one agent of ours per machine (`unisono/engines/machine.py`), which starts that machine's workers. So
-what is promised of workers is kept by the same code as on one machine, and an engine only has to bring bytes there and
-back.
-
-A result crosses the agent as bytes: the script's own classes are known to its workers, and to the caller.
+An engine starts one agent of ours per machine (`unisono/engines/machine.py`), which starts that machine's workers. A
+result crosses the agent as bytes: the script's own classes are known to its workers, and to the caller.
 """
 
 from __future__ import annotations
@@ -36,12 +33,7 @@ _MARGIN_S = 10.0  # after the grace period, in which the agents of the other mac
 
 @dataclass(frozen=True)
 class Bundle:
-    """What the agent of each machine gets.
-
-    Attributes:
-        call: as for `Job`.
-        caller: as for `Job`; its variables are those that the engine was asked to send.
-    """
+    """What the agent of each machine gets; the caller has the variables that the engine was asked to send."""
 
     call: bytes
     options: Options
@@ -61,12 +53,8 @@ class Bundle:
 
 
 def find_engine(engine: str | Engine) -> Engine:
-    """The engine of this name, with its defaults, among the entry points "unisono.engines".
-
-    Raises:
-        ValueError: there is none.
-        ImportError: the library that it needs is missing.
-    """
+    """The engine of this name, with its defaults, among the entry points "unisono.engines". ValueError: there is none;
+    ImportError: the library that it needs is missing."""
     if not isinstance(engine, str):
         return engine
     known = {each.name: each for each in entry_points(group=_GROUP)}

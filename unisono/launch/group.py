@@ -102,13 +102,8 @@ class Ending:
 
 
 class Group:
-    """The workers of one attempt: all of them, or those of this machine.
-
-    Args:
-        directory: theirs, where they meet.
-        on_started: called when all workers have a pid.
-        others: the other machines, if the workers have peers there.
-    """
+    """The workers of one attempt: all of them, or those of this machine. `on_started` is called when all have a pid;
+    `others` are the other machines, if the workers have peers there."""
 
     def __init__(
         self,

@@ -3,11 +3,8 @@
 A group hangs when none of its ranks has made progress for too long. A single slow rank is not a hang: while it
 validates alone, for example, its own batches are progress. The user decides how long is too long; the default is
 derived from the timeout of the collectives, and applies only if a rank waits in one, so that the report comes shortly
-before the transport gives up.
-
-When a group seems to hang, its ranks are asked for their stacks, and then the late ranks are named. Each of several
-machines reports the progress of its ranks to the others (`MachineReport`), so all notice when none moves any more. Each
-sends the stacks of its own ranks, and the one that has them all first reports.
+before the transport gives up. Each of several machines reports the progress of its ranks to the others, and then their
+stacks; the one that has them all first reports.
 
 *Threads:* the supervisor's.
 """
@@ -43,13 +40,9 @@ _STACK_LINES = 12
 
 @dataclass
 class HangWatch:
-    """How long the group has stood still, from the first pulse on: by then all ranks have joined.
-
-    Args:
-        hang_timeout_s: seconds without progress of any rank; None uses most of `timeout_s`, and only if a rank waits.
-        timeout_s: the timeout of the collectives.
-        is_of_one_machine: whether all ranks are on this machine. It is not known what is in transit on a network.
-    """
+    """How long the group has stood still, from the first pulse on: by then all ranks have joined. Without
+    `hang_timeout_s` most of `timeout_s` counts, and only if a rank waits; what is in transit between machines is not
+    known."""
 
     hang_timeout_s: float | None
     timeout_s: float
@@ -93,12 +86,8 @@ class HangWatch:
 
 
 class StackCollection:
-    """The collection for one group, from the first doubt to the error, or to the next progress.
-
-    Args:
-        ask: sends the workers the signal to write their stacks, into that directory.
-        others: the other machines, if the group has ranks there.
-    """
+    """The collection for one group, from the first doubt to the error, or to the next progress; `ask` sends workers
+    the signal to write their stacks, into that directory."""
 
     def __init__(
         self, job: Job, directory: Path, ask: Callable[[list[Worker]], None], others: OtherMachines | None = None

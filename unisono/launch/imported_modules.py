@@ -1,12 +1,9 @@
 """Compares the caller's imported modules with those of a worker, which imports them itself.
 
 Modules are pickled by name. So what a caller has changed in a module since its import (`config.LR = 0.5`) is missing in
-its workers, and a file that was edited meanwhile has different contents there. Neither can be detected from one side,
-so the caller describes its modules, and rank zero compares those that it has imported for `fn` with that. Each module
-that differs is reported once.
-
-Only the user's modules are compared, not installed ones; of their globals, plain data and functions, except for names
-that begin with an underscore.
+its workers, and a file that was edited meanwhile has different contents there. Rank zero compares the modules that it
+has imported for `fn` with the caller's, and reports each that differs once. Only the user's modules are compared, not
+installed ones; of their globals, plain data and functions, except for names that begin with an underscore.
 """
 
 from __future__ import annotations
@@ -77,11 +74,8 @@ def _is_users(name: str, module: object) -> bool:
 
 
 def _text_of(value: Any) -> str:
-    """The text of plain data or of a function.
-
-    Raises:
-        TypeError: it is, or holds, something else, or too much. Other objects are not asked: one may import a library.
-    """
+    """The text of plain data or of a function; TypeError for anything else, which is not asked: it may import a
+    library."""
     kind = type(value)
     if kind in _PLAIN:
         return repr(value)

@@ -70,10 +70,7 @@ class Job:
     Attributes:
         call: `Settings`, then `(fn, args)`, pickled by value where needed.
         nprocs: the number of workers on this machine.
-        backend: the device family's name.
-        num_threads: CPU threads of each worker.
-        cores: the logical cores of each worker on this machine; None leaves placement to the system.
-        restart_count: how many times the group has been restarted.
+        cores: the logical cores of each of them; None leaves placement to the system.
         first_rank, world_size, node_rank: the place of this machine's workers among all; a world size of 0 means that
             these are all.
         address, port, store: where the ranks meet, as in `RankPlace`; without an address, in the group's directory.

@@ -1,11 +1,8 @@
 """How a worker joins and leaves its world: the same on one machine, on several, and under other launchers.
 
-The ranks meet in a store: a file in the private directory of a group (`rendezvous.py`) if all are on one machine,
-otherwise a small server at the address that their place names. Agents serve it throughout their lifetime. If a launcher
-serves none, rank zero does, in its own process; so rank zero exits last, since otherwise the reason of a failure would
-be lost before its peers have read it.
-
-*Threads:* the main one.
+The ranks meet in a store: a file in the private directory of a group if all are on one machine, otherwise a small
+server at the address that their place names. Agents serve it throughout their lifetime. If a launcher serves none, rank
+zero does; so it exits last, since otherwise the reason of a failure would be lost before its peers have read it.
 """
 
 from __future__ import annotations
@@ -85,12 +82,8 @@ def join(
 
 
 def _check_peers(comm: Communicator) -> None:
-    """Check that whoever is connected as a rank knows the secret: torch's own functions load what it sends. Each signs
-    what all of them have just thought of.
-
-    Raises:
-        UnsignedError: a rank does not.
-    """
+    """Check that whoever is connected as a rank knows the secret, by which each signs what all of them have just
+    thought of: torch's own functions load what it sends. UnsignedError: a rank does not."""
     inner: Any = innermost(comm)
     asked = b"".join(inner.gather_bytes(os.urandom(16)))
     for rank, answer in enumerate(inner.gather_bytes(tag(asked + bytes(str(comm.rank), "ascii")))):

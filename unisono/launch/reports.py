@@ -1,11 +1,9 @@
 """What a worker reports to its supervisor: messages through one pipe, of which the outcome is the last.
 
-A message consists of a header and its data. The worker's pulse, its progress and its current collective, is sent
-whenever it has changed: nothing is written during a step, but a thread reads counters that are kept anyway.
+The worker's pulse is sent whenever it has changed: a thread reads counters that are kept anyway.
 
 *Threads:* in the worker, the main thread and `unisono-pulse`, a daemon that wakes every interval; a lock keeps their
-messages separate. It needs the GIL, so a worker that holds the GIL for long shows no progress, which is accurate; in
-the caller, the supervisor's.
+messages separate. It needs the GIL, so a worker that holds the GIL for long shows no progress, which is accurate.
 """
 
 from __future__ import annotations
@@ -37,12 +35,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Pulse:
-    """A worker's progress report.
-
-    Attributes:
-        progress: increases with every collective, batch and step.
-        doing: the collective that the rank is in, in words; empty outside one.
-    """
+    """A worker's progress report: a number that increases with every collective, batch and step; the collective it
+    is in."""
 
     progress: int
     doing: str = ""

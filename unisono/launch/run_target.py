@@ -1,11 +1,7 @@
-"""What `unisono run` runs: a script, or a module.
-
-`script.py` runs as `python script.py` would run it: as `__main__`, with its arguments in `sys.argv` and its directory
-first in `sys.path`. A module runs as by `python -m`.
+"""What `unisono run` runs: a script, as `python script.py` would, or a module, as by `python -m`.
 
 The world is set up beforehand; `unisono.spawn(fn)` and `unisono.join_world()` detect that they are in one. Programs
 written for torchrun find torchrun's variables, and may initialise torch's process group themselves (`script_group.py`).
-
 The command itself imports none of the user's code: that is left to the workers.
 """
 
@@ -45,12 +41,8 @@ class Target:
 
 
 def check_target(target: Target) -> None:
-    """Check that the target can be run, before anything is started, and without running any of it.
-
-    Raises:
-        ValueError: there is no such script.
-        ModuleNotFoundError: there is no such module.
-    """
+    """Check that the target can be run, before anything is started, and without running any of it. ValueError or
+    ModuleNotFoundError: there is no such script, or module."""
     if not target.is_module:
         if not os.path.isfile(target.name):
             raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}; -m runs a module")

@@ -1,11 +1,8 @@
 """Scripts that initialise torch's process group themselves, in a process that has already joined its world.
 
-Code written for torchrun, or for torch's own `spawn`, calls `init_process_group`, trains, and calls
-`destroy_process_group`. Here it gets the group that it asks for, with its own backend, timeout and options, in place of
-ours: the ranks meet in the store that they share, and no port is opened. A script that first checks `is_initialized()`
-finds our group, and one that names a device family as its backend, as PyTorch/XLA's do, gets ours.
-
-*Threads:* the one that initialises groups.
+Code written for torchrun, or for torch's own `spawn`, gets the group that it asks for, with its own backend, timeout
+and options, in place of ours: the ranks meet in the store that they share, and no port is opened. A script that first
+checks `is_initialized()` finds our group, and one that names a device family as its backend gets ours.
 """
 
 from __future__ import annotations

@@ -169,10 +169,8 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
 
 
 def make_job(call: bytes, count: int, family: Backend, options: Options, caller: Caller | None = None) -> Job:
-    """Make the job of `count` workers on this machine, and prepare this process for them.
-
-    Args:
-        caller: what they take over; None is this process.
+    """Make the job of `count` workers on this machine, and prepare this process for them; `caller` is what they take
+    over, by default this process's.
 
     Raises:
         ValueError: there are fewer cores than workers to be pinned, or too few open files for them.

@@ -44,8 +44,7 @@ class Supervisor:
     """Starts the workers of a job and watches them.
 
     Args:
-        log_directory: the directory of a run that continues after this job; None makes one for the job, if its options
-            name a place.
+        log_directory: of a run that continues after this job; None makes one for the job, if its options name a place.
         others: the other machines, if the workers have peers there.
     """
 

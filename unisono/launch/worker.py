@@ -1,14 +1,11 @@
 """The worker: what a forked process does from its first line to its last.
 
-1. It takes over the caller's environment, directory, import path and standard streams.
-2. It joins the world: its device, its share of the CPU cores and threads, the process group, wherever the ranks meet.
-3. It calls `fn(rank, *args)`; meanwhile a thread reports its progress.
-4. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
+1. It takes over the caller's environment, directory, import path and standard streams, and joins the world.
+2. It calls `fn(rank, *args)`; meanwhile a thread reports its progress.
+3. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
    reaches the caller before the peers' errors about the broken world do.
-5. It ends by `os._exit`, after joining the non-daemon threads that `fn` has left and running its atexit functions. This
+4. It ends by `os._exit`, after joining the non-daemon threads that `fn` has left and running its atexit functions. This
    skips the interpreter's slow shutdown, and destructors that abort.
-
-No failure goes unreported: an exception becomes the outcome, and a sudden death is noticed by the zygote.
 """
 
 from __future__ import annotations

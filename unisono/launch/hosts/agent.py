@@ -2,13 +2,11 @@
 
 The agents meet at an endpoint (host:port), agree on ranks, start the workers, and restart all of them when one fails or
 machines join or leave. All of that is torch's. What an agent starts is a `Supervisor` with this machine's part of the
-group: its workers are started and ended as those of `spawn` are, with their ranks in the whole world. Unsuitable
-defaults of the agent are corrected by settings; `_VARIABLES` and `rendezvous_settings` give the reason for each.
+group. Unsuitable defaults of the agent are corrected by settings; `_VARIABLES` and `rendezvous_settings` say why.
 
-SIGTERM is a request that is passed on to the workers if they handle it. The workers of all machines agree to stop, and
-end normally everywhere, so this agent then does what it does at any normal end: it meets the others, and exits. It
-exits immediately if that fails: if the group has failed, or has not ended when the grace period is over. If no worker
-handles the request, SIGTERM ends the agent at once, as usual. The first Ctrl-C is such a request, too.
+SIGTERM, and the first Ctrl-C, are passed on to the workers if they handle it. The workers of all machines agree to
+stop, and end normally everywhere, so this agent then does what it does at any normal end: it meets the others, and
+exits; immediately, if the group has failed, or has not ended when the grace period is over.
 
 *Threads:* the main one, which receives signals; methods named `on_*` are called in other threads, and in the main one
 by signal handlers.
@@ -116,11 +114,7 @@ class MachineOptions:
 
 
 def secret_in(path: Path) -> str:
-    """The secret in a file.
-
-    Raises:
-        ValueError: there is none, it is too short, or others may read it.
-    """
+    """The secret in a file. ValueError: there is none, it is too short, or others may read it."""
     try:
         secret, mode = path.read_text().strip(), path.stat().st_mode
     except OSError as error:
@@ -135,11 +129,7 @@ def secret_in(path: Path) -> str:
 
 
 def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
-    """Run this machine's agent until the run is over.
-
-    Args:
-        job: the job of this machine's workers; where they meet is not yet known, and its restarts are those of the
-            whole run.
+    """Run this machine's agent until the run is over; the restarts of `job` are those of the whole run.
 
     Returns:
         The results of this machine's ranks, or an error: the first cause of the run's failure, on any machine; an

@@ -111,10 +111,7 @@ def listening_address(host: str, addresses: Sequence[str], is_alone: bool) -> st
 
 def quieten_store() -> None:
     """Keep native stack traces out of stderr, which a store prints when its server is gone with its machine.
-
-    The first cause is what this process reports about a failure; TORCH_CPP_LOG_LEVEL=WARNING enables the stack traces.
-    Torch reads that when it is imported and, if its library allows it, once more here.
-    """
+    TORCH_CPP_LOG_LEVEL=WARNING enables them; torch reads it when it is imported and, if its library allows it, here."""
     if _LOG_LEVEL in os.environ:
         return
     os.environ[_LOG_LEVEL] = "ERROR"

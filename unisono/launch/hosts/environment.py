@@ -1,13 +1,9 @@
 """Which launcher has started this process, and as which rank: read from the environment variables that launchers set.
 
-Two kinds of launchers are supported. *One process per rank* is started by torchrun or another launcher that sets the
-same variables, by mpirun, by a SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): a `RankPlace`. *One
-agent per machine*, which starts the ranks itself, is started by all of these but mpirun: that is an `AgentPlace`, and
-`unisono run` reads it.
-
-Workers of `spawn` have variables of their own and get their world as an argument, so no place is announced to them.
-
-Everything here is a function of a mapping; the process's environment is only the default.
+*One process per rank* is started by torchrun or another launcher that sets the same variables, by mpirun, by a SLURM
+step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): a `RankPlace`. *One agent per machine*, which starts the
+ranks itself, is started by all of these but mpirun: an `AgentPlace`, which `unisono run` reads. Workers of `spawn` get
+their world as an argument, so no place is announced to them.
 """
 
 from __future__ import annotations
@@ -34,8 +30,6 @@ class RankPlace:
     """The place that a launcher has given to this process.
 
     Attributes:
-        launcher: its name in words.
-        rank, world_size, local_rank, local_world_size, node_rank, restart_count: as in `World`.
         address, port: where the ranks meet; without an address, they meet in a file of their machine.
         is_store_there: whether another process serves a store at that address; otherwise rank zero has to.
         store: that file; or the prefix of their keys in the store, if the launcher has given them one.

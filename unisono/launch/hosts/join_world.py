@@ -1,9 +1,7 @@
 """Joining the world that another launcher has announced: torchrun, SLURM, Kubernetes, mpirun.
 
-`join_world` does what `spawn` has already done for its workers: it gives the process its place in the world
-(`process_group.py`), and leaves the world when the process ends. `run_announced` is `spawn` in such a process.
-
-*Threads:* the main one.
+`join_world` gives the process its place in the world, and leaves the world when the process ends. `run_announced` is
+`spawn` in such a process. *Threads:* the main one.
 """
 
 from __future__ import annotations

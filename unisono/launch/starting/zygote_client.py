@@ -129,11 +129,8 @@ def _check_preload(start_method: str, preload: Iterable[str]) -> list[str]:
 
 
 def open_group(directory: Path, start_method: str) -> socket.socket:
-    """Open a new group and return its socket. A zygote that has died is replaced.
-
-    Raises:
-        UnisonoError: the zygote cannot be started; it has printed the reason to stderr.
-    """
+    """Open a new group and return its socket. A zygote that has died is replaced. UnisonoError: it cannot be started,
+    and has printed the reason to stderr."""
     with _lock:
         # A zygote may die between the check and the request; if a fresh one does, another would, too.
         for _ in range(2):

@@ -1,9 +1,6 @@
-"""The directory that a run leaves in `log_dir`:
-
-<log_dir>/latest -> 2026-11-21_174601.250113_4242       the run that was begun last, where links can be made
-<log_dir>/2026-11-21_174601.250113_4242/                UTC, and the pid of the calling process
-    rank-0.stdout, rank-0.stderr, ...                   what the workers wrote, and the tracebacks that ended them
-"""
+"""The directory that a run leaves in `log_dir`, `2026-11-21_174601.250113_4242`: what the workers wrote, and the
+tracebacks that ended them, in `rank-0.stdout`, `rank-0.stderr`, ... The link `latest` leads to the run that was
+begun last."""
 
 from __future__ import annotations
 
