@@ -40,12 +40,6 @@ REFUSALS: list[Refusal] = [
     (TypeError, lambda: spawn(3), "fn=3 is of type int; pass a function that takes the index"),
     (TypeError, lambda: spawn(work, "data"), r"args='data' is of type str; pass a tuple, with one argument as \("),
     (TypeError, lambda: spawn(work, {1}), r"args=\{1\} is of type set; pass a tuple"),
-    (
-        TypeError,
-        lambda: spawn(work, num_threads=2),
-        r"spawn\(\) has no argument 'num_threads'; pass cores=Cores\(num_threads=",
-    ),
-    (TypeError, lambda: spawn(work, log_dir="logs"), r"'log_dir'; pass output=Output\(log_dir="),
     (TypeError, lambda: spawn(work, max_restart=2), "no argument 'max_restart'; is it max_restarts"),
     (TypeError, lambda: Output(logdir="logs"), r"Output\(\) has no argument 'logdir'; is it log_dir"),
     (TypeError, lambda: Cores(threads=2, x=1), r"Cores\(\) has no argument 'threads'; is it num_threads"),

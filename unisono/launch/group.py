@@ -264,7 +264,7 @@ class Group:
         except EOFError:
             self._lose_zygote()
             return
-        worker = self.workers[message["rank"] - self._job.first_rank]
+        worker = self.workers[message["rank"] - self._job.place.rank]
         if message["op"] == "forked":
             worker.pid = message["pid"]
         elif message["op"] == "exit":
@@ -314,7 +314,7 @@ class Group:
         """Like `str(world)` of that rank; with the device and node that it would have had."""
         its = self._job.place_of(worker.rank)
         place = f"rank {its.rank} of {its.world_size}, {self._job.backend}:{its.local_rank}"
-        return f"{place}, {this_process(worker.pid)}, restart {self._job.restart_count}"
+        return f"{place}, {this_process(worker.pid)}, restart {its.restart_count}"
 
     def _note_failure(self, is_secondary: bool) -> None:
         # A secondary failure only reports a broken world: the peer's own error is still on its way.

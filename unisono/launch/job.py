@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono import terminal
@@ -69,32 +69,23 @@ class Job:
 
     Attributes:
         call: `Settings`, then `(fn, args)`, pickled by value where needed.
-        nprocs: the number of workers on this machine.
+        num_threads: CPU threads of each worker.
         cores: the logical cores of each of them; None leaves placement to the system.
-        first_rank, world_size, node_rank: the place of this machine's workers among all; a world size of 0 means that
-            these are all.
-        address, port, store: where the ranks meet, as in `RankPlace`; without an address, in the group's directory.
+        place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
     """
 
     call: bytes
-    nprocs: int
     backend: str
     options: Options
     num_threads: int
-    cores: list[set[int]] | None = None
+    cores: list[set[int]] | None
+    place: RankPlace
     caller: Caller = field(default_factory=Caller)
-    restart_count: int = 0
-    first_rank: int = 0
-    world_size: int = 0
-    node_rank: int = 0
-    address: str = ""
-    port: int = 0
-    store: str = ""
 
     @property
     def ranks(self) -> range:
         """The ranks of the workers on this machine."""
-        return range(self.first_rank, self.first_rank + self.nprocs)
+        return range(self.place.rank, self.place.rank + self.place.local_world_size)
 
     @property
     def pulse_s(self) -> float:
@@ -103,19 +94,7 @@ class Job:
 
     def place_of(self, rank: int) -> RankPlace:
         """One worker's place in the world."""
-        return RankPlace(
-            launcher="unisono",
-            rank=rank,
-            world_size=self.world_size or self.nprocs,
-            local_rank=rank - self.first_rank,
-            local_world_size=self.nprocs,
-            node_rank=self.node_rank,
-            address=self.address,
-            port=self.port,
-            restart_count=self.restart_count,
-            is_store_there=True,
-            store=self.store,
-        )
+        return replace(self.place, rank=rank, local_rank=rank - self.place.rank)
 
 
 def write_job(path: Path, job: Job) -> None:

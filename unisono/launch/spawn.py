@@ -19,11 +19,11 @@ from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ProcessContext
 from unisono.launch.engines import find_engine, spawn_on
-from unisono.launch.hosts.environment import announced_place
+from unisono.launch.hosts.environment import RankPlace, announced_place
 from unisono.launch.hosts.join_world import run_announced
 from unisono.launch.job import Caller, Job
 from unisono.launch.messages import shorten_traceback
-from unisono.launch.options import Cores, Options, Output, SpawnOptions
+from unisono.launch.options import Options, SpawnOptions
 from unisono.launch.reports import count_of
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
@@ -36,11 +36,6 @@ from unisono.world import solo_world, use_world
 logger = logging.getLogger(__name__)
 
 _FILES = 4  # that this process has open for each worker
-_MOVED = {
-    name: f"pass {kind.__name__.lower()}={kind.__name__}({name}=...)"
-    for kind in (Output, Cores)
-    for name in kind.__annotations__
-}
 
 
 @overload
@@ -121,7 +116,7 @@ def spawn(
     """
     refuse_while_loading()
     _check_call(fn, args)
-    check_names("spawn", options, ["args", "nprocs", "join", "daemon", *SpawnOptions.__annotations__], _MOVED)
+    check_names("spawn", options, ["args", "nprocs", "join", "daemon", *SpawnOptions.__annotations__], {})
     chosen = Options(daemon=daemon, **options)
     if chosen.engine is not None:
         if not join:
@@ -193,7 +188,8 @@ def make_job(call: bytes, count: int, family: Backend, options: Options, caller:
         raise ValueError(f"nprocs={count} workers take {_FILES} open files each, of {files} (`ulimit -n`)")
     caller = caller or Caller()
     caller = replace(caller, environ={**caller.environ, **family.worker_environment(count)})
-    job = Job(call, count, family.name, options, num_threads, cores, caller)
+    place = RankPlace("unisono", 0, count, 0, count, 0, address="", port=0, is_store_there=True)
+    job = Job(call, family.name, options, num_threads, cores, place, caller)
     _settle_streams()
     return job
 

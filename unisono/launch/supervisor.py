@@ -210,8 +210,9 @@ class Supervisor:
             return self._run_group(directory, restart_count)
 
     def _run_group(self, directory: Path, restart_count: int) -> Outcome[list[Any]]:
-        # With an address, the agent has set the restart count for all machines.
-        job = self._job if self._job.address else replace(self._job, restart_count=restart_count)
+        job = self._job
+        if not job.place.address:  # otherwise the agent has set the count for all machines
+            job = replace(job, place=replace(job.place, restart_count=restart_count))
         output = WorkerOutput(self._options.output, self.log_directory)
         with contextlib.closing(output):
             self._group = Group(job, directory, output, self._has_started.set, self._others)
@@ -235,7 +236,7 @@ class Supervisor:
         if verdict.error is not None or not (self._has_agreed_to_stop() or Group.ask_to_stop in self._asked_for):
             return verdict
         stopped = StoppedError(verdict.value or [], self._stopped_after() or 0)
-        if self._job.first_rank == 0:  # once, of several machines
+        if self._job.place.rank == 0:  # once, of several machines
             logger.warning("%s", stopped)
         return Outcome(error=stopped)
 

@@ -151,7 +151,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         handler = create_handler(store, SealedBackend(backend), parameters)
         spec = WorkerSpec(
             role="worker",
-            local_world_size=job.nprocs,
+            local_world_size=job.place.local_world_size,
             entrypoint="unisono",
             rdzv_handler=handler,
             max_restarts=job.options.max_restarts,
@@ -259,17 +259,18 @@ class Agent(SimpleElasticAgent):
         name, first = _name_of(group), group.workers[0]
         host, port = split_endpoint(self._options.endpoint)
         caller = self._job.caller
-        job = replace(
-            self._job,
+        place = replace(
+            self._job.place,
             restart_count=_agreed_count(group, group.spec.max_restarts - getattr(self, REMAINING_RESTARTS)),
-            first_rank=first.global_rank,
+            rank=first.global_rank,
             world_size=first.world_size,
             node_rank=group.group_rank,
             address=host,
             port=port,
             store=f"unisono/ranks/{name}",
-            caller=replace(caller, environ={**caller.environ, **_variables_of_group(group, self._options)}),
         )
+        caller = replace(caller, environ={**caller.environ, **_variables_of_group(group, self._options)})
+        job = replace(self._job, place=place, caller=caller)
         # A loss in an earlier round does not concern the machines that have met in this one.
         self._lost = ""
         # set before reports can arrive

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
 import os
 import socket
 import sys
@@ -101,9 +100,15 @@ def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
     Raises:
         TypeError: `preload` is a string.
         ValueError: modules were given with `start_method="spawn"`, whose workers share no imports.
-        ModuleNotFoundError: a module does not exist.
     """
-    modules = _check_preload(start_method, preload)
+    if isinstance(preload, str):
+        raise TypeError(f"preload={preload!r} is one name, where a list of module names is expected: [{preload!r}]")
+    modules = list(preload)
+    if modules and start_method != "zygote":
+        raise ValueError(
+            f"preload={modules} has no effect with start_method={start_method!r}: each of its workers is a fresh "
+            'interpreter, which imports everything itself; use start_method="zygote"'
+        )
     with _lock:
         client = _running_client(start_method)
         new = [name for name in modules if name not in _preloaded]
@@ -111,21 +116,6 @@ def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
             _preloaded.extend(new)
             with contextlib.suppress(ConnectionError):  # its replacement imports them at its start
                 client.preload(new)
-
-
-def _check_preload(start_method: str, preload: Iterable[str]) -> list[str]:
-    if isinstance(preload, str):
-        raise TypeError(f"preload={preload!r} is one name, where a list of module names is expected: [{preload!r}]")
-    modules = list(preload)
-    if modules and start_method != "zygote":
-        raise ValueError(
-            f"preload={modules} has no effect with start_method={start_method!r}: each of its workers is a fresh "
-            f'interpreter, which imports everything itself; use start_method="zygote"'
-        )
-    for name in modules:
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
-            raise ModuleNotFoundError(f"preload: there is no module named {name!r}", name=name)
-    return modules
 
 
 def open_group(directory: Path, start_method: str) -> socket.socket:
