@@ -21,8 +21,7 @@ from zlib import crc32
 _INSTALLED = tuple(
     {each + os.sep for path in sysconfig.get_paths().values() for each in (path, os.path.realpath(path))}
 )
-_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_OURS = __name__.partition(".")[0]
+_NOT_USERS = (__name__.partition(".")[0], "__main__", "__mp_main__")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ITEMS = 1000  # of a container: larger ones are not compared
 _SHOWN, _WIDTH = 5, 60  # globals in one message, and characters of each value
@@ -30,8 +29,18 @@ _SHOWN, _WIDTH = 5, 60  # globals in one message, and characters of each value
 
 def describe_modules() -> dict[str, dict[str, str]]:
     """The globals of the user's modules that this process has imported, as texts, by the module's name."""
-    modules = list(sys.modules.items())  # copied: other threads may import meanwhile
-    return {name: describe_module(module) for name, module in modules if _is_users(name, module)}
+    described = {}
+    for name, module in list(sys.modules.items()):  # copied: other threads may import meanwhile
+        # A lazy module gets its names when they are used, and one with another kind of loader (such as pytest's) may
+        # have been loaded from a changed source: both differ between processes.
+        if type(module) is not ModuleType or type(vars(module).get("__loader__")) is not SourceFileLoader:
+            continue
+        space, file = vars(module), str(module.__file__)
+        is_installed = file.startswith(_INSTALLED) or "site-packages" in file or "dist-packages" in file
+        is_own_name = module.__name__ == name and name.partition(".")[0] not in _NOT_USERS
+        if is_own_name and file.startswith(os.sep) and not is_installed and "__getattr__" not in space:
+            described[name] = describe_module(module)
+    return described
 
 
 def describe_module(module: ModuleType) -> dict[str, str]:
@@ -60,17 +69,6 @@ def compare_modules(theirs: Mapping[str, Mapping[str, str]], report: Callable[[s
                 f"{'; '.join(changed[:_SHOWN] + more)}: workers import {name} themselves. Pass values to fn, or set "
                 "them in fn; if the file was edited, reload the module in the calling process, or start that again"
             )
-
-
-def _is_users(name: str, module: object) -> bool:
-    # A lazy module gets its names when they are used, and one with another kind of loader (such as pytest's) may have
-    # been loaded from a changed source: both differ between processes.
-    if type(module) is not ModuleType or "__getattr__" in vars(module):
-        return False
-    file = str(getattr(module, "__file__", None))
-    is_own_name = module.__name__ == name and name.partition(".")[0] not in (_OURS, "__main__", "__mp_main__")
-    is_installed = file.startswith(_INSTALLED) or any(each in file for each in _PACKAGES)
-    return is_own_name and type(module.__loader__) is SourceFileLoader and os.path.isabs(file) and not is_installed
 
 
 def _text_of(value: Any) -> str:

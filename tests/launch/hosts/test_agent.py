@@ -109,7 +109,7 @@ MEMBER = """
 import logging, os, sys, torch, unisono
 world = unisono.current_world()
 how = sys.argv[1:2]
-logging.basicConfig(format="%(rank)s says %(message)s")
+logging.basicConfig(format="says %(message)s")
 logging.error("hello")
 print("has", sys.argv[1:], unisono.all_reduce(torch.ones(1)).item(), os.environ["GLOO_SOCKET_IFNAME"], __name__)
 unisono.barrier()  # a rank that fails ends the others: they have said it by then
@@ -167,7 +167,7 @@ def test_a_script_runs_as_each_rank_and_leaves_nothing_behind(run_member, tempor
     told = "has ['$HOME', '$$', '${local_rank}'] 2.0 lo __main__"
     expected = [f"[rank {rank}] {words}" for rank in range(2) for words in (told, "it continued after 0")]
     assert sorted(output.splitlines()) == expected
-    assert sorted(errors.splitlines()) == ["[rank 0] 0 says hello", "[rank 1] 1 says hello"]
+    assert sorted(errors.splitlines()) == ["[rank 0] says hello", "[rank 1] says hello"]
     assert list(temporary_files.iterdir()) == []
 
 
@@ -198,7 +198,7 @@ def test_output_is_kept_and_shown_for_the_chosen_ranks(run_member, tmp_path):
     assert output.splitlines() == ["has ['raise'] 2.0 lo __main__"]
     assert "Traceback (most recent call last)" in errors  # of the hidden rank that failed
     kept = (tmp_path / "logs" / "latest" / "rank-1.stderr").read_text()
-    assert "1 says hello" in kept
+    assert "says hello" in kept
     assert "LookupError: not here" in kept
 
 
@@ -528,22 +528,6 @@ def test_a_machine_says_why_others_have_failed_those_first_that_are_no_victims()
     }
     assert others.failures() == []
     assert others.are_done()
-
-
-def test_the_first_machine_that_remains_is_the_one_that_reports():
-    others = OtherMachines("127.0.0.1:1", 60.0, lambda word: None, lambda text: None, lambda text: None)
-    now = time.monotonic()
-    there, gone = (MachineReport(0), now), (MachineReport(0, is_leaving=True), now)
-    for number, heard, is_first in [
-        (0, {}, True),
-        (1, {0: there}, False),
-        (1, {}, False),
-        (1, {0: (MachineReport(0), now - 60)}, True),
-        (1, {0: gone, 2: (MachineReport(2), now)}, True),
-        (2, {0: gone, 1: (MachineReport(1), now)}, False),
-    ]:
-        others._round = _AgentRound("name", 3, MachineReport(number), heard)
-        assert others.are_after() == is_first
 
 
 def test_the_first_exit_code_is_that_of_each_machine(watched):

@@ -302,7 +302,7 @@ class Agent(SimpleElasticAgent):
         # False sets it to 0, which makes torch's agent fail instead of restarting.
         remaining = getattr(self, REMAINING_RESTARTS) * self._supervisor.may_restart(self.verdict.error)
         setattr(self, REMAINING_RESTARTS, remaining)
-        if remaining > 0 and self.others.are_after():
+        if remaining > 0:
             restart_count = group.spec.max_restarts - remaining + 1
             tell_restart(self.verdict, restart_count, group.spec.max_restarts)
         return RunResult(WorkerState.FAILED)

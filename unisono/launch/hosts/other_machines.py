@@ -148,11 +148,6 @@ class OtherMachines:
         """Whether the parts of all other machines have ended successfully."""
         return sum(report.is_done for report in self._reports()) == self.count
 
-    def are_after(self) -> bool:
-        """Whether this machine has the lowest number of those that remain."""
-        gone = {*self._silent(_SILENCE_S), *(report.machine for report in self._reports() if report.is_leaving)}
-        return self._round is None or gone.issuperset(range(self._round.own.machine))
-
     def describe_silence(self, seconds: float = _SILENCE_S) -> str:
         """A sentence on a machine that has been silent for longer; "" if there is none."""
         for number, (host, for_s) in self._silent(seconds).items():

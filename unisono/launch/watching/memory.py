@@ -31,7 +31,7 @@ class OomWatch:
         group = next((each for each in cgroup_directories("memory", pid, root) if each.is_dir()), None)
         of_group = [group / name for name in _COUNTERS] if group is not None else []
         self._files = {"in its control group": of_group, "on the machine": [root / "proc/vmstat"]}
-        self._limit = memory_limit(pid, root)
+        self._of = pid, root
         self._before = self._count()
 
     def verdict(self) -> str:
@@ -47,7 +47,7 @@ class OomWatch:
                 "scheduler, the end of a container)"
             )
         certainty = "" if where != "on the machine" else "perhaps "  # there, it may have been in another container
-        nbytes, owner = self._limit
+        nbytes, owner = memory_limit(*self._of)
         size = f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"
         return (
             f"; {certainty}the kernel's out-of-memory killer ended it ({rises[where]} {where} since the start); the "
