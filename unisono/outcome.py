@@ -64,7 +64,8 @@ class Outcome(Generic[T]):
     @classmethod
     def failure(cls, error: BaseException, where: str = "") -> Outcome[T]:
         """The outcome of work that has just raised `error`."""
-        return cls(error=error, where=where, at=time.monotonic(), is_secondary=_is_secondary(error))
+        is_secondary = any(isinstance(link, BrokenWorldError) for link in chain_of(error))
+        return cls(error=error, where=where, at=time.monotonic(), is_secondary=is_secondary)
 
     def unwrap(self) -> T:
         """Return the value, or raise the error with a note saying where it happened."""
@@ -146,7 +147,11 @@ def first_cause(failures: Mapping[K, Outcome[Any]]) -> K:
     odd = [name for name in getattr(failures[first].error, "odd_ranks", ()) if name in failures]
     first = next((name for name in odd if type(failures[name].error) is type(failures[first].error)), first)
     limit = failures[first].at + _NEWS_S
-    killed = [name for name, each in failures.items() if _is_killed(each.error) and each.at <= limit]
+    killed = [
+        name
+        for name, each in failures.items()
+        if isinstance(each.error, WorkerDiedError) and each.error.exit_code in _DEADLY and each.at <= limit
+    ]
     return min(killed, key=order) if killed else first
 
 
@@ -186,14 +191,6 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
         yield link
         seen.add(id(link))
         link = link.__context__ if link.__cause__ is None and not link.__suppress_context__ else link.__cause__
-
-
-def _is_killed(error: BaseException | None) -> bool:
-    return isinstance(error, WorkerDiedError) and error.exit_code in _DEADLY
-
-
-def _is_secondary(error: BaseException) -> bool:
-    return any(isinstance(link, BrokenWorldError) for link in chain_of(error))
 
 
 def _traceback_of(error: BaseException) -> str:

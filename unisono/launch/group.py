@@ -211,7 +211,8 @@ class Group:
         if self._ending.due is not None and now >= self._ending.due:
             self._send_next_signal()
         if (hung_at := self._hung_at()) is not None and now >= hung_at:
-            hung = self._standstill.examine(now, self._running_workers())
+            running = [each for each in self.workers if not each.has_ended and each.outcome is None]
+            hung = self._standstill.examine(now, running)
             if hung is not None:
                 self.give_up(Outcome(error=hung))
 
@@ -320,9 +321,6 @@ class Group:
         # A secondary failure only reports a broken world: the peer's own error is still on its way.
         if not self._ending.sent:
             self._ending.begin_within(_SETTLE_S if is_secondary else 0.0)
-
-    def _running_workers(self) -> list[Worker]:
-        return [worker for worker in self.workers if not worker.has_ended and worker.outcome is None]
 
     def _send_next_signal(self) -> None:
         if (signum := self._ending.take_signal()) is not None:

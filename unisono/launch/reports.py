@@ -55,18 +55,12 @@ class Reporter:
             if self._descriptor < 0:
                 return
             for part in (_HEADER.pack(kind, len(data)), data):
-                self._write_all(part)
+                left = memoryview(part)
+                while left:
+                    left = left[os.write(self._descriptor, left[:_CHUNK]) :]
             if kind is Kind.OUTCOME:
                 os.close(self._descriptor)
                 self._descriptor = -1
-
-    def send_pulse(self, pulse: Pulse) -> None:
-        self.send(Kind.PULSE, pickle.dumps(pulse))
-
-    def _write_all(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._descriptor, left[:_CHUNK]) :]
 
 
 class Inbox:
@@ -128,7 +122,7 @@ def _send_pulses(world: World, reporter: Reporter, interval_s: float, is_over: t
     while True:
         pulse = take_pulse(world)
         if pulse != reported:
-            reporter.send_pulse(pulse)
+            reporter.send(Kind.PULSE, pickle.dumps(pulse))
             reported = pulse
         if is_over.wait(interval_s):
             return

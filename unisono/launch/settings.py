@@ -21,6 +21,7 @@ import sys
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,18 +40,6 @@ def _set_warning_filters(filters: list[Any]) -> None:
     warnings.filters[:] = filters  # type: ignore[index] # typeshed has it as a Sequence
     # Python caches which warnings were shown, and drops that cache only if it knows of the change.
     warnings._filters_mutated()  # type: ignore[attr-defined]
-
-
-def _captures_warnings() -> bool:
-    return logging._warnings_showwarning is not None  # type: ignore[attr-defined]
-
-
-def _start_method() -> str | None:
-    return multiprocessing.get_start_method(allow_none=True)
-
-
-def _set_start_method(method: str | None) -> None:
-    multiprocessing.set_start_method(method, force=True)
 
 
 def _numpy_generator() -> tuple[Any, ...] | None:
@@ -75,11 +64,17 @@ SETTINGS: dict[str, Switch] = {
     "random.seed": (random.getstate, random.setstate),
     "numpy.random.seed": (_numpy_generator, _set_numpy_generator),
     "warnings.filterwarnings": (lambda: list(warnings.filters), _set_warning_filters),
-    "logging.captureWarnings": (_captures_warnings, logging.captureWarnings),
+    "logging.captureWarnings": (
+        lambda: logging._warnings_showwarning is not None,  # type: ignore[attr-defined]
+        logging.captureWarnings,
+    ),
     "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
     "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
     "tempfile.tempdir": (lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)),
-    "multiprocessing.set_start_method": (_start_method, _set_start_method),
+    "multiprocessing.set_start_method": (
+        partial(multiprocessing.get_start_method, allow_none=True),
+        partial(multiprocessing.set_start_method, force=True),
+    ),
     **SWITCHES,
 }
 """Each setting's getter and setter, by the name under which a program sets it."""

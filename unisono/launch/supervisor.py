@@ -101,7 +101,7 @@ class Supervisor:
 
     def may_restart(self, error: BaseException | None) -> bool:
         """Whether, after a group has ended with that error, another attempt is wanted and could succeed."""
-        if error is None or self._asked_for or self._has_agreed_to_stop():
+        if error is None or self._asked_for or self._stopped_after() is not None:
             return False
         return not isinstance(error, UnpicklableError | StoppedError)
 
@@ -197,24 +197,17 @@ class Supervisor:
                 with contextlib.suppress(OSError), file.open("a") as log:  # the output has reported a full disk
                     log.write(text)
 
-    def _has_agreed_to_stop(self) -> bool:
-        return self._stopped_after() is not None
-
     def _stopped_after(self) -> int | None:
         """The steps after which the ranks have agreed to stop; None if they have not."""
         workers = self._group.workers if self._group is not None else []
         return next((each.stopped_after for each in workers if each.stopped_after is not None), None)
 
     def _run_attempt(self, restart_count: int) -> Outcome[list[Any]]:
-        with rendezvous() as directory:
-            return self._run_group(directory, restart_count)
-
-    def _run_group(self, directory: Path, restart_count: int) -> Outcome[list[Any]]:
         job = self._job
         if not job.place.address:  # otherwise the agent has set the count for all machines
             job = replace(job, place=replace(job.place, restart_count=restart_count))
         output = WorkerOutput(self._options.output, self.log_directory)
-        with contextlib.closing(output):
+        with rendezvous() as directory, contextlib.closing(output):
             self._group = Group(job, directory, output, self._has_started.set, self._others)
             return self._group.run(self._wake_r, self._obey_requests)
 
@@ -233,7 +226,7 @@ class Supervisor:
 
     def _as_asked(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
         """The verdict of a job; a StoppedError, if it was successful and a stop was agreed on, or asked for."""
-        if verdict.error is not None or not (self._has_agreed_to_stop() or Group.ask_to_stop in self._asked_for):
+        if verdict.error is not None or not (self._stopped_after() is not None or Group.ask_to_stop in self._asked_for):
             return verdict
         stopped = StoppedError(verdict.value or [], self._stopped_after() or 0)
         if self._job.place.rank == 0:  # once, of several machines

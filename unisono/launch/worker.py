@@ -89,8 +89,10 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     # StoppedError is a SystemExit, too, but reports an agreed stop.
     if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
-    # Decided on the original error, which `translate_error` may replace.
-    is_secondary = outcome.is_secondary or is_about_a_peer(outcome.error)
+    # Decided on the original error, which `translate_error` may replace: torch.distributed calls of the user, or DDP,
+    # raise those of torch's transport.
+    is_secondary = outcome.is_secondary
+    is_secondary |= outcome.error is not None and any(map(is_of_transport, chain_of(outcome.error)))
     if world is not None and outcome.error is not None:
         outcome = replace(outcome, error=translate_error(outcome.error, world.comm))
     is_failure = outcome.error is not None
@@ -125,11 +127,6 @@ def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
     )
     died.__cause__ = error
     return died
-
-
-def is_about_a_peer(error: BaseException | None) -> bool:
-    """Whether an error came from torch's transport: the user's own torch.distributed calls raise those, or DDP."""
-    return error is not None and any(map(is_of_transport, chain_of(error)))
 
 
 def refuse_while_loading() -> None:

@@ -42,7 +42,7 @@ def a_machine(root: Path, group_kills: int | None = 0, machine_kills: int | None
 def test_a_kill_that_the_control_group_counts_is_told_with_the_limit_and_the_way_out(tmp_path):
     limit = psutil.virtual_memory().total // 2
     watch = OomWatch(root=a_machine(tmp_path, 2, 7, limit))
-    a_machine(tmp_path, 3, 8)
+    a_machine(tmp_path, 3, 8, limit)
     text = watch.verdict()
     assert text.startswith("; the kernel's out-of-memory killer ended it (1 in its control group since the start); ")
     assert f"the limit of its control group is {limit / GIB:.1f} GiB, for everything that runs there" in text
