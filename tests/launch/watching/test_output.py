@@ -292,16 +292,6 @@ def test_a_descriptor_that_the_caller_closes_is_not_written_to_as_another_file(t
     assert shown.stderr == b"[rank 0] to stderr\n"
 
 
-def test_a_caller_without_streams_still_keeps_files(run):
-    closed = os.open(os.devnull, os.O_WRONLY)
-    os.close(closed)
-    output = WorkerOutput(options.Output(), run, closed, closed)
-    write(output, 0, SPEAK)
-    output.close()
-    assert log_file(run, 0, "stdout").read_bytes() == b"to stdout\n"
-    assert output.tail(0) == ["to stderr"]
-
-
 def test_a_full_disk_is_told_once_and_the_run_goes_on(shown, run, caplog):
     for rank in range(2):
         log_file(run, rank, "stdout").symlink_to("/dev/full")

@@ -22,6 +22,7 @@ from unisono.world import MPI_OWN, MPI_SHARED, is_slurm_step, lone_rank
 TAKEN = "UNISONO_TAKEN"
 """The variable that records which process has taken which place."""
 
+_OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 _TORCH_PORT = 29500  # torch's own default for MASTER_PORT
 
 
@@ -90,8 +91,9 @@ def announced_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
     if OUTER_DIRECTORY in environ:
         return None
     place = (
-        _mpi_place(environ, MPI_OWN if "LOCAL_RANK" not in environ else ())
-        or _torchrun_place(environ)
+        (_torchrun_place(environ) if environ.keys() >= _OF_TORCHRUN else None)
+        or _mpi_place(environ, MPI_OWN)
+        or _torchrun_place(environ)  # those of a pod
         or _slurm_place(environ)
         or _mpi_place(environ, MPI_SHARED)
     )
@@ -144,7 +146,7 @@ def announced_agent(environ: Mapping[str, str] | None = None) -> AgentPlace | No
 
 def _torchrun_place(environ: Mapping[str, str]) -> RankPlace | None:
     pods, ranks_of_pod = environ.get("PET_NNODES", "1"), environ.get("PET_NPROC_PER_NODE", "1")
-    is_elastic, is_of_rank = "TORCHELASTIC_RUN_ID" in environ, "LOCAL_RANK" in environ
+    is_elastic, is_of_rank = "TORCHELASTIC_RUN_ID" in environ, environ.keys() >= _OF_TORCHRUN
     is_for_agent = not is_of_rank and ranks_of_pod.isdecimal() and int(ranks_of_pod) > 1
     prefix, rank, size = "", "RANK", "WORLD_SIZE"
     if not {rank, size} <= environ.keys() or not (is_of_rank or "MASTER_ADDR" in environ):
