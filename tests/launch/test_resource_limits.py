@@ -10,7 +10,7 @@ import pytest
 from faults import Script
 
 from unisono.errors import WorkerDiedError
-from unisono.launch.resource_limits import describe_limit
+from unisono.launch.messages import describe_limit
 from unisono.launch.spawn import spawn
 
 FILES = """

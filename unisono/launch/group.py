@@ -33,9 +33,8 @@ from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.group_outcome import Worker, conclude, death
 from unisono.launch.hang import StackCollection
 from unisono.launch.job import Job, write_job
-from unisono.launch.messages import say_once
+from unisono.launch.messages import FULL_SHM, say_once
 from unisono.launch.reports import Kind, Pulse
-from unisono.launch.resource_limits import FULL_SHM
 from unisono.launch.starting import wire
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import kill_marked

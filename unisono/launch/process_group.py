@@ -11,14 +11,15 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from unisono.comm.sealing import UnsignedError, has_secret, tag, use_secret
 from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
-from unisono.launch.gloo_output import suppress_greetings
 from unisono.launch.hosts.endpoint import address_towards, interface_of, quieten_store, serve_store
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.starting.marks import SECRET
@@ -154,3 +155,19 @@ def _explanation(place: RankPlace) -> str:
         f"rank {place.rank} of {place.world_size}, announced by {place.launcher}, could not meet its peers at "
         f"{place.address}:{place.port}; all of them must be running and reach that address"
     )
+
+
+@contextlib.contextmanager
+def suppress_greetings() -> Iterator[None]:
+    """Keep out of standard output what gloo writes there from C++ when ranks have connected, before torch 2.13, and
+    with it what other threads print at that moment."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        yield
+        return
+    with contextlib.ExitStack() as stack, open(os.devnull, "wb") as nowhere:
+        with contextlib.suppress(OSError):  # standard output may be closed
+            stdout = os.dup(1)
+            stack.callback(os.close, stdout)
+            stack.callback(os.dup2, stdout, 1)
+            os.dup2(nowhere.fileno(), 1)
+        yield

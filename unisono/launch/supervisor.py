@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError
 from unisono.launch.group import Group
 from unisono.launch.job import Job, rendezvous
-from unisono.launch.resource_limits import add_limit_note
+from unisono.launch.messages import add_limit_note
 from unisono.launch.watching.log_directory import log_file, make_log_directory
 from unisono.launch.watching.output import WorkerOutput
 from unisono.outcome import Outcome

@@ -38,9 +38,9 @@ from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerD
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import Caller, Job
+from unisono.launch.messages import add_limit_note
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import Kind, Reporter, beating, count_of
-from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.script_group import let_scripts_initialise
 from unisono.launch.settings import Settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY

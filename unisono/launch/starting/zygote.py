@@ -198,7 +198,7 @@ class Zygote:
             group.ranks[pid] = rank
             _send_if_heard(group, {"op": "forked", "rank": rank, "pid": pid})
         except OSError as error:
-            from unisono.launch.resource_limits import describe_limit  # most zygotes never need it
+            from unisono.launch.messages import describe_limit  # most zygotes never need it
 
             text = f"{error}; {describe_limit(error)}".rstrip("; ")
             _send_if_heard(group, {"op": "error", "rank": rank, "text": text})
