@@ -31,7 +31,7 @@ class PipedMachine:
         self._endpoint: SimpleQueue[str] = SimpleQueue()
         # A session of its own: Ctrl-C is the caller's, who asks.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._thread = threading.Thread(target=self._hear, name="unisono-machine", daemon=True)
+        self._thread = threading.Thread(target=_read, args=(self,), name="unisono-machine", daemon=True)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
         """Send the machine what it runs, as for `run_machine`; `endpoint` may be its own host's name alone. Returns the
@@ -77,7 +77,6 @@ class PipedMachine:
         self._process.kill()
 
     def _hear(self) -> None:
-        """Body of the thread."""
         outcome = None
         stream = self._process.stdout
         assert stream is not None
@@ -100,6 +99,11 @@ class PipedMachine:
             lost = UnisonoError(f"{self._where} {describe_exit(code)}, and has sent no result")
             outcome = Outcome[None].failure(lost).to_bytes()
         self._on_end(outcome)
+
+
+def _read(machine: PipedMachine) -> None:
+    """Body of the thread."""
+    machine._hear()
 
 
 class PipedRun:

@@ -103,8 +103,8 @@ class OtherMachines:
         self._has_news = threading.Event()
         self._is_over, self._is_closed = threading.Event(), threading.Event()
         self._threads = [
-            threading.Thread(target=self._converse, name="unisono-machines", daemon=True),
-            threading.Thread(target=self._look, name="unisono-silence", daemon=True),
+            threading.Thread(target=_talk, args=(self,), name="unisono-machines", daemon=True),
+            threading.Thread(target=_watch, args=(self,), name="unisono-silence", daemon=True),
         ]
 
     @property
@@ -181,13 +181,6 @@ class OtherMachines:
         heard = list(self._round.heard.values()) if self._round is not None else []
         return [report for report, _ in heard if report is not None]
 
-    def _converse(self) -> None:
-        """Body of the first thread. A closed store is left for the agent itself to notice."""
-        try:
-            self._exchange_reports()
-        except RuntimeError:
-            self._is_closed.set()
-
     def _exchange_reports(self) -> None:
         host, port = self._endpoint
         store = dist.TCPStore(host, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined] # torch re-exports it silently
@@ -222,7 +215,6 @@ class OtherMachines:
                     self._on_report(report)
 
     def _look(self) -> None:
-        """Body of the second thread."""
         while not self._is_over.wait(self._beat_s) and not self._is_closed.is_set():
             silent_s = time.monotonic() - self._answered_at
             if silent_s > self._patience_s:
@@ -245,3 +237,16 @@ class OtherMachines:
 
 def _silence(seconds: float) -> str:
     return f"has been silent for {seconds:.0f} s: it or its link is gone"
+
+
+def _talk(others: OtherMachines) -> None:
+    """Body of the first thread. A closed store is left for the agent itself to notice."""
+    try:
+        others._exchange_reports()
+    except RuntimeError:
+        others._is_closed.set()
+
+
+def _watch(others: OtherMachines) -> None:
+    """Body of the second thread."""
+    others._look()
