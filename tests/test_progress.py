@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import unisono
 from unisono import DeviceLoader, terminal
-from unisono.launch.watching.lines import LineMixer
+from unisono.launch.watching.output import LineMixer
 
 PATIENCE_S = 60
 FORMAT = "{desc} {n_fmt}/{total_fmt}"

@@ -1,8 +1,5 @@
 """Outcome: a value, or an error and where it happened. The one envelope at every boundary between threads or processes.
 
-A queue, a thread's end and a process's pipe all carry an `Outcome`, so an error is never lost and keeps its type in
-transit.
-
 Invariants:
 1. `capture` lets no exception escape, not even `KeyboardInterrupt` and `SystemExit`: the caller of `unwrap` decides.
 2. `to_bytes` never raises. A value that cannot be pickled becomes an error that names it.
@@ -67,7 +64,8 @@ class Outcome(Generic[T]):
     @classmethod
     def failure(cls, error: BaseException, where: str = "") -> Outcome[T]:
         """The outcome of work that has just raised `error`."""
-        return cls(error=error, where=where, at=time.monotonic(), is_secondary=_is_secondary(error))
+        is_secondary = any(isinstance(link, BrokenWorldError) for link in chain_of(error))
+        return cls(error=error, where=where, at=time.monotonic(), is_secondary=is_secondary)
 
     def unwrap(self) -> T:
         """Return the value, or raise the error with a note saying where it happened."""
@@ -149,7 +147,11 @@ def first_cause(failures: Mapping[K, Outcome[Any]]) -> K:
     odd = [name for name in getattr(failures[first].error, "odd_ranks", ()) if name in failures]
     first = next((name for name in odd if type(failures[name].error) is type(failures[first].error)), first)
     limit = failures[first].at + _NEWS_S
-    killed = [name for name, each in failures.items() if _is_killed(each.error) and each.at <= limit]
+    killed = [
+        name
+        for name, each in failures.items()
+        if isinstance(each.error, WorkerDiedError) and each.error.exit_code in _DEADLY and each.at <= limit
+    ]
     return min(killed, key=order) if killed else first
 
 
@@ -191,14 +193,6 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
         link = link.__context__ if link.__cause__ is None and not link.__suppress_context__ else link.__cause__
 
 
-def _is_killed(error: BaseException | None) -> bool:
-    return isinstance(error, WorkerDiedError) and error.exit_code in _DEADLY
-
-
-def _is_secondary(error: BaseException) -> bool:
-    return any(isinstance(link, BrokenWorldError) for link in chain_of(error))
-
-
 def _traceback_of(error: BaseException) -> str:
     """The traceback as text; "" if it was never raised. A forwarded error keeps that of the process that raised it."""
     if error.__traceback__ is None and isinstance(error.__cause__, RemoteTraceback):
@@ -234,9 +228,8 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
 def _pickle_error(error: BaseException) -> bytes | None:
     """Pickle an exception, so that `_rebuild_error` makes one of the same type; None if that is impossible.
 
-    Not every exception survives plain pickling: one whose `__init__` takes other arguments than it passes to its base
-    class raises when it is loaded, or formats its message twice; and one may hold a lock or an open file. Then its
-    class, `args` and attributes are pickled one by one, and those that cannot be pickled are replaced by their repr.
+    If plain pickling does not survive (other arguments of `__init__`, a lock), its class, `args` and attributes are
+    pickled one by one, and those that cannot be pickled are replaced by their repr.
     """
     found = None
     args = tuple(_portable(value) for value in error.args)

@@ -6,9 +6,8 @@ them are defined in the worker's `__main__`. From then on they are sent by name,
 and back to the caller, where they resolve to the caller's own objects. (By value, cloudpickle would find the caller's
 class and replace its methods with copies.)
 
-Code that looks up globals at run time (`globals()`, `eval`, `import __main__`) may need any of them, so every object in
-`__main__` that can be pickled is sent with it. The source lines of notebook cells, which are in no file, are sent with
-their code.
+Code that looks up globals at run time (`globals()`, `eval`) finds only those that some code names. The source lines of
+notebook cells, which are in no file, are sent with their code.
 
 An object without a name in `__main__`, such as a lambda or a class defined in a function, is always sent by value; a
 module always by name.
@@ -35,10 +34,10 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
+from unisono.errors import UnpicklableError
+
 BETWEEN_RANKS: dict[type, Callable[[Any], Any]] = {}
 """How classes are reduced that no other pickler takes."""
-
-_LOOKING_UP = {"globals", "eval", "exec", "__main__"}  # names in code that may find a global the code does not name
 
 
 @dataclass(frozen=True)
@@ -69,25 +68,9 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None)
         # One pickler for both dumps: its memo keeps shared objects shared.
         pickler = _ByValue(file)
         pickler.dump(first)
-        # The last three are filled while the ones before are pickled.
-        pickler.dump((fn, args, pickler.looked_up, pickler.names, pickler.lines))
+        # The last two are filled while the ones before are pickled.
+        pickler.dump((fn, args, pickler.names, pickler.lines))
         return file.getvalue()
-
-
-def pickled_before_failure(value: Any) -> list[Any]:
-    """The objects that pickling by value has met, in order, up to the one that it cannot pickle; empty if it can."""
-    met: list[Any] = []
-
-    class Tracing(_ByValue):
-        def reducer_override(self, obj: Any) -> Any:
-            met.append(obj)
-            return super().reducer_override(obj)
-
-    try:
-        Tracing(io.BytesIO()).dump(value)
-    except Exception:
-        return met
-    return []
 
 
 def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> PickledCall:
@@ -95,9 +78,8 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
     `take_first` is called with `first`, before the modules that the call needs are imported."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
-    fn, args, looked_up, names, lines = unpickler.load()
+    fn, args, names, lines = unpickler.load()
     main = sys.modules["__main__"].__dict__
-    main.update(looked_up)
     for name, each in names.items():
         if isinstance(each, type):
             each.__qualname__ = name  # cloudpickle keeps its last part only
@@ -138,20 +120,13 @@ class _ByName(_Pickler):
 
 
 class _ByValue(_Pickler):
-    """Pickles the definitions of `__main__` by value.
+    """Pickles the definitions of `__main__` by value. `names` are those that it has met, by their qualified names;
+    `lines` the source of code that is in no file, by the code's file name."""
 
-    Attributes:
-        names: the classes and functions of `__main__` found while pickling, by their qualified names.
-        looked_up: the globals of `__main__`, if code was found that may look up any of them.
-        lines: the source lines of code that is in no file, by the code's file name.
-    """
-
-    def __init__(self, file: io.BytesIO, carries_all: bool = True) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.names: dict[str, Any] = {}
-        self.looked_up: dict[str, Any] = {}
         self.lines: dict[str, list[str]] = {}
-        self._carries_all = carries_all
         self._main = sys.modules["__main__"].__dict__
         # cloudpickle looks up here, by id, the dict that stands for a function's globals.
         self.globals_ref[id(self._main)] = _MainGlobals()
@@ -162,24 +137,10 @@ class _ByValue(_Pickler):
         if _is_named_in_main(obj):
             self.names[obj.__qualname__] = obj
         if isinstance(obj, FunctionType):
-            self._note_code(obj)
+            file = obj.__code__.co_filename
+            if file not in self.lines and not os.path.exists(file) and (lines := linecache.getlines(file)):
+                self.lines[file] = lines
         return super().reducer_override(obj)
-
-    def _note_code(self, function: FunctionType) -> None:
-        file = function.__code__.co_filename
-        if file not in self.lines and not os.path.exists(file) and (lines := linecache.getlines(file)):
-            self.lines[file] = lines
-        if self._carries_all and function.__globals__ is self._main and _looks_up_globals(function.__code__):
-            self._carries_all = False
-            for name, value in list(self._main.items()):
-                if name.startswith("_") or name in _OF_NOTEBOOKS:
-                    continue
-                with contextlib.suppress(Exception):  # one global that cannot be pickled must not fail the call
-                    _ByValue(io.BytesIO(), carries_all=False).dump(value)
-                    self.looked_up[name] = value
-
-
-_OF_NOTEBOOKS = {"In", "Out", "exit", "quit", "open", "get_ipython"}  # defined by IPython
 
 
 class _MainGlobals(dict[str, Any]):
@@ -190,22 +151,6 @@ def _main_globals(package: str | None) -> dict[str, Any]:
     found = sys.modules["__main__"].__dict__
     found["__package__"] = package  # the base of relative imports, after `python -m`
     return found
-
-
-def _looks_up_globals(code: CodeType) -> bool:
-    return any(_LOOKING_UP.intersection((*each.co_names, *_texts(each))) for each in codes_in(code))
-
-
-def _texts(code: CodeType) -> Iterator[str]:
-    return (each for each in code.co_consts if isinstance(each, str))
-
-
-def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """A code object and, recursively, those of the functions and classes that it defines."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from codes_in(each)
 
 
 def _importable_path(obj: Any) -> str | None:
@@ -283,3 +228,96 @@ def _is_named_in_main(obj: Any) -> bool:
     for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is obj
+
+
+# Calls, and what in them cannot be pickled: a pickler does not report where it has failed. It was at the last object
+# that it met: the open file, the lock, the generator. What it met before may name that.
+
+
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) -> bytes:
+    """Pickle the call, and before it the settings, by value if they contain definitions of `__main__`.
+
+    Raises:
+        UnpicklableError: names what cannot be sent.
+    """
+    with contextlib.suppress(Exception), io.BytesIO() as file:
+        _PlainPickler(file).dump(settings)  # many times as fast as by value
+        settings = file.getvalue()
+    try:
+        return dumps_call(fn, args, settings)
+    except Exception as error:
+        named = [("fn", fn), *((f"args[{place}]", arg) for place, arg in enumerate(args))]
+        name, part = next((each for each in named if not is_picklable(each[1])), named[0])
+        raise UnpicklableError(
+            f"{name}, a {type(part).__name__}, cannot be sent to the workers ({type(error).__name__}: "
+            f"{error}){describe_unpicklable(part)}; create it inside fn, or pass what it is created from"
+        ) from error
+
+
+class _PlainPickler(pickle.Pickler):
+    """Refuses definitions of `__main__`, which other processes do not find by name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj!r} is defined in __main__")
+        return NotImplemented
+
+
+def is_picklable(part: Any) -> bool:
+    """Whether it can be sent to workers."""
+    try:
+        pickle.dumps(part)
+    except Exception:
+        try:
+            dumps_call(type, (part,))
+        except Exception:
+            return False
+    return True
+
+
+def describe_unpicklable(part: Any) -> str:
+    """Describe the cause inside a part that cannot be pickled, as "; the function 'f' uses the global 'lock', a lock".
+
+    Empty if the part itself is the cause.
+    """
+    *met, cause = pickled_before_failure(part) or [part]
+    if cause is part:
+        return ""
+    named = (where for holder in reversed(met) for where, held in _parts_of(holder) if held is cause)
+    return f"; {next(named, 'it holds one')}, a {type(cause).__name__}"
+
+
+def _parts_of(part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is pickled with a part under a name, and where it is."""
+    if not isinstance(part, FunctionType):
+        for name, each in getattr(part, "__dict__", {}).items():
+            yield f"the {type(part).__name__} has the attribute {name!r}", each
+        return
+    name = part.__qualname__
+    for each in part.__globals__.keys() & _names_in(part.__code__):
+        yield f"the function {name!r} uses the global {each!r}", part.__globals__[each]
+    for free, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing has been assigned yet
+            yield f"the function {name!r} uses the variable {free!r} of the function around it", cell.cell_contents
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names in a code object and in those of the functions and classes that it defines."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def pickled_before_failure(value: Any) -> list[Any]:
+    """The objects that pickling by value has met, in order, up to the one that it cannot pickle; empty if it can."""
+    met: list[Any] = []
+
+    class Tracing(_ByValue):
+        def reducer_override(self, obj: Any) -> Any:
+            met.append(obj)
+            return super().reducer_override(obj)
+
+    try:
+        Tracing(io.BytesIO()).dump(value)
+    except Exception:
+        return met
+    return []

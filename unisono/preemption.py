@@ -1,23 +1,16 @@
 """Preemption: SIGTERM as a request that a loop handles when it can, not as the end of the process.
 
 A scheduler that needs the machine sends SIGTERM, to every process of a job or to its first one, and SIGKILL a little
-later. Once this process *handles* the signal, it only notes its arrival; the loop checks at step boundaries, saves, and
-leaves in its own time.
+later. Once this process *handles* the signal, it only notes its arrival; the loop checks at step boundaries.
 
 Loader workers must live as long, or the loop would fail before it can save. Those that are forked while this process
 handles the signal, or after `shield_loader_workers`, ignore it, except when it comes from their parent, by which torch
-ends a stuck worker. Ignoring the signal (SIG_IGN) is not sufficient: torch gives each loader worker its own handler,
-written in C++, which ends it. So the signal is blocked there, which no handler can undo, and a thread takes it instead.
-
-Of all processes that this one forks, only torch's loader workers are shielded: a blocked signal stays blocked in
-whatever program a process executes, and a user's own `multiprocessing.Pool` is ended by the signal.
+ends a stuck worker. SIG_IGN is not sufficient: torch gives each loader worker its own handler, in C++, which ends it.
+So the signal is blocked there, which no handler can undo, and a thread takes it instead. No other fork is shielded: a
+blocked signal stays blocked in whatever program it executes, and a user's `multiprocessing.Pool` is ended by it.
 
 *Threads:* the signal's handler runs in the main thread, between two Python instructions; a main thread that computes in
 native code, or waits in a collective, runs it later. Everything else may be called from any thread.
-
-Invariants:
-1. Before the first `handle`, this process is unchanged: no handler, and forked processes are not affected.
-2. Requests are idempotent: a second SIGTERM changes nothing.
 """
 
 from __future__ import annotations
@@ -48,10 +41,8 @@ _forking = threading.local()  # each thread's signal mask from before the fork t
 
 
 def handle() -> None:
-    """From now on SIGTERM only sets a flag, which `is_requested` reads. Idempotent.
-
-    An existing handler of the user is called as well. Loader workers are shielded from now on. From another thread, it
-    is done by the main one, where that waits in `serving`.
+    """From now on SIGTERM only sets a flag, which `is_requested` reads, and calls the user's handler. Idempotent. From
+    another thread, it is done by the main one, where that waits in `serving`.
 
     Raises:
         UnisonoError: this is the first call, and neither is it made in the main thread nor does that serve.

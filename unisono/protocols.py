@@ -8,7 +8,7 @@ the two. `tests/contract/` checks each sentence here against every implementatio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -307,11 +307,9 @@ class Engine(Protocol):
 
     Attributes:
         variables: the names of the caller's environment variables that are sent.
-        lacks: options of `spawn` that it cannot keep, and why: they are refused.
     """
 
     variables: Sequence[str]
-    lacks: Mapping[str, str]
 
     def machines_for(self, nprocs: int) -> int:
         """The number of machines for so many workers."""

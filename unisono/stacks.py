@@ -18,11 +18,11 @@ PACKAGE = f"{Path(__file__).parent}/"
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
-# Of a traceback: a frame with its lines of code and marks, and a stretch of frames.
-_BLOCK = re.compile(r'  File "(.*)", line \d+, in .*\n(?:    .*\n|  \[Previous .*\n)*')
-_BLOCKS = re.compile(rf"(?:{_BLOCK.pattern.replace('(.*)', '.*')})+")
-_FOLDED = (PACKAGE, "<frozen runpy>")
-_OWN_ERROR = "unisono.errors."
+# Of a traceback: a frame with its lines of code and marks, before another one, or an error of ours.
+_HIDDEN = re.compile(
+    rf'  File "(?:{re.escape(PACKAGE)}|<frozen runpy>).*", line \d+, in .*\n(?:    .*\n|  \[Previous .*\n)*'
+    r'(?=  File "|unisono\.errors\.)'
+)
 _WRAPPERS = ("wrapper", "wrapped", "inner", "decorate_context", *WRAPPING_FRAMES)
 
 
@@ -72,28 +72,5 @@ def describe_call(frames: Iterable[Frame]) -> str:
 
 
 def fold_frames(text: str) -> str:
-    """A traceback in which one line stands for adjacent frames of this package, and of the libraries that it calls and
-    that call it. An error that is not this package's own keeps the frame that has raised it."""
-
-    def fold(stretch: re.Match[str]) -> str:
-        blocks = [(match[0], Frame(match[1], 0, "")) for match in _BLOCK.finditer(stretch[0])]
-        is_raised_by_rule = text.startswith(_OWN_ERROR, stretch.end())
-        folded, start = "", 0
-        while start < len(blocks):
-            block, frame = blocks[start]
-            if not frame.file.startswith(_FOLDED):
-                folded, start = folded + block, start + 1
-                continue
-            end = start
-            for number, (_, each) in enumerate(blocks[start:], start):
-                if each.is_users:
-                    break
-                end = number + 1 if each.file.startswith(_FOLDED) else end
-            shown = blocks[-1][0] if end == len(blocks) and not is_raised_by_rule else ""
-            count = end - start - bool(shown)
-            if count and (start or end == len(blocks)):  # those that lead to the user's function go without a line
-                folded += f"  ... {count} frame{'s' * (count > 1)} of unisono\n"
-            folded, start = folded + shown, end
-        return folded
-
-    return _BLOCKS.sub(fold, text)
+    """A traceback without the frames of this package; an error that is not its own keeps the one that has raised it."""
+    return _HIDDEN.sub("", text)

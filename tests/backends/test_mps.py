@@ -110,7 +110,7 @@ class Pulses:
         self.has_two = threading.Event()
         self.seen: list[Any] = []
 
-    def send_pulse(self, pulse: Any) -> None:
+    def send(self, kind: Any, pulse: bytes) -> None:
         self.seen.append(pulse)
         if len(self.seen) > 1:
             self.has_two.set()

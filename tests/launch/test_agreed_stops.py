@@ -12,7 +12,6 @@ import psutil
 import pytest
 import torch
 from faults import SOON_S, Script, stand_still, survivors
-from recorded_runs import read_run
 
 from unisono.errors import ClosedError, StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
@@ -25,7 +24,7 @@ import os, sys
 from pathlib import Path
 import torch
 from faults import Line
-from unisono import Output, is_rank_zero, should_stop, spawn
+from unisono import is_rank_zero, should_stop, spawn
 from torch.utils.data import DataLoader
 
 line = Line(Path("line").absolute())
@@ -158,13 +157,11 @@ def test_an_exit_with_another_code_after_an_agreed_stop_is_a_failure():
 
 def test_a_group_that_does_not_handle_sigterm_is_ended_by_it(tmp_path, line, ear):
     source = SCRIPT.replace("    should_stop()\n", "").replace("if should_stop():", "if False:")
-    source = source.replace("nprocs=2", "nprocs=2, output=Output('logs')")
     with Script(source, tmp_path) as script:
         ear.hear_all(2)
         script.kill(signal.SIGTERM)
         assert script.end()[0] == -signal.SIGTERM
         assert script.survivors() == []
-    assert read_run(tmp_path / "logs" / "latest").facts["state"] == "stopped"
 
 
 def test_a_rank_that_handles_sigterm_is_stopped_all_the_same_when_a_peer_fails(line, ear):
@@ -234,7 +231,7 @@ def test_a_group_of_one_in_the_calling_process_stops_alike(tmp_path, rest, code,
 
 
 LATE = """
-import os
+import os, signal, threading
 from pathlib import Path
 from faults import Gate, Line
 from unisono import should_stop, spawn
@@ -253,15 +250,36 @@ try:
 except SystemExit as stop:
     print(stop.code, stop.results)
 """
+# SIGTERM arrives in another thread; the main one, which runs handlers, waits for the end of the job meanwhile.
+IN_ANOTHER_THREAD = """
+arrived, wakes = os.pipe()
+os.set_blocking(wakes, False)
+signal.set_wakeup_fd(wakes)
+
+def announce():
+    os.read(arrived, 1)
+    line.say("SIGTERM has arrived")
+
+threading.Thread(target=announce).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+"""
 
 
-@pytest.mark.parametrize("begin", ["", "should_stop()  # the caller handles SIGTERM itself"], ids=["plain", "handling"])
-def test_a_stop_that_comes_after_the_last_question_is_not_lost(tmp_path, line, ear, gate, let_pass, begin):
+@pytest.mark.parametrize("handles", [False, True], ids=["plain", "handling"])
+@pytest.mark.parametrize("is_handled_late", [False, True], ids=["", "once the workers have ended"])
+def test_a_stop_that_comes_after_the_last_question_is_not_lost(
+    tmp_path, line, ear, gate, let_pass, handles, is_handled_late
+):
+    begin = "should_stop()\n" * handles + IN_ANOTHER_THREAD * is_handled_late
     with Script(LATE.format(begin=begin), tmp_path) as script:
         ear.hear_all(2)
         script.kill(signal.SIGTERM)
+        if is_handled_late:
+            assert ear.hear() == ["SIGTERM", "has", "arrived"]
         let_pass(2)
-        assert script.end()[:2] == (0, "143 ['done', 'done']\n")
+        code, output, errors = script.end()
+        assert (code, output) == (0, "143 ['done', 'done']\n")
+        assert errors == "stopped early as asked; run again to resume\n"
 
 
 def test_an_agreed_stop_whose_save_fails_is_not_restarted(line, ear):

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from unisono.errors import ClosedError, StoppedError, WorkerDiedError
-from unisono.launch.exit_codes import exit_code_of
+from unisono.launch.run_target import exit_code_of
 
 
 def stopped_by_caller():

@@ -12,11 +12,10 @@ import time
 import traceback
 from functools import partial
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from faults import SOON_S, stand_still, survivors
+from faults import SOON_S, stand_still
 
 from unisono import Accelerator, is_rank_zero
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnpicklableError, WorkerDiedError
@@ -82,17 +81,6 @@ def test_what_cannot_travel_is_named(what):
     fn, args, words = CANNOT_TRAVEL[what]
     with pytest.raises(UnpicklableError, match=words):
         spawn(fn, args, nprocs=2)
-
-
-def test_an_unpicklable_result_is_an_error_that_stops_the_others(soon):
-    def work(index):
-        if index == 0:
-            return threading.Lock()
-        return stand_still()
-
-    with pytest.raises(UnpicklableError, match="the result, a lock, cannot be sent") as caught:
-        spawn(work, nprocs=2)
-    assert "rank 0 of 2" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("suppresses", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -281,20 +269,3 @@ def test_a_worker_that_cannot_join_its_peers_says_so(monkeypatch, soon):
     told, where = caught.value.__notes__[:2]
     assert re.fullmatch("rank [01] could not join the process group of its peers", told)
     assert re.fullmatch(r"rank [01], pid \d+ on \S+, before it joined the world", where)
-
-
-def test_a_failed_group_leaves_no_process(line, ear):
-    def work(index):
-        loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
-        next(iter(loader))
-        line.say(os.getpid(), *(child.pid for child in psutil.Process().children()))
-        current_world().comm.barrier()
-        if index == 1:
-            raise ValueError("the cause")
-        current_world().comm.barrier()
-
-    with pytest.raises(ValueError, match="the cause"):
-        spawn(work, nprocs=2)
-    pids = [int(pid) for words in ear.hear_all(2) for pid in words]
-    assert len(pids) == 6
-    assert survivors(pids) == []

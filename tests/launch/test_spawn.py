@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from faults import grandchild, survivors
+from faults import survivors
 from modes import preload
 from zygotes import zygote_pid
 
@@ -132,17 +132,6 @@ def test_workers_can_spawn_and_their_zygote_goes_with_them():
     assert (first_sum, second_sum, no_zygote) == (2, 2, None)
     assert zygote not in (None, zygote_pid())
     assert survivors([zygote]) == []
-
-
-def test_loader_workers_run_in_workers_and_go_with_them():
-    def load(index):
-        loader = torch.utils.data.DataLoader(range(8), batch_size=2, num_workers=2, persistent_workers=True)
-        batches = [batch.tolist() for batch in loader]
-        return batches, [worker.pid for worker in loader._iterator._workers], grandchild()
-
-    found = spawn(load, nprocs=2)
-    assert [batches for batches, _, _ in found] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
-    assert survivors([pid for _, loaders, escaped in found for pid in (*loaders, escaped)]) == []
 
 
 def test_groups_run_side_by_side_from_several_threads(line, ear, gate, let_pass):

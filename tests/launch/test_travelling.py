@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from faults import Script
 from torch.backends import cudnn
 
 from unisono.launch.spawn import spawn
-from unisono.launch.unpicklable import describe_unpicklable
-from unisono.pickling import codes_in
+from unisono.pickling import describe_unpicklable
 
 ATEN = torch.ops.aten
 ADD, ADD_TENSOR = torch.ops.aten.add, torch.ops.aten.add.Tensor
@@ -58,10 +58,6 @@ OBSTACLES = {
         "def make():\n  held = LOCK\n  def inner(i):\n    return held\n  return inner\nwork = make()",
         "; the function 'make.<locals>.inner' uses the variable 'held' of the function around it, a lock",
     ),
-    "a default": (
-        "def work(i, lock=LOCK):\n  pass",
-        "; the function 'work' has it as the default of an argument, a lock",
-    ),
     "an attribute of a global": (
         "class Box: pass\nbox = Box()\nbox.lock = LOCK\ndef work(i):\n  return box",
         "; the Box has the attribute 'lock', a lock",
@@ -75,40 +71,6 @@ OBSTACLES = {
 def test_what_cannot_travel_is_named_with_what_uses_it(name):
     code, described = OBSTACLES[name]
     assert describe_unpicklable(by_value(code)["work"]) == described
-
-
-LOOKING_UP = """
-import __main__, sys, threading
-from unisono.launch.spawn import spawn
-
-NAME = "seen"
-lock = threading.Lock()
-
-def other():
-    return NAME + " by a function"
-
-def look(index):
-    import __main__
-    found = globals()["NAME"], eval("NAME"), __main__.NAME, getattr(sys.modules["__main__"], "NAME")
-    return set(found), globals()["other"]()
-
-assert spawn(look, nprocs=2) == [({"seen"}, "seen by a function")] * 2
-
-def count(index):
-    global NAME
-    NAME += str(index)
-    return NAME, globals()["NAME"]
-
-assert spawn(count, nprocs=2) == [("seen0", "seen0"), ("seen1", "seen1")]
-assert NAME == "seen"
-
-print("done")
-"""
-
-
-def test_code_that_looks_its_globals_up_finds_them(tmp_path):
-    with Script(LOOKING_UP, tmp_path) as script:
-        assert script.end() == (0, "done\n", "")
 
 
 CELL = '''
@@ -144,7 +106,8 @@ def test_the_lines_of_a_cell_are_in_the_traceback_of_a_worker(tmp_path):
 
 def test_all_code_that_is_sent_keeps_its_file():
     def files(function):
-        return {code.co_filename for code in codes_in(function.__code__)}
+        inner = [each for each in function.__code__.co_consts if isinstance(each, types.CodeType)]
+        return {code.co_filename for code in (function.__code__, *inner)}
 
     def work(index):
         class Box:

@@ -52,7 +52,7 @@ from unisono.checkpoint.staging import HostMemory, host_view
 from unisono.checkpoint.writer import ENDED, FAILED, Writer
 from unisono.comm.operations import HOST
 from unisono.errors import NoCheckpointError
-from unisono.launch.gloo_output import suppress_greetings
+from unisono.launch.process_group import suppress_greetings
 from unisono.outcome import Outcome, add_note_once
 from unisono.parallel.strategies.shard_files import ShardGroup
 from unisono.parallel.strategies.sharded import is_sharded

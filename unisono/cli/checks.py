@@ -18,7 +18,7 @@ from unisono.backends import family_names, get_backend
 from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
-from unisono.launch.hosts.addresses import unknown_interfaces
+from unisono.launch.hosts.endpoint import unknown_interfaces
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import memory_limit

@@ -89,7 +89,7 @@ def _run_on_machines(
     from unisono.launch.run_target import run_worker_target, variables_of_run
     from unisono.launch.settings import Settings
     from unisono.launch.spawn import check_nprocs, make_job
-    from unisono.launch.unpicklable import pickle_call
+    from unisono.pickling import pickle_call
 
     family = pick_backend(parsed.backend)
     group_backend(family, parsed.process_group)
@@ -177,8 +177,8 @@ def _has_run(error: Exception) -> bool:
 
 def _print_failure(error: Exception) -> int:
     """Print what ended the run, once, without the launcher's own frames; return the exit code."""
-    from unisono.launch.exit_codes import exit_code_of
     from unisono.launch.messages import shows_all_frames
+    from unisono.launch.run_target import exit_code_of
     from unisono.stacks import fold_frames
 
     lost_step = isinstance(error, CollectiveMismatchError | BrokenWorldError)  # the traceback shows where in the script

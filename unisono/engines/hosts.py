@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from unisono.arguments import check_integer
 from unisono.engines.piped import PROGRAM, PipedMachine, PipedRun
@@ -40,7 +39,6 @@ class Local:
 
     machines: int = 2
     variables: Sequence[str] = ()
-    lacks: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         check_integer(self.machines, "machines", 1, "pass a number of machines")
@@ -72,7 +70,6 @@ class Hosts:
     python: str = sys.executable
     variables: Sequence[str] = ()
     options: Sequence[str] = ()
-    lacks: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         if isinstance(self.hosts, str) or not self.hosts:

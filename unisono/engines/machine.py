@@ -24,16 +24,9 @@ MARK = b"\0unisono "  # begins a line of standard output that is not the workers
 
 
 def run_machine(bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> bytes:
-    """Run the agent of machine `number` of `count`, until the run is over.
-
-    Args:
-        bundle: a pickled `Bundle`.
-        per_machine: the number of workers of each machine.
-        endpoint: host:port where the agents meet.
-
-    Returns:
-        An `Outcome` as bytes: the results of this machine's ranks, each as bytes; or the first cause.
-    """
+    """Run the agent of machine `number` of `count`, each with `per_machine` workers, until the run is over: `bundle`
+    is a pickled `Bundle`, `endpoint` host:port where the agents meet. Returns an `Outcome` as bytes: the results of
+    this machine's ranks, each as bytes; or the first cause."""
     ended = Outcome.capture(_run, bundle, number, count, per_machine, endpoint)
     return (ended if ended.value is None else ended.value).to_bytes()
 

@@ -23,13 +23,8 @@ _ENDPOINT_S = 120.0  # for a machine to begin, which imports torch
 
 
 class PipedMachine:
-    """Runs `machine.py` by a command.
-
-    Args:
-        command: starts it, with its standard streams at this end.
-        where: the machine, for errors.
-        on_end: called with the outcome as bytes, in another thread.
-    """
+    """Runs `machine.py` by a command, with its standard streams at this end; `where` is the machine, for errors.
+    `on_end` is called with the outcome as bytes, in another thread."""
 
     def __init__(self, command: Sequence[str], where: str, on_end: Callable[[bytes], None]) -> None:
         self._where, self._on_end = where, on_end
@@ -39,14 +34,8 @@ class PipedMachine:
         self._thread = threading.Thread(target=_read, args=(self,), name="unisono-machine", daemon=True)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
-        """Send the machine what it runs, as for `run_machine`; `endpoint` may be its own host's name alone.
-
-        Returns:
-            The endpoint with its port.
-
-        Raises:
-            UnisonoError: the machine could not be started; `on_end` has been called with its outcome.
-        """
+        """Send the machine what it runs, as for `run_machine`; `endpoint` may be its own host's name alone. Returns the
+        endpoint with its port. UnisonoError: it could not be started; `on_end` has been called with its outcome."""
         given = {"number": number, "count": count, "per_machine": per_machine, "endpoint": endpoint}
         assert self._process.stdin is not None
         self._thread.start()

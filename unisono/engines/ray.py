@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import Any
 
 from unisono.arguments import check_integer
 from unisono.engines.piped import PROGRAM, PipedMachine
@@ -61,7 +61,6 @@ class Ray:
     machines: int | None = None
     resources: Mapping[str, float] | None = None
     variables: Sequence[str] = ()
-    lacks: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         if self.machines is not None:

@@ -6,18 +6,20 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 from uuid import uuid4
 
 from unisono.arguments import check_integer
+from unisono.engines.machine import run_machine
 from unisono.errors import UnisonoError, describe_exit
+from unisono.launch.hosts.environment import node_of_step
 from unisono.outcome import Outcome
 from unisono.protocols import Run
 
+_PROGRAM = ("-c", "from unisono.engines.slurm import run_node; run_node()")
 _LOOK_S = 1.0  # between two questions to the controller
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 _WRITTEN_S = 10.0  # from a job's end until what it has written is seen here
@@ -38,7 +40,6 @@ class Slurm:
     directory: str = "unisono-slurm"
     options: Sequence[str] = ()
     variables: Sequence[str] = ()
-    lacks: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         check_integer(self.nodes, "nodes", 1, "pass a number of nodes")
@@ -50,7 +51,7 @@ class Slurm:
         directory = Path(self.directory).absolute() / uuid4().hex[:12]
         directory.mkdir(parents=True)
         (directory / "bundle").write_bytes(bundle)
-        command = shlex.join([sys.executable, "-m", "unisono.engines.slurm_node", str(directory), str(per_machine)])
+        command = shlex.join([sys.executable, *_PROGRAM, str(directory), str(per_machine)])
         script = directory / "job.sh"
         script.write_text(f"#!/bin/bash\nexec srun --ntasks-per-node=1 --kill-on-bad-exit=0 {command}\n")
         asked = ["sbatch", "--parsable", f"--nodes={machines}", "--ntasks-per-node=1", f"--output={directory}/output"]
@@ -116,3 +117,14 @@ class _SlurmRun:
             sys.stdout.write(file.read())
             sys.stdout.flush()
             self._shown = file.tell()
+
+
+def run_node() -> None:
+    """A task of the job's step: one machine of a run; its arguments are the directory and the number of workers."""
+    directory, per_machine = Path(sys.argv[1]), int(sys.argv[2])
+    number, count, endpoint = node_of_step()
+    outcome = run_machine((directory / "bundle").read_bytes(), number, count, per_machine, endpoint)
+    # By renaming: the caller must not read half of it.
+    written = directory / f".outcome-{number}"
+    written.write_bytes(outcome)
+    written.rename(directory / f"outcome-{number}")

@@ -68,11 +68,8 @@ class ProcessContext:
         return self._supervisor.result() if is_over else None
 
     def stop(self) -> None:
-        """Stop the workers: SIGTERM, then SIGKILL after the grace period.
-
-        `join` then raises ClosedError, or StoppedError if workers that call `should_stop` stopped early within the
-        grace period.
-        """
+        """Stop the workers: SIGTERM, then SIGKILL after the grace period. `join` then raises ClosedError, or
+        StoppedError if workers that call `should_stop` stopped early within the grace period."""
         self._supervisor.stop()
 
     def start(self) -> None:
@@ -84,7 +81,7 @@ class ProcessContext:
     def _stop_on_signal(self) -> Iterator[None]:
         """Stop the workers when a signal handler, such as that of Ctrl-C, raises within the block."""
         try:
-            with _sigterm_asks(self._supervisor), _interrupt_asks(self._supervisor):
+            with _signals_ask(self._supervisor):
                 yield
         except BaseException as error:
             self._supervisor.end(Supervisor.interrupt if isinstance(error, KeyboardInterrupt) else Supervisor.stop)
@@ -92,61 +89,42 @@ class ProcessContext:
 
 
 @contextmanager
-def _interrupt_asks(supervisor: Supervisor) -> Iterator[None]:
-    """Let the first Ctrl-C ask workers that handle a stop to do so; if no worker handles it, and the second time,
-    interrupt."""
-    before = signal.getsignal(signal.SIGINT)
-    # Python sets handlers only in the main thread, and one that the program has set must stay.
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield
-        return
-    was_asked = False
+def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
+    """Let SIGTERM, and the first Ctrl-C, ask workers that handle a stop to do so. If none does, SIGTERM ends this
+    process, and with it the workers, and Ctrl-C interrupts. A program's own handlers stay; SIGTERM's is called, too."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    is_handling = preemption.takes(before[signal.SIGTERM])
+    taken: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
+        taken += [signal.SIGTERM] if is_handling or before[signal.SIGTERM] is signal.SIG_DFL else []
+        taken += [signal.SIGINT] if before[signal.SIGINT] is signal.default_int_handler else []
+    was_interrupted = False
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        nonlocal was_asked
-        if was_asked or not supervisor.handles_stop():
-            signal.default_int_handler(signum, frame)  # raises KeyboardInterrupt
-        was_asked = True
-        supervisor.ask_to_stop()
-        with suppress(OSError):
-            os.write(2, ASKED)  # not via sys.stderr, which may be in the middle of a write
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _sigterm_asks(supervisor: Supervisor) -> Iterator[None]:
-    """Let SIGTERM ask workers that handle it to stop; if none does, it ends this process, and with it the workers.
-
-    A process that handles SIGTERM itself continues to do so.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    is_handling = preemption.takes(before)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not (is_handling or before is signal.SIG_DFL):
-        yield
-        return
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        if is_handling or supervisor.handles_stop():
+        nonlocal was_interrupted
+        if signum == signal.SIGTERM and (is_handling or supervisor.handles_stop()):
             supervisor.ask_to_stop()
-            if callable(before):
-                before(signum, frame)
-        else:
-            supervisor.note_end("SIGTERM")
+            if callable(own := before[signal.SIGTERM]):
+                own(signum, frame)
+        elif signum == signal.SIGTERM:
             # By the signal itself, so that the parent sees SIGTERM as the cause of the end.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+        elif was_interrupted or not supervisor.handles_stop():
+            signal.default_int_handler(signum, frame)  # raises KeyboardInterrupt
+        else:
+            was_interrupted = True
+            supervisor.ask_to_stop()
+            with suppress(OSError):
+                os.write(2, ASKED)  # not via sys.stderr, which may be in the middle of a write
 
-    signal.signal(signal.SIGTERM, handle)
+    for each in taken:
+        signal.signal(each, handle)
     try:
         # The request may have come before this handler was set.
-        if is_handling and preemption.is_requested():
+        if signal.SIGTERM in taken and is_handling and preemption.is_requested():
             supervisor.ask_to_stop()
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each in taken:
+            signal.signal(each, before[each])

@@ -1,10 +1,7 @@
 """`spawn(..., engine=)`: workers on machines that an engine lends, such as SLURM, Ray, or hosts by SSH.
 
-An engine starts one agent of ours per machine (`unisono/engines/machine.py`), which starts that machine's workers. So
-what is promised of workers is kept by the same code as on one machine, and an engine only has to bring bytes there and
-back.
-
-A result crosses the agent as bytes: the script's own classes are known to its workers, and to the caller.
+An engine starts one agent of ours per machine (`unisono/engines/machine.py`), which starts that machine's workers. A
+result crosses the agent as bytes: the script's own classes are known to its workers, and to the caller.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ from unisono.errors import StoppedError
 from unisono.launch.job import Caller
 from unisono.launch.options import Options
 from unisono.launch.settings import Settings
-from unisono.launch.unpicklable import pickle_call
 from unisono.outcome import Outcome, first_cause
+from unisono.pickling import pickle_call
 from unisono.protocols import Engine, Run
 
 _GROUP = "unisono.engines"
@@ -36,12 +33,7 @@ _MARGIN_S = 10.0  # after the grace period, in which the agents of the other mac
 
 @dataclass(frozen=True)
 class Bundle:
-    """What the agent of each machine gets.
-
-    Attributes:
-        call: as for `Job`.
-        caller: as for `Job`; its variables are those that the engine was asked to send.
-    """
+    """What the agent of each machine gets; the caller has the variables that the engine was asked to send."""
 
     call: bytes
     options: Options
@@ -61,12 +53,8 @@ class Bundle:
 
 
 def find_engine(engine: str | Engine) -> Engine:
-    """The engine of this name, with its defaults, among the entry points "unisono.engines".
-
-    Raises:
-        ValueError: there is none.
-        ImportError: the library that it needs is missing.
-    """
+    """The engine of this name, with its defaults, among the entry points "unisono.engines". ValueError: there is none;
+    ImportError: the library that it needs is missing."""
     if not isinstance(engine, str):
         return engine
     known = {each.name: each for each in entry_points(group=_GROUP)}
@@ -84,9 +72,6 @@ def spawn_on(
     machines = engine.machines_for(nprocs)
     if nprocs % machines:
         raise ValueError(f"nprocs={nprocs} workers cannot be divided evenly between {machines} machines")
-    for name, reason in engine.lacks.items():
-        if getattr(options, name) != getattr(Options, name):
-            raise ValueError(f"spawn's {name} does not go with this engine: {reason}")
     caller = Caller(environ={name: os.environ[name] for name in engine.variables if name in os.environ}, columns=0)
     call = pickle_call(call_packed, (fn, tuple(args)), Settings.read())
     run = engine.start(pickle.dumps(Bundle(call, options, caller)), machines, nprocs // machines)

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import selectors
@@ -29,21 +30,16 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from unisono.errors import UnisonoError, describe_exit
-from unisono.launch.ending import Ending
 from unisono.launch.group_outcome import Worker, conclude, death
-from unisono.launch.hang import HangWatch
-from unisono.launch.job import Job
-from unisono.launch.messages import say_once
-from unisono.launch.rendezvous import write_job
+from unisono.launch.hang import StackCollection
+from unisono.launch.job import Job, write_job
+from unisono.launch.messages import FULL_SHM, say_once
 from unisono.launch.reports import Kind, Pulse
-from unisono.launch.resource_limits import describe_mapped_memory
-from unisono.launch.stack_collection import StackCollection
 from unisono.launch.starting import wire
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import kill_marked
 from unisono.launch.starting.zygote_client import open_group
 from unisono.launch.watching.memory import OomWatch
-from unisono.launch.watching.monitor import Monitor
 from unisono.launch.watching.output import WorkerOutput
 from unisono.launch.worker import TELL_STACKS
 from unisono.outcome import Outcome, first_cause, this_process
@@ -57,22 +53,62 @@ _LONG_S = 3600.0  # the longest single wait: selectors accept at most a few week
 _KEPT_LINES = 400  # of stderr: as many as are kept if lines are short
 
 
-class Group:
-    """The workers of one attempt: all of them, or those of this machine.
+class Ending:
+    """How a group is ended: SIGTERM, or SIGINT, then after the grace period SIGKILL.
 
-    Args:
-        directory: theirs, where they meet.
-        on_started: called when all workers have a pid.
-        others: the other machines, if the workers have peers there.
+    Attributes:
+        due: when to send the next signal, by `time.monotonic()`, a clock shared with the workers; None if none is due.
+        was_asked: whether the caller has asked for the end, which gives the workers their grace period.
     """
+
+    def __init__(self, grace_s: float) -> None:
+        self.due: float | None = None
+        self.sent: list[signal.Signals] = []
+        self.began_at = math.inf
+        self.was_asked = False
+        self._grace_s = grace_s
+        self._left = [signal.SIGTERM, signal.SIGKILL]
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a signal has been sent, or is about to be."""
+        return bool(self.sent) or self.due is not None
+
+    def begin_within(self, seconds: float) -> None:
+        """Begin at the latest after so many seconds; the earliest such limit counts."""
+        due = time.monotonic() + seconds
+        self.due = due if self.due is None else min(due, self.due)
+
+    def ask(self, signum: signal.Signals) -> None:
+        """Begin now at the caller's request, with that signal; when it asks again, kill."""
+        self.was_asked = True
+        if self.sent:
+            self._left = [signal.SIGKILL]
+        else:
+            self._left[0] = signum
+        self.begin_within(0.0)
+
+    def take_signal(self) -> signal.Signals | None:
+        """The signal to send now; None if there is none left."""
+        self.due = None
+        if not self._left:
+            return None
+        signum = self._left.pop(0)
+        self.sent.append(signum)
+        self.began_at = min(self.began_at, time.monotonic())
+        self.begin_within(self._grace_s)
+        return signum
+
+
+class Group:
+    """The workers of one attempt: all of them, or those of this machine. `on_started` is called when all have a pid;
+    `others` are the other machines, if the workers have peers there."""
 
     def __init__(
         self,
         job: Job,
         directory: Path,
-        hang_watch: HangWatch,
         output: WorkerOutput,
-        monitor: Monitor,
         on_started: Callable[[], None],
         others: OtherMachines | None = None,
     ) -> None:
@@ -80,16 +116,14 @@ class Group:
         self._reason: Outcome[Any] | None = None  # why the group is ended although none of its workers has failed
         self._job = job
         self._directory = directory
-        self._hang_watch = hang_watch
         self._output = output
-        self._monitor = monitor
         self._on_started = on_started
         self._oom_watch = OomWatch()
         self._zygote: socket.socket | None = None
         self._ending = Ending(job.options.grace_s)
         self._is_stop_wanted = False  # the caller has asked for an early end
         ask = partial(self._signal_workers, TELL_STACKS, to_sessions=False)
-        self._standstill = StackCollection(hang_watch, job.ranks, directory, ask, others)
+        self._standstill = StackCollection(job, directory, ask, others)
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
         """Start the workers and return when all have ended; `obey` is called when `wake` is readable."""
@@ -105,7 +139,6 @@ class Group:
             finally:
                 for worker in self.workers:
                     self._close_pipe(worker)
-                self._monitor.close()  # before the directory that it writes to is removed
                 self._close_group()
                 self._output.close()
         tails = {worker.rank: self._output.tail(worker.rank, _KEPT_LINES) for worker in self.workers}
@@ -177,7 +210,8 @@ class Group:
         if self._ending.due is not None and now >= self._ending.due:
             self._send_next_signal()
         if (hung_at := self._hung_at()) is not None and now >= hung_at:
-            hung = self._standstill.examine(now, self._running_workers())
+            running = [each for each in self.workers if not each.has_ended and each.outcome is None]
+            hung = self._standstill.examine(now, running)
             if hung is not None:
                 self.give_up(Outcome(error=hung))
 
@@ -201,9 +235,7 @@ class Group:
     def _handle_message(self, worker: Worker, kind: Kind, data: bytes) -> None:
         if kind is Kind.PULSE:
             pulse: Pulse = pickle.loads(data)
-            self._hang_watch.hear(worker.rank, pulse, time.monotonic())
-            self._standstill.report_progress()
-            self._monitor.tell_pulse(worker.rank, pulse)
+            self._standstill.hear_pulse(worker.rank, pulse, time.monotonic())
         elif kind is Kind.HANDLES_STOP:
             worker.handles_stop = True
             # The request came before this worker could be asked: SIGTERM would have ended it.
@@ -217,8 +249,7 @@ class Group:
             worker.outcome = Outcome.from_bytes(data)
             is_failure = worker.outcome.error is not None
             # A rank that has returned makes no more progress, and is no hang.
-            self._hang_watch.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
-            self._standstill.report_progress()
+            self._standstill.forget(worker.rank, time.monotonic(), has_returned=not is_failure)
             # An error after our first signal is a consequence of it, and never the first cause.
             worker.was_stopped = is_failure and worker.outcome.at > self._ending.began_at
             if is_failure:
@@ -233,10 +264,9 @@ class Group:
         except EOFError:
             self._lose_zygote()
             return
-        worker = self.workers[message["rank"] - self._job.first_rank]
+        worker = self.workers[message["rank"] - self._job.place.rank]
         if message["op"] == "forked":
             worker.pid = message["pid"]
-            self._monitor.watch(worker.rank, message["pid"])
         elif message["op"] == "exit":
             self._note_end(worker, message["status"], describe_exit(message["status"]))
         else:
@@ -267,15 +297,15 @@ class Group:
         worker.has_ended = True
         if worker.outcome is None:
             # With an outcome, it was forgotten when that arrived.
-            self._hang_watch.forget(worker.rank, time.monotonic())
+            self._standstill.forget(worker.rank, time.monotonic())
             # A signal that we have not sent is a cause of its own, even while the group is being stopped.
             is_foreign = status is not None and status < 0 and -status not in self._ending.sent
             worker.was_stopped = bool(self._ending.sent) and not is_foreign
             # Only an unexplained SIGKILL can be the out-of-memory killer's.
             is_killed = status == -signal.SIGKILL and not worker.was_stopped
-            memory = self._oom_watch.verdict(self._monitor.curve(worker.rank)) if is_killed else ""
+            memory = self._oom_watch.verdict() if is_killed else ""
             # A write to shared memory raises SIGBUS when /dev/shm is full.
-            memory = describe_mapped_memory() if status == -signal.SIGBUS else memory
+            memory = f"; mapped memory could not be allocated: {FULL_SHM}" if status == -signal.SIGBUS else memory
             worker.outcome = Outcome.failure(death(worker, status, how, memory), self._describe_place(worker))
             if not worker.was_stopped:  # a transport's abort is explained by what its peers report
                 self._note_failure(is_secondary=status == -signal.SIGABRT)
@@ -284,15 +314,12 @@ class Group:
         """Like `str(world)` of that rank; with the device and node that it would have had."""
         its = self._job.place_of(worker.rank)
         place = f"rank {its.rank} of {its.world_size}, {self._job.backend}:{its.local_rank}"
-        return f"{place}, {this_process(worker.pid)}, restart {self._job.restart_count}"
+        return f"{place}, {this_process(worker.pid)}, restart {its.restart_count}"
 
     def _note_failure(self, is_secondary: bool) -> None:
         # A secondary failure only reports a broken world: the peer's own error is still on its way.
         if not self._ending.sent:
             self._ending.begin_within(_SETTLE_S if is_secondary else 0.0)
-
-    def _running_workers(self) -> list[Worker]:
-        return [worker for worker in self.workers if not worker.has_ended and worker.outcome is None]
 
     def _send_next_signal(self) -> None:
         if (signum := self._ending.take_signal()) is not None:

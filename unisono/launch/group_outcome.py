@@ -1,9 +1,7 @@
 """The outcome of a group: its results, or the first cause with everything known about it.
 
-The first cause (`outcome.first_cause`) is looked for among the failures that were not caused by us, by stopping the
-group, and the reason why it was stopped from outside, if there was one. Its error keeps its type; the notes say where
-it happened, what the worker had last written to stderr, and which ranks were stopped because of it; `failures` holds
-every rank's error.
+The first cause is looked for among the failures that were not caused by us, by stopping the group, and the reason why
+it was stopped from outside, if there was one. Its error keeps its type; `failures` holds every rank's.
 """
 
 from __future__ import annotations

@@ -3,21 +3,32 @@
 A group hangs when none of its ranks has made progress for too long. A single slow rank is not a hang: while it
 validates alone, for example, its own batches are progress. The user decides how long is too long; the default is
 derived from the timeout of the collectives, and applies only if a rank waits in one, so that the report comes shortly
-before the transport gives up.
+before the transport gives up. Each of several machines reports the progress of its ranks to the others, and then their
+stacks; the one that has them all first reports.
 
 *Threads:* the supervisor's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile, groupby, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unisono.errors import WorkerHungError
+from unisono.launch.group_outcome import Worker
+from unisono.launch.job import Job
 from unisono.launch.reports import Pulse
+from unisono.launch.worker import stacks_path
 from unisono.stacks import PACKAGE, describe_call, frames_of, main_stack
 
+if TYPE_CHECKING:
+    from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
+
+_STACKS_S = 0.5  # how long the workers of a hung group have to write their stacks
+_OTHERS_S = 5.0  # how long other machines have to send theirs: several beats of theirs and ours
 _RETURNED_S = 5.0  # a rank in a collective after a peer has returned may be moving its last data, but nothing else
 _BEFORE = 0.8  # of the collectives' timeout: a waiting rank gives up a little later, with less to report
 
@@ -29,13 +40,9 @@ _STACK_LINES = 12
 
 @dataclass
 class HangWatch:
-    """How long the group has stood still, from the first pulse on: by then all ranks have joined.
-
-    Args:
-        hang_timeout_s: seconds without progress of any rank; None uses most of `timeout_s`, and only if a rank waits.
-        timeout_s: the timeout of the collectives.
-        is_of_one_machine: whether all ranks are on this machine. It is not known what is in transit on a network.
-    """
+    """How long the group has stood still, from the first pulse on: by then all ranks have joined. Without
+    `hang_timeout_s` most of `timeout_s` counts, and only if a rank waits; what is in transit between machines is not
+    known."""
 
     hang_timeout_s: float | None
     timeout_s: float
@@ -78,6 +85,97 @@ class HangWatch:
         return any(pulse.doing for pulse in self.pulses.values())
 
 
+class StackCollection:
+    """The collection for one group, from the first doubt to the error, or to the next progress; `ask` sends workers
+    the signal to write their stacks, into that directory."""
+
+    def __init__(
+        self, job: Job, directory: Path, ask: Callable[[list[Worker]], None], others: OtherMachines | None = None
+    ) -> None:
+        self._watch = HangWatch(job.options.hang_timeout_s, job.options.timeout_s, others is None)
+        self._here = job.ranks
+        self._directory = directory
+        self._ask = ask
+        self._others = others
+        self._due: float | None = None  # when the requested stacks are expected
+        self._sizes: dict[int, int] = {}  # the previous sizes of the ranks' stack files
+        self._stacks: dict[int, str] | None = None  # of this machine's ranks, while waiting for those of the others
+        self._reports: dict[int, MachineReport] = {}  # the last of each other machine
+        self._reported: dict[int, tuple[int, str]] = {}  # what the other machines last got about this machine's ranks
+
+    def due(self) -> float | None:
+        """When to call `examine`, unless something happens before."""
+        return self._watch.deadline() if self._due is None else self._due
+
+    def hear_pulse(self, rank: int, pulse: Pulse, now: float) -> None:
+        """Record the pulse of a rank of this machine."""
+        self._watch.hear(rank, pulse, now)
+        self._report_progress()
+
+    def forget(self, rank: int, now: float, has_returned: bool = False) -> None:
+        """Record that a rank of this machine has ended."""
+        self._watch.forget(rank, now, has_returned)
+        self._report_progress()
+
+    def _report_progress(self) -> None:
+        """Report the progress of this machine's ranks to the others; it invalidates stacks collected before."""
+        pulses = {rank: (its.progress, its.doing) for rank, its in self._watch.pulses.items() if rank in self._here}
+        if self._others is not None and pulses != self._reported:
+            self._reported, self._stacks = pulses, None
+            returned = [rank for rank in self._watch.returned if rank in self._here]
+            self._others.say(pulses=pulses, returned=returned, stacks={})
+
+    def hear(self, report: MachineReport, now: float) -> None:
+        """Handle another machine's report: the progress of its ranks, or their stacks."""
+        before = self._reports.get(report.machine)
+        self._reports[report.machine] = report
+        for rank, (progress, doing) in report.pulses.items():
+            self._watch.hear(rank, Pulse(progress, doing), now)
+        for rank in (before.pulses.keys() if before is not None else set()) - report.pulses.keys():
+            self._watch.forget(rank, now)
+        self._watch.returned.update(report.returned)
+        if self._stacks is not None and self._is_answered():
+            self._due = now
+
+    def examine(self, now: float, running: Sequence[Worker]) -> WorkerHungError | None:
+        """Request the stacks of `running`, which have not ended; on a later call, unless a rank has moved, return the
+        error that names the late ranks."""
+        paths = {worker.rank: stacks_path(self._directory, worker.rank) for worker in running}
+        if self._due is None:
+            self._due = now + _STACKS_S
+            # Each request appends to these files; what comes after this size is the answer to this one.
+            self._sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+            self._ask(list(running))
+            return None
+        if self._stacks is None:
+            self._stacks = {
+                rank: paths[rank].read_bytes()[size:].decode(errors="replace")
+                for rank, size in self._sizes.items()
+                if rank in paths
+            }
+            if self._others is not None:
+                self._others.say(stacks={rank: main_stack(text) for rank, text in self._stacks.items()})
+                if not self._is_answered():
+                    self._due = now + _OTHERS_S
+                    return None
+        stacks, self._stacks, self._due = self._stacks, None, None
+        deadline = self._watch.deadline()
+        if deadline is None or now < deadline:  # a rank has moved since the stacks were requested
+            return None
+        ranks = [*paths]
+        for report in self._reports.values():
+            stacks |= report.stacks
+            ranks += report.pulses
+        return hung_error(self._watch, stacks, sorted(ranks))
+
+    def _is_answered(self) -> bool:
+        """Whether all machines that have ranks left have sent their stacks."""
+        if self._others is None:
+            return True
+        reports = self._reports.values()
+        return len(reports) == self._others.count and all(each.stacks or not each.pulses for each in reports)
+
+
 def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) -> WorkerHungError:
     """Make the error of a group that hangs, from each rank's stacks, as written by faulthandler; `ranks` have not
     ended."""
@@ -91,7 +189,9 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
     elif waiting and late:
         verdict = f"{_name_waiting(late)} late: {_places(late, stacks)}; {_group_by_collective(waiting)}"
     else:
-        late = _behind(pulses, ranks)  # a rank with an accelerator waits wherever it needs a result
+        progress = {rank: pulses[rank].progress for rank in ranks if rank in pulses}
+        # A rank with an accelerator waits wherever it needs a result.
+        late = [rank for rank, each in progress.items() if each == min(progress.values())]
         behind = "" if len(late) == len(ranks) else f" ({_name_waiting(late)} behind the others)"
         if waiting:
             verdict = f"all ranks wait, but not in the same call: {_group_by_collective(waiting)}{behind}"
@@ -120,21 +220,15 @@ def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) ->
 
 
 def _places(ranks: list[int], stacks: Mapping[int, str]) -> str:
-    return "; ".join(f"rank {rank} {_place(stacks.get(rank, ''))}" for rank in ranks)
-
-
-def _place(stacks: str) -> str:
-    frames = frames_of(main_stack(stacks))
-    if not frames:
-        return "does not report where it is: it is stopped, or its stack could not be read"
-    # Frames of the standard library and of installed packages are skipped, if others remain.
-    ours = [frame for frame in frames if "/lib/python" not in frame.file] or frames
-    return f"is in {next((frame for frame in ours if frame.is_users), ours[0])}"
-
-
-def _behind(pulses: Mapping[int, Pulse], ranks: list[int]) -> list[int]:
-    progress = {rank: pulses[rank].progress for rank in ranks if rank in pulses}
-    return [rank for rank, each in progress.items() if each == min(progress.values())]
+    texts = []
+    for rank in ranks:
+        frames = frames_of(main_stack(stacks.get(rank, "")))
+        # Frames of the standard library and of installed packages are skipped, if others remain.
+        ours = [frame for frame in frames if "/lib/python" not in frame.file] or frames
+        place = next((frame for frame in ours if frame.is_users), ours[0] if ours else None)
+        unknown = "does not report where it is: it is stopped, or its stack could not be read"
+        texts.append(f"rank {rank} {unknown if place is None else f'is in {place}'}")
+    return "; ".join(texts)
 
 
 def _group_by_collective(waiting: Mapping[int, str]) -> str:

@@ -1,12 +1,9 @@
 """Compares the caller's imported modules with those of a worker, which imports them itself.
 
 Modules are pickled by name. So what a caller has changed in a module since its import (`config.LR = 0.5`) is missing in
-its workers, and a file that was edited meanwhile has different contents there. Neither can be detected from one side,
-so the caller describes its modules, and rank zero compares those that it has imported for `fn` with that. Each module
-that differs is reported once.
-
-Only the user's modules are compared, not installed ones; of their globals, plain data and functions, except for names
-that begin with an underscore.
+its workers, and a file that was edited meanwhile has different contents there. Rank zero compares the modules that it
+has imported for `fn` with the caller's, and reports each that differs once. Only the user's modules are compared, not
+installed ones; of their globals, plain data and functions, except for names that begin with an underscore.
 """
 
 from __future__ import annotations
@@ -16,27 +13,34 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
-from hashlib import blake2b
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from zlib import crc32
 
 _INSTALLED = tuple(
     {each + os.sep for path in sysconfig.get_paths().values() for each in (path, os.path.realpath(path))}
 )
-_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_OURS = __name__.partition(".")[0]
+_NOT_USERS = (__name__.partition(".")[0], "__main__", "__mp_main__")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_MAX_ITEMS = 10_000  # the most items of plain data to visit in one global
-_SHOWN = 5  # names in one message
-_WIDTH = 60  # the longest text of a value in it
+_MAX_ITEMS = 1000  # of a container: larger ones are not compared
+_SHOWN, _WIDTH = 5, 60  # globals in one message, and characters of each value
 
 
 def describe_modules() -> dict[str, dict[str, str]]:
     """The globals of the user's modules that this process has imported, as texts, by the module's name."""
-    modules = list(sys.modules.items())  # copied: other threads may import meanwhile
-    return {name: describe_module(module) for name, module in modules if _is_users(name, module)}
+    described = {}
+    for name, module in list(sys.modules.items()):  # copied: other threads may import meanwhile
+        # A lazy module gets its names when they are used, and one with another kind of loader (such as pytest's) may
+        # have been loaded from a changed source: both differ between processes.
+        if type(module) is not ModuleType or type(vars(module).get("__loader__")) is not SourceFileLoader:
+            continue
+        space, file = vars(module), str(module.__file__)
+        is_installed = file.startswith(_INSTALLED) or "site-packages" in file or "dist-packages" in file
+        is_own_name = module.__name__ == name and name.partition(".")[0] not in _NOT_USERS
+        if is_own_name and file.startswith(os.sep) and not is_installed and "__getattr__" not in space:
+            described[name] = describe_module(module)
+    return described
 
 
 def describe_module(module: ModuleType) -> dict[str, str]:
@@ -45,7 +49,7 @@ def describe_module(module: ModuleType) -> dict[str, str]:
     for name, value in list(vars(module).items()):
         if not name.startswith("_"):
             with suppress(TypeError):
-                texts[name] = _text_of(value, [_MAX_ITEMS])
+                texts[name] = _text_of(value)
     return texts
 
 
@@ -53,55 +57,33 @@ def compare_modules(theirs: Mapping[str, Mapping[str, str]], report: Callable[[s
     """Report each module of this process that differs from the caller's."""
     for name, texts in theirs.items():
         ours = describe_module(sys.modules[name]) if name in sys.modules else texts
-        changed = [each for each, text in texts.items() if ours.get(each) != text]
-        shown = "; ".join(
-            f"{name}.{each} is {texts[each]:.{_WIDTH}} in the calling process, and "
-            f"{ours.get(each, 'missing'):.{_WIDTH}} in workers"
-            for each in changed[:_SHOWN]
-        )
-        more = f"; {len(changed) - _SHOWN} further globals of it differ" if len(changed) > _SHOWN else ""
+        changed = [
+            f"{name}.{each} is {text:.{_WIDTH}} in the calling process, and {ours.get(each, 'missing'):.{_WIDTH}} in "
+            "workers"
+            for each, text in texts.items()
+            if ours.get(each) != text
+        ]
         if changed:
+            more = ["..."] if len(changed) > _SHOWN else []
             report(
-                f"{shown}{more}: workers import {name} themselves. Pass values to fn, or set them in fn; if the file "
-                "was edited, reload the module in the calling process, or start that again"
+                f"{'; '.join(changed[:_SHOWN] + more)}: workers import {name} themselves. Pass values to fn, or set "
+                "them in fn; if the file was edited, reload the module in the calling process, or start that again"
             )
 
 
-def _is_users(name: str, module: object) -> bool:
-    # A lazy module gets its names when they are used, and one with another kind of loader (such as pytest's) may have
-    # been loaded from a changed source: both differ between processes.
-    if type(module) is not ModuleType or "__getattr__" in vars(module):
-        return False
-    file = getattr(module, "__file__", None)
-    is_own_name = module.__name__ == name and name.partition(".")[0] not in (_OURS, "__main__", "__mp_main__")
-    return is_own_name and type(module.__loader__) is SourceFileLoader and is_users_file(str(file))
-
-
-@cache
-def is_users_file(file: str) -> bool:
-    """Whether a file is part of the program rather than of an installed package."""
-    return os.path.isabs(file) and not file.startswith(_INSTALLED) and not any(each in file for each in _PACKAGES)
-
-
-def _text_of(value: Any, left: list[int]) -> str:
-    """The text of plain data or of a function; `left` counts the items that may still be visited.
-
-    Raises:
-        TypeError: it is, or holds, something else, or too much. Other objects are not asked: one may import a library.
-    """
+def _text_of(value: Any) -> str:
+    """The text of plain data or of a function; TypeError for anything else, which is not asked: it may import a
+    library."""
     kind = type(value)
-    left[0] -= 1
-    if kind in _PLAIN and left[0] >= 0:
+    if kind in _PLAIN:
         return repr(value)
     if kind is FunctionType:
-        return (
-            f"code {blake2b(_text_of_code(value.__code__).encode(errors='surrogatepass'), digest_size=4).hexdigest()}"
-        )
-    if left[0] < 0 or kind not in (dict, list, tuple, set, frozenset):
+        return f"code {crc32(_text_of_code(value.__code__).encode(errors='surrogatepass')):x}"
+    if kind not in (dict, list, tuple, set, frozenset) or len(value) > _MAX_ITEMS:
         raise TypeError(f"{kind} is no plain data, or there is too much of it")
     if kind is dict:
-        return "{" + ", ".join(f"{_text_of(key, left)}: {_text_of(each, left)}" for key, each in value.items()) + "}"
-    texts = [_text_of(each, left) for each in value]
+        return "{" + ", ".join(f"{_text_of(key)}: {_text_of(each)}" for key, each in value.items()) + "}"
+    texts = [_text_of(each) for each in value]
     return f"[{', '.join(texts)}]" if kind in (list, tuple) else f"{{{', '.join(sorted(texts))}}}"
 
 

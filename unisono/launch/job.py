@@ -1,23 +1,40 @@
-"""What the workers of a group get, in a file of their group's directory, and what they take over from their caller."""
+"""What the workers of a group get, in a private directory of their group, and what they take over from their caller.
+
+    <TMPDIR>/unisono-1-ab12cd34/     0700; the number is how deep the group is in groups
+        store                        the file in which the process group meets
+        job                          what the workers are to do, with the caller's environment: 0600
+        multiprocessing/             sockets of loader workers
+        stacks-0, ...                of the workers
+
+No port is opened and no name is looked up, so any number of groups can start concurrently, and a broken resolver delays
+none of them. The directory of a group that a worker starts is inside that of the worker's own group and is removed with
+it: killing the outer workers also kills the inner zygote, before it can clean up.
+
+The caller removes it, or else the zygote; if both are killed at the same moment, it stays.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
 import pickle
-import platform
+import re
+import shutil
 import sys
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from unisono import terminal
+from unisono.errors import UnisonoError
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import describe_modules
 from unisono.launch.options import Options
+from unisono.launch.starting.marks import OUTER_DIRECTORY
 
+_NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
+_MAX_DEPTH = 3  # nested groups; each level multiplies the workers
 _PULSE_S = 1.0  # seconds between two checks of a worker's progress
 
 
@@ -52,35 +69,23 @@ class Job:
 
     Attributes:
         call: `Settings`, then `(fn, args)`, pickled by value where needed.
-        nprocs: the number of workers on this machine.
-        backend: the device family's name.
         num_threads: CPU threads of each worker.
-        cores: the logical cores of each worker on this machine; None leaves placement to the system.
-        restart_count: how many times the group has been restarted.
-        first_rank, world_size, node_rank: the place of this machine's workers among all; a world size of 0 means that
-            these are all.
-        address, port, store: where the ranks meet, as in `RankPlace`; without an address, in the group's directory.
+        cores: the logical cores of each of them; None leaves placement to the system.
+        place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
     """
 
     call: bytes
-    nprocs: int
     backend: str
     options: Options
     num_threads: int
-    cores: list[set[int]] | None = None
+    cores: list[set[int]] | None
+    place: RankPlace
     caller: Caller = field(default_factory=Caller)
-    restart_count: int = 0
-    first_rank: int = 0
-    world_size: int = 0
-    node_rank: int = 0
-    address: str = ""
-    port: int = 0
-    store: str = ""
 
     @property
     def ranks(self) -> range:
         """The ranks of the workers on this machine."""
-        return range(self.first_rank, self.first_rank + self.nprocs)
+        return range(self.place.rank, self.place.rank + self.place.local_world_size)
 
     @property
     def pulse_s(self) -> float:
@@ -89,39 +94,31 @@ class Job:
 
     def place_of(self, rank: int) -> RankPlace:
         """One worker's place in the world."""
-        return RankPlace(
-            launcher="unisono",
-            rank=rank,
-            world_size=self.world_size or self.nprocs,
-            local_rank=rank - self.first_rank,
-            local_world_size=self.nprocs,
-            node_rank=self.node_rank,
-            address=self.address,
-            port=self.port,
-            restart_count=self.restart_count,
-            is_store_there=True,
-            store=self.store,
+        return replace(self.place, rank=rank, local_rank=rank - self.place.rank)
+
+
+def write_job(path: Path, job: Job) -> None:
+    """Write what the workers read in their first lines; only their user may read it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        pickle.dump(job, file)
+
+
+@contextmanager
+def rendezvous() -> Iterator[Path]:
+    """Create the directory of one group, and remove it after the block. (The zygote removes it if the caller is
+    killed.)"""
+    outer = os.environ.get(OUTER_DIRECTORY, "")
+    found = _NAME.match(Path(outer).name)
+    depth = int(found[1]) if found else 0
+    if depth >= _MAX_DEPTH:
+        raise UnisonoError(
+            f"spawn is called in a worker of a worker, {_MAX_DEPTH} deep; if that is not intended, a module that the "
+            'workers import calls spawn at its top level: put that call under `if __name__ == "__main__":`'
         )
-
-    def facts(self) -> dict[str, Any]:
-        """The facts that a run's directory records about the job."""
-        return {
-            "argv": self.caller.argv,
-            "directory": self.caller.directory,
-            "nprocs": self.nprocs,
-            "backend": self.backend,
-            "num_threads": self.num_threads,
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "platform": platform.platform(),
-            "versions": versions(),
-        }
-
-
-def versions() -> dict[str, str]:
-    """The versions of what a run depends on, by name."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}  # +cpu or +cu130, which metadata lack
-    for name in ("unisono", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    parent = outer if os.path.isdir(outer) else tempfile.gettempdir()
+    directory = tempfile.mkdtemp(prefix=f"unisono-{depth + 1}-", dir=parent)
+    try:
+        yield Path(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # the zygote may be removing it at the same time

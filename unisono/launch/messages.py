@@ -1,19 +1,39 @@
-"""Messages to the user.
+"""Messages to the user: said once, shortened, and with the limit of the machine that an error has hit.
 
 *Threads:* any; at worst two log the same message at the same time.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 
 from unisono.errors import RemoteTraceback
-from unisono.outcome import chain_of
+from unisono.outcome import add_note_once, chain_of
 
 logger = logging.getLogger(__name__)
 
 _said: set[str] = set()
+
+# The system's own message ("Too many open files") does not say how to raise the limit. Its errors are OSErrors,
+# and RuntimeErrors with the same message, from native code.
+FULL_SHM = "if /dev/shm is full, docker run --shm-size=8g, or mount -o remount,rw,size=8G /dev/shm"
+_PROCESSES = (
+    "the system does not start any more processes or threads (`ulimit -u`, pids.max); a larger limit "
+    "(docker run --pids-limit), fewer workers, fewer threads of each (cores=n) or fewer loader workers help"
+)
+_KINDS = (
+    (
+        errno.EMFILE,
+        "Too many open files",
+        "a process that starts workers has four files open for each; `ulimit -n` in the shell, or docker run --ulimit "
+        "nofile=N, allows more",
+    ),
+    (errno.EAGAIN, "Resource temporarily unavailable", _PROCESSES),
+    (errno.EAGAIN, "can't start new thread", _PROCESSES),
+    (errno.ENOSPC, "No space left on device", f"TMPDIR can name a directory with room; {FULL_SHM}"),
+)
 
 
 def say_once(text: str) -> None:
@@ -37,3 +57,19 @@ def shorten_traceback(error: BaseException) -> None:
 def shows_all_frames() -> bool:
     """Whether the user has asked for the frames of this package."""
     return os.environ.get("UNISONO_TRACEBACK") == "full"
+
+
+def add_limit_note(error: BaseException) -> None:
+    """Add a note to an error about the limit that it has hit, if any."""
+    add_note_once(error, describe_limit(error))
+
+
+def describe_limit(error: BaseException) -> str:
+    """Describe the limit that an error, or its cause, has hit, and how to raise it; empty if it has hit none."""
+    for link in chain_of(error):
+        for code, words, advice in _KINDS:
+            # Other errors may use codes that mean something else.
+            is_meant = link.errno == code if isinstance(link, OSError) and link.errno else words in str(link)
+            if is_meant and isinstance(link, OSError | RuntimeError):
+                return advice
+    return ""

@@ -29,7 +29,7 @@ class Output:
     """What happens to the output of workers, for `spawn(..., output=Output(...))`.
 
     Attributes:
-        log_dir: the parent of this run's log directory: each rank's stdout and stderr, events, the monitor's samples.
+        log_dir: the parent of this run's log directory: each rank's stdout and stderr.
         ranks: show the output of these ranks only; the log files contain every rank's.
         prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
 
@@ -81,11 +81,8 @@ class Cores:
             check_choice(self.pin, "pin", *NEAR_GPUS)
 
     def divide(self, count: int) -> tuple[int, list[set[int]] | None]:
-        """The threads of each of `count` workers, and the logical cores of each if they are pinned.
-
-        Raises:
-            ValueError: workers are to be pinned, and there are more of them than logical cores.
-        """
+        """The threads of each of `count` workers, and the logical cores of each if they are pinned. ValueError:
+        workers are to be pinned, and there are more of them than logical cores."""
         cores = disjoint_cores(count) if self.pin is True else None
         if cores is not None:
             shown = "; ".join(f"rank {rank}: {sorted(own)}" for rank, own in enumerate(cores))
@@ -120,14 +117,8 @@ class SpawnOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """How a group is started, watched and ended: the arguments of `spawn`, and one more.
-
-    Attributes:
-        daemon: end the workers when the calling process exits.
-
-    Raises:
-        TypeError, ValueError: an option is invalid.
-    """
+    """How a group is started, watched and ended: the arguments of `spawn`, and `daemon`: end the workers when the
+    calling process exits. TypeError, ValueError: an option is invalid."""
 
     backend: str | None = None
     start_method: str | None = None

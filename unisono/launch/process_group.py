@@ -1,11 +1,8 @@
 """How a worker joins and leaves its world: the same on one machine, on several, and under other launchers.
 
-The ranks meet in a store: a file in the private directory of a group (`rendezvous.py`) if all are on one machine,
-otherwise a small server at the address that their place names. Agents serve it throughout their lifetime. If a launcher
-serves none, rank zero does, in its own process; so rank zero exits last, since otherwise the reason of a failure would
-be lost before its peers have read it.
-
-*Threads:* the main one.
+The ranks meet in a store: a file in the private directory of a group if all are on one machine, otherwise a small
+server at the address that their place names. Agents serve it throughout their lifetime. If a launcher serves none, rank
+zero does; so it exits last, since otherwise the reason of a failure would be lost before its peers have read it.
 """
 
 from __future__ import annotations
@@ -14,17 +11,17 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from unisono.comm.sealing import UnsignedError, has_secret, tag, use_secret
 from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
-from unisono.launch.gloo_output import suppress_greetings
-from unisono.launch.hosts.addresses import address_towards, interface_of
+from unisono.launch.hosts.endpoint import address_towards, interface_of, quieten_store, serve_store
 from unisono.launch.hosts.environment import RankPlace
-from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.starting.marks import SECRET
 from unisono.protocols import Backend, Communicator
 from unisono.world import World
@@ -86,12 +83,8 @@ def join(
 
 
 def _check_peers(comm: Communicator) -> None:
-    """Check that whoever is connected as a rank knows the secret: torch's own functions load what it sends. Each signs
-    what all of them have just thought of.
-
-    Raises:
-        UnsignedError: a rank does not.
-    """
+    """Check that whoever is connected as a rank knows the secret, by which each signs what all of them have just
+    thought of: torch's own functions load what it sends. UnsignedError: a rank does not."""
     inner: Any = innermost(comm)
     asked = b"".join(inner.gather_bytes(os.urandom(16)))
     for rank, answer in enumerate(inner.gather_bytes(tag(asked + bytes(str(comm.rank), "ascii")))):
@@ -162,3 +155,19 @@ def _explanation(place: RankPlace) -> str:
         f"rank {place.rank} of {place.world_size}, announced by {place.launcher}, could not meet its peers at "
         f"{place.address}:{place.port}; all of them must be running and reach that address"
     )
+
+
+@contextlib.contextmanager
+def suppress_greetings() -> Iterator[None]:
+    """Keep out of standard output what gloo writes there from C++ when ranks have connected, before torch 2.13, and
+    with it what other threads print at that moment."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        yield
+        return
+    with contextlib.ExitStack() as stack, open(os.devnull, "wb") as nowhere:
+        with contextlib.suppress(OSError):  # standard output may be closed
+            stdout = os.dup(1)
+            stack.callback(os.close, stdout)
+            stack.callback(os.dup2, stdout, 1)
+            os.dup2(nowhere.fileno(), 1)
+        yield

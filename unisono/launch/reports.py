@@ -1,11 +1,9 @@
 """What a worker reports to its supervisor: messages through one pipe, of which the outcome is the last.
 
-A message consists of a header and its data. The worker's pulse, its progress and its current collective, is sent
-whenever it has changed: nothing is written during a step, but a thread reads counters that are kept anyway.
+The worker's pulse is sent whenever it has changed: a thread reads counters that are kept anyway.
 
 *Threads:* in the worker, the main thread and `unisono-pulse`, a daemon that wakes every interval; a lock keeps their
-messages separate. It needs the GIL, so a worker that holds the GIL for long shows no progress, which is accurate; in
-the caller, the supervisor's.
+messages separate. It needs the GIL, so a worker that holds the GIL for long shows no progress, which is accurate.
 """
 
 from __future__ import annotations
@@ -37,19 +35,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Pulse:
-    """A worker's progress report.
-
-    Attributes:
-        progress: increases with every collective, batch and step.
-        doing: the collective that the rank is in, in words; empty outside one.
-        device_bytes: memory in use on the rank's device, unless that is main memory.
-        step: the number of steps its optimizers have taken.
-    """
+    """A worker's progress report: a number that increases with every collective, batch and step; the collective it
+    is in."""
 
     progress: int
     doing: str = ""
-    device_bytes: int | None = None
-    step: int = 0
 
 
 class Reporter:
@@ -65,18 +55,12 @@ class Reporter:
             if self._descriptor < 0:
                 return
             for part in (_HEADER.pack(kind, len(data)), data):
-                self._write_all(part)
+                left = memoryview(part)
+                while left:
+                    left = left[os.write(self._descriptor, left[:_CHUNK]) :]
             if kind is Kind.OUTCOME:
                 os.close(self._descriptor)
                 self._descriptor = -1
-
-    def send_pulse(self, pulse: Pulse) -> None:
-        self.send(Kind.PULSE, pickle.dumps(pulse))
-
-    def _write_all(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._descriptor, left[:_CHUNK]) :]
 
 
 class Inbox:
@@ -128,27 +112,17 @@ def take_pulse(world: World) -> Pulse:
     return Pulse(
         progress=counted + getattr(world.comm, "progress", 0),
         doing=getattr(world.comm, "current", None) or "",
-        device_bytes=world.backend.memory(world.device) if _may_ask(world) else None,
-        step=count_of(world, "steps"),
     )
-
-
-def _may_ask(world: World) -> bool:
-    """Whether the pulse's thread may use the rank's device."""
-    return world.backend.moves_in_background and not world.backend.moves_in_loop
 
 
 def _send_pulses(world: World, reporter: Reporter, interval_s: float, is_over: threading.Event) -> None:
     """Body of the pulse's thread."""
-    # The current device is a property of a thread.
-    if _may_ask(world):
-        world.backend.activate(world.device)
     reported: Pulse | None = None
     # The first one at once: until then, the supervisor does not count this rank.
     while True:
         pulse = take_pulse(world)
         if pulse != reported:
-            reporter.send_pulse(pulse)
+            reporter.send(Kind.PULSE, pickle.dumps(pulse))
             reported = pulse
         if is_over.wait(interval_s):
             return

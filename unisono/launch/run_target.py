@@ -1,11 +1,7 @@
-"""What `unisono run` runs: a script, or a module.
-
-`script.py` runs as `python script.py` would run it: as `__main__`, with its arguments in `sys.argv` and its directory
-first in `sys.path`. A module runs as by `python -m`.
+"""What `unisono run` runs: a script, as `python script.py` would, or a module, as by `python -m`.
 
 The world is set up beforehand; `unisono.spawn(fn)` and `unisono.join_world()` detect that they are in one. Programs
 written for torchrun find torchrun's variables, and may initialise torch's process group themselves (`script_group.py`).
-
 The command itself imports none of the user's code: that is left to the workers.
 """
 
@@ -15,6 +11,7 @@ import importlib.util
 import logging
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,8 +21,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from unisono import preemption
-from unisono.errors import StoppedError, WorkerDiedError
-from unisono.launch.exit_codes import exit_code_of
+from unisono.errors import ClosedError, StoppedError, WorkerDiedError
 from unisono.launch.hosts.environment import TAKEN, RankPlace, announce, take
 from unisono.launch.reports import count_of
 from unisono.world import World, current_world
@@ -45,12 +41,8 @@ class Target:
 
 
 def check_target(target: Target) -> None:
-    """Check that the target can be run, before anything is started, and without running any of it.
-
-    Raises:
-        ValueError: there is no such script.
-        ModuleNotFoundError: there is no such module.
-    """
+    """Check that the target can be run, before anything is started, and without running any of it. ValueError or
+    ModuleNotFoundError: there is no such script, or module."""
     if not target.is_module:
         if not os.path.isfile(target.name):
             raise ValueError(f"there is no script {target.name!r} in {os.getcwd()}; -m runs a module")
@@ -110,6 +102,25 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     except SystemExit as error:
         text = f"rank {rank} ended by sys.exit({error.code!r})"
         raise WorkerDiedError(text, rank, exit_code_of(error)) from error
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The exit code of `unisono run`, for a run that ended with an error, or without.
+
+    0 for success; n if a worker ended by `sys.exit(n)`, modulo 256 and never 0; 128 + n if signal n ended it; 143 after
+    an agreed stop, 130 after Ctrl-C; 1 for any other error.
+    """
+    if error is None:
+        return 0
+    if isinstance(error, ClosedError) and isinstance(error.__cause__, WorkerDiedError):  # by `ProcessContext.stop`
+        return exit_code_of(error.__cause__)
+    if isinstance(error, SystemExit):  # includes that of an agreed stop
+        return error.code % 256 or 1 if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, WorkerDiedError) and error.exit_code:
+        return 128 - error.exit_code if error.exit_code < 0 else error.exit_code % 256 or 1
+    return 1
 
 
 def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:

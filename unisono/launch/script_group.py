@@ -1,11 +1,8 @@
 """Scripts that initialise torch's process group themselves, in a process that has already joined its world.
 
-Code written for torchrun, or for torch's own `spawn`, calls `init_process_group`, trains, and calls
-`destroy_process_group`. Here it gets the group that it asks for, with its own backend, timeout and options, in place of
-ours: the ranks meet in the store that they share, and no port is opened. A script that first checks `is_initialized()`
-finds our group, and one that names a device family as its backend, as PyTorch/XLA's do, gets ours.
-
-*Threads:* the one that initialises groups.
+Code written for torchrun, or for torch's own `spawn`, gets the group that it asks for, with its own backend, timeout
+and options, in place of ours: the ranks meet in the store that they share, and no port is opened. A script that first
+checks `is_initialized()` finds our group, and one that names a device family as its backend gets ours.
 """
 
 from __future__ import annotations
@@ -37,13 +34,9 @@ def let_scripts_initialise() -> None:
     store = default_store()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     backend = dist.get_backend_config()
-    original = dist.init_process_group
-    signature = inspect.signature(original)
     numbers = itertools.count(1)
 
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        asked = signature.bind(*args, **kwargs).arguments
+    def initialise(original: Callable[..., None], asked: dict[str, Any]) -> None:
         if asked.get("backend") in family_names():
             if dist.is_initialized():
                 return
@@ -62,7 +55,7 @@ def let_scripts_initialise() -> None:
         if is_met_in_store:
             _wait_for_all(asked["store"], asked["world_size"])
 
-    install(init_process_group)
+    replace_init(initialise)
 
 
 def _wait_for_all(store: dist.distributed_c10d.Store, world_size: int) -> None:
@@ -72,7 +65,14 @@ def _wait_for_all(store: dist.distributed_c10d.Store, world_size: int) -> None:
     store.wait(["all_begun"])
 
 
-def install(init_process_group: Callable[..., None]) -> None:
-    """Replace torch's function."""
+def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], None]) -> None:
+    """Let torch's `init_process_group` call that function, with torch's own and the arguments that were given."""
+    original = dist.init_process_group
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        initialise(original, signature.bind(*args, **kwargs).arguments)
+
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = init_process_group  # type: ignore[attr-defined] # mypy knows it of only one

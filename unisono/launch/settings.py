@@ -1,9 +1,12 @@
-"""Settings that a script made before `spawn`, and its workers inherit: what changes numbers, and warnings.
+"""Settings that a script made before `spawn`, and its workers inherit: what changes numbers, warnings, and loggers.
 
 A worker is forked from another process, and would have the defaults. So the caller reads each setting of `SETTINGS`,
-and a worker sets those in which it differs, before it imports the modules of `fn`. Loggers are handled separately
-(`loggers.py`); the interpreter's options (`-W`, `-X`, `-O`) are on the zygote's command line. Whatever else a script
-changes in its process, it changes in `fn`, too.
+and a worker sets those in which it differs, before it imports the modules of `fn`. The interpreter's options (`-W`,
+`-X`, `-O`) are on the zygote's command line. Whatever else a script changes in its process, it changes in `fn`, too.
+
+A handler of `logging` cannot be pickled: it holds a lock and an open stream. So its other attributes are sent, and a
+worker makes another one of them, for its own stdout or stderr, or appending to the same file. A handler of another kind
+(to a server, to memory, or one that rotates its files) stays with the caller.
 
 *Threads:* the modes of torch belong to a thread: they are read in the one that calls `spawn`, and set in the one that
 runs `fn`.
@@ -18,32 +21,25 @@ import sys
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from unisono.backends.switches import SWITCHES, Switch
-from unisono.launch.loggers import Logging, adopt_loggers, read_loggers
-from unisono.launch.unpicklable import is_picklable
+from unisono.pickling import is_picklable
 from unisono.protocols import Backend
+
+Handler = tuple[type[logging.Handler], str, dict[str, Any]]
+"""A handler's class; "stdout" or "stderr", if it writes to one of them; its attributes."""
+
+_HANDLERS = (logging.StreamHandler, logging.FileHandler, logging.NullHandler)
 
 
 def _set_warning_filters(filters: list[Any]) -> None:
     warnings.filters[:] = filters  # type: ignore[index] # typeshed has it as a Sequence
     # Python caches which warnings were shown, and drops that cache only if it knows of the change.
     warnings._filters_mutated()  # type: ignore[attr-defined]
-
-
-def _captures_warnings() -> bool:
-    return logging._warnings_showwarning is not None  # type: ignore[attr-defined]
-
-
-def _start_method() -> str | None:
-    return multiprocessing.get_start_method(allow_none=True)
-
-
-def _set_start_method(method: str | None) -> None:
-    multiprocessing.set_start_method(method, force=True)
 
 
 def _numpy_generator() -> tuple[Any, ...] | None:
@@ -68,10 +64,17 @@ SETTINGS: dict[str, Switch] = {
     "random.seed": (random.getstate, random.setstate),
     "numpy.random.seed": (_numpy_generator, _set_numpy_generator),
     "warnings.filterwarnings": (lambda: list(warnings.filters), _set_warning_filters),
-    "logging.captureWarnings": (_captures_warnings, logging.captureWarnings),
+    "logging.captureWarnings": (
+        lambda: logging._warnings_showwarning is not None,  # type: ignore[attr-defined]
+        logging.captureWarnings,
+    ),
+    "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
     "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
     "tempfile.tempdir": (lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)),
-    "multiprocessing.set_start_method": (_start_method, _set_start_method),
+    "multiprocessing.set_start_method": (
+        partial(multiprocessing.get_start_method, allow_none=True),
+        partial(multiprocessing.set_start_method, force=True),
+    ),
     **SWITCHES,
 }
 """Each setting's getter and setter, by the name under which a program sets it."""
@@ -83,12 +86,13 @@ class Settings:
 
     Attributes:
         values: by the names of `SETTINGS`.
-        loggers: the caller's.
+        loggers: the caller's that have been changed since their creation, by name: attributes, and handlers; None for
+            those that a worker has itself.
         seed: the seed of torch's generators; the state of the devices' generators exists in no other process.
     """
 
     values: dict[str, Any]
-    loggers: Logging
+    loggers: dict[str, tuple[dict[str, Any], list[Handler] | None]]
     seed: int
 
     @classmethod
@@ -113,7 +117,7 @@ class Settings:
                     SETTINGS[name][1](value)
                 except Exception as error:
                     refused[name] = f"{type(error).__name__}: {error}"
-        adopt_loggers(self.loggers)
+        _adopt_loggers(self.loggers)
         return refused
 
 
@@ -125,3 +129,50 @@ def _read_values() -> dict[str, Any]:
         except Exception:  # torch refuses to report what was set in two ways
             continue
     return found
+
+
+def read_loggers() -> dict[str, tuple[dict[str, Any], list[Handler] | None]]:
+    """Describe the loggers of this process."""
+    found: dict[str, tuple[dict[str, Any], list[Handler] | None]] = {}
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        if not isinstance(logger, logging.Logger):
+            continue
+        if logger.level or not logger.propagate or logger.disabled or logger.handlers:
+            attributes = {"level": logger.level, "propagate": logger.propagate, "disabled": logger.disabled}
+            # torch adds its own handlers wherever it is imported
+            is_torchs = logger.name.partition(".")[0] == "torch"
+            handlers = [each for each in map(_describe_handler, logger.handlers) if each is not None]
+            found[logger.name] = attributes, None if is_torchs else handlers
+    return found
+
+
+def _adopt_loggers(loggers: dict[str, tuple[dict[str, Any], list[Handler] | None]]) -> None:
+    for name, (attributes, handlers) in loggers.items():
+        logger = logging.getLogger(name)
+        vars(logger).update(attributes)
+        if handlers is not None:
+            kept = [own for own in logger.handlers if type(own) not in _HANDLERS]  # of a library, imported here as well
+            logger.handlers[:] = [*map(_make_handler, handlers), *kept]
+    logging.root.setLevel(logging.root.level)  # clears what all loggers have cached of the levels
+
+
+def _describe_handler(handler: logging.Handler) -> Handler | None:
+    """Describe a handler; None if a worker cannot have an equivalent one."""
+    attributes = {name: value for name, value in vars(handler).items() if name not in ("lock", "stream")}
+    stream = ""
+    if type(handler) is logging.StreamHandler:
+        known = {id(getattr(sys, name)): name.strip("_") for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
+        if not (stream := known.get(id(handler.stream), "")):
+            return None
+    elif type(handler) is logging.FileHandler:
+        # It is opened with its first record. The caller's lines are already in the file, so append.
+        attributes |= {"stream": None, "mode": "a"}
+    return (type(handler), stream, attributes) if type(handler) in _HANDLERS and is_picklable(attributes) else None
+
+
+def _make_handler(described: Handler) -> logging.Handler:
+    kind, stream, attributes = described
+    handler = kind.__new__(kind)
+    logging.Handler.__init__(handler)  # its lock
+    vars(handler).update(attributes | ({"stream": getattr(sys, stream)} if stream else {}))
+    return handler

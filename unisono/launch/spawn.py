@@ -19,28 +19,23 @@ from unisono.comm.selection import group_backend
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ProcessContext
 from unisono.launch.engines import find_engine, spawn_on
-from unisono.launch.hosts.environment import announced_place
+from unisono.launch.hosts.environment import RankPlace, announced_place
 from unisono.launch.hosts.join_world import run_announced
 from unisono.launch.job import Caller, Job
 from unisono.launch.messages import shorten_traceback
-from unisono.launch.options import Cores, Options, Output, SpawnOptions
+from unisono.launch.options import Options, SpawnOptions
 from unisono.launch.reports import count_of
-from unisono.launch.resource_limits import check_room
 from unisono.launch.settings import Settings
 from unisono.launch.supervisor import Supervisor
-from unisono.launch.unpicklable import pickle_call
 from unisono.launch.worker import exit_error, refuse_while_loading
 from unisono.outcome import add_note_once
+from unisono.pickling import pickle_call
 from unisono.protocols import Backend
 from unisono.world import solo_world, use_world
 
 logger = logging.getLogger(__name__)
 
-_MOVED = {
-    name: f"pass {kind.__name__.lower()}={kind.__name__}({name}=...)"
-    for kind in (Output, Cores)
-    for name in kind.__annotations__
-}
+_FILES = 4  # that this process has open for each worker
 
 
 @overload
@@ -121,7 +116,7 @@ def spawn(
     """
     refuse_while_loading()
     _check_call(fn, args)
-    check_names("spawn", options, ["args", "nprocs", "join", "daemon", *SpawnOptions.__annotations__], _MOVED)
+    check_names("spawn", options, ["args", "nprocs", "join", "daemon", *SpawnOptions.__annotations__], {})
     chosen = Options(daemon=daemon, **options)
     if chosen.engine is not None:
         if not join:
@@ -169,13 +164,11 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
 
 
 def make_job(call: bytes, count: int, family: Backend, options: Options, caller: Caller | None = None) -> Job:
-    """Make the job of `count` workers on this machine, and prepare this process for them.
-
-    Args:
-        caller: what they take over; None is this process.
+    """Make the job of `count` workers on this machine, and prepare this process for them; `caller` is what they take
+    over, by default this process's.
 
     Raises:
-        ValueError: there are fewer cores than workers to be pinned, or too little memory, files or processes for them.
+        ValueError: there are fewer cores than workers to be pinned, or too few open files for them.
         UnisonoError: workers cannot be supervised on this platform.
     """
     num_threads, cores = options.shared_cores.divide(count)
@@ -188,10 +181,15 @@ def make_job(call: bytes, count: int, family: Backend, options: Options, caller:
             f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
             "or WSL"
         )
-    check_room(count)
+    import resource  # Unix only
+
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= files < _FILES * count:
+        raise ValueError(f"nprocs={count} workers take {_FILES} open files each, of {files} (`ulimit -n`)")
     caller = caller or Caller()
     caller = replace(caller, environ={**caller.environ, **family.worker_environment(count)})
-    job = Job(call, count, family.name, options, num_threads, cores, caller)
+    place = RankPlace("unisono", 0, count, 0, count, 0, address="", port=0, is_store_there=True)
+    job = Job(call, family.name, options, num_threads, cores, place, caller)
     _settle_streams()
     return job
 

@@ -15,26 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import socket
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import RemoteTraceback, StoppedError, UnisonoError, UnpicklableError
-from unisono.launch.exit_codes import INTERRUPTED, exit_code_of
 from unisono.launch.group import Group
-from unisono.launch.hang import HangWatch
-from unisono.launch.job import Job
-from unisono.launch.rendezvous import rendezvous
-from unisono.launch.resource_limits import add_limit_note
-from unisono.launch.watching.monitor import Monitor
+from unisono.launch.job import Job, rendezvous
+from unisono.launch.messages import add_limit_note
+from unisono.launch.watching.log_directory import log_file, make_log_directory
 from unisono.launch.watching.output import WorkerOutput
-from unisono.launch.watching.run_directory import RunDirectory
 from unisono.outcome import Outcome
 from unisono.stacks import frames_of
 
@@ -50,21 +44,19 @@ class Supervisor:
     """Starts the workers of a job and watches them.
 
     Args:
-        run: writes the files of a run that continues after this job; None creates one for the job, if its
-            options name a directory.
+        log_directory: of a run that continues after this job; None makes one for the job, if its options name a place.
         others: the other machines, if the workers have peers there.
     """
 
-    def __init__(self, job: Job, run: RunDirectory | None = None, others: OtherMachines | None = None) -> None:
+    def __init__(self, job: Job, log_directory: Path | None = None, others: OtherMachines | None = None) -> None:
         self._job = job
         self._options = job.options
         self._group: Group | None = None
-        self._run = run
+        self.log_directory = log_directory
         self._others = others
-        self._ends_run = run is None
         log_dir = self._options.output.log_dir
-        if run is None and log_dir is not None:  # here, so that an invalid directory is an error in the caller
-            self._run = RunDirectory.create(Path(log_dir), job.facts())
+        if log_directory is None and log_dir is not None:  # here, so that an invalid one is an error in the caller
+            self.log_directory = make_log_directory(log_dir)
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[Callable[[Group], None]] = []
         self._readings: list[threading.Event] = []  # set once the workers' pipes have been read
@@ -92,11 +84,6 @@ class Supervisor:
         self._has_started.wait()
         return [worker.pid for worker in self._group.workers] if self._group is not None else []
 
-    @property
-    def log_directory(self) -> Path | None:
-        """The directory of this run's logs; None if there is none."""
-        return None if self._run is None else self._run.path
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the job, `timeout` seconds at most; return whether it has ended."""
         if not self._has_ended.wait(timeout):
@@ -107,27 +94,29 @@ class Supervisor:
 
     @property
     def verdict(self) -> Outcome[list[Any]]:
-        """After the end: the workers' results by rank, or the first cause."""
+        """After the end: the workers' results by rank, or the first cause. A stop that was asked for counts, even if
+        the signal's handler has run only since the end."""
+        self._verdict = self._as_asked(self._verdict)
         return self._verdict
 
     def may_restart(self, error: BaseException | None) -> bool:
         """Whether, after a group has ended with that error, another attempt is wanted and could succeed."""
-        if error is None or self._asked_for or self._has_agreed_to_stop():
+        if error is None or self._asked_for or self._stopped_after() is not None:
             return False
         return not isinstance(error, UnpicklableError | StoppedError)
 
     def result(self) -> list[Any]:
         """After the end: the workers' results by rank; or raise the first cause."""
-        return self._verdict.unwrap()
+        return self.verdict.unwrap()
 
     def handles_stop(self) -> bool:
-        """Whether a running worker has said, before this call, that it treats a stop as a request.
+        """Whether a worker of the group has said, before this call, that it treats a stop as a request.
 
-        Waits until the workers' pipes have been read, `_READING_S` at most.
+        One that has ended counts: a handler may run long after its signal has arrived. Waits until the workers' pipes
+        have been read, `_READING_S` at most.
         """
         self._catch_up()
-        group = self._group
-        return group is not None and any(worker.handles_stop and not worker.has_ended for worker in group.workers)
+        return self._group is not None and any(worker.handles_stop for worker in self._group.workers)
 
     def interrupt(self) -> None:
         """Ask the workers to stop as Ctrl-C does; kill them on the second call."""
@@ -156,12 +145,6 @@ class Supervisor:
     def give_up(self, reason: BaseException) -> None:
         """End the workers for an external reason, which counts as a failure of theirs."""
         self._queue_request(lambda group: group.give_up(Outcome(error=reason)))
-
-    def note_end(self, reason: str) -> None:
-        """Record in the run's directory that this process, and with it its workers, is about to be ended."""
-        if self._run is not None:
-            code = 128 + signal.Signals[reason]
-            self._run.finish("stopped", exit_code=code, error=f"the calling process was ended by {reason}")
 
     def _catch_up(self) -> None:
         """Wait until the thread has read what the workers have sent so far: it reads their pipes before requests."""
@@ -201,18 +184,18 @@ class Supervisor:
                 if restart_count == self._options.max_restarts or not self.may_restart(verdict.error):
                     break
                 tell_restart(verdict, restart_count + 1, self._options.max_restarts)
-        return self._conclude_job(verdict)
+        return self._as_asked(verdict)
 
     def _record_failures(self, verdict: Outcome[list[Any]]) -> None:
         """Append what ended the ranks to their logs, which contain only what they wrote themselves."""
-        if self._run is None or verdict.error is None or self._group is None:
+        if self.log_directory is None or verdict.error is None or self._group is None:
             return
         for worker in self._group.workers:
             if worker.outcome is not None and worker.outcome.error is not None:
-                self._run.append(worker.rank, "".join(traceback.format_exception(worker.outcome.error)))
-
-    def _has_agreed_to_stop(self) -> bool:
-        return self._stopped_after() is not None
+                text = "".join(traceback.format_exception(worker.outcome.error))
+                file = log_file(self.log_directory, worker.rank, "stderr")
+                with contextlib.suppress(OSError), file.open("a") as log:  # the output has reported a full disk
+                    log.write(text)
 
     def _stopped_after(self) -> int | None:
         """The steps after which the ranks have agreed to stop; None if they have not."""
@@ -220,26 +203,13 @@ class Supervisor:
         return next((each.stopped_after for each in workers if each.stopped_after is not None), None)
 
     def _run_attempt(self, restart_count: int) -> Outcome[list[Any]]:
-        with rendezvous() as directory:
-            return self._run_group(directory, restart_count)
-
-    def _run_group(self, directory: Path, restart_count: int) -> Outcome[list[Any]]:
-        # With an address, the agent has set the restart count for all machines.
-        job = self._job if self._job.address else replace(self._job, restart_count=restart_count)
-        # Each attempt has its own; its samples are appended to those of the earlier ones.
-        monitor = Monitor(None if self._run is None else self._run.samples)
-        output = WorkerOutput(self._options.output, self._run)
-        watch = HangWatch(self._options.hang_timeout_s, self._options.timeout_s, self._others is None)
-        with contextlib.closing(monitor), contextlib.closing(output):
-            self._group = Group(job, directory, watch, output, monitor, partial(self._note_start, job), self._others)
+        job = self._job
+        if not job.place.address:  # otherwise the agent has set the count for all machines
+            job = replace(job, place=replace(job.place, restart_count=restart_count))
+        output = WorkerOutput(self._options.output, self.log_directory)
+        with rendezvous() as directory, contextlib.closing(output):
+            self._group = Group(job, directory, output, self._has_started.set, self._others)
             return self._group.run(self._wake_r, self._obey_requests)
-
-    def _note_start(self, job: Job) -> None:
-        assert self._group is not None
-        self._has_started.set()
-        if self._run is not None:
-            pids = [worker.pid for worker in self._group.workers]
-            self._run.note(ranks=[*job.ranks], pids=pids, restart_count=job.restart_count)
 
     def _obey_requests(self) -> None:
         assert self._group is not None
@@ -254,16 +224,14 @@ class Supervisor:
         for has_read in readings:
             has_read.set()
 
-    def _conclude_job(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
-        if verdict.error is None and (self._has_agreed_to_stop() or Group.ask_to_stop in self._asked_for):
-            stopped = StoppedError(verdict.value or [], self._stopped_after() or 0)
-            if self._job.first_rank == 0:  # once, of several machines
-                logger.warning("%s", stopped)
-            verdict = Outcome(error=stopped)
-        if self._run is not None and self._ends_run:
-            code = INTERRUPTED if Group.interrupt in self._asked_for else exit_code_of(verdict.error)
-            self._run.finish_with(verdict, code, is_asked=bool(self._asked_for))
-        return verdict
+    def _as_asked(self, verdict: Outcome[list[Any]]) -> Outcome[list[Any]]:
+        """The verdict of a job; a StoppedError, if it was successful and a stop was agreed on, or asked for."""
+        if verdict.error is not None or not (self._stopped_after() is not None or Group.ask_to_stop in self._asked_for):
+            return verdict
+        stopped = StoppedError(verdict.value or [], self._stopped_after() or 0)
+        if self._job.place.rank == 0:  # once, of several machines
+            logger.warning("%s", stopped)
+        return Outcome(error=stopped)
 
 
 def _supervise(supervisor: Supervisor) -> None:

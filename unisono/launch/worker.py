@@ -1,14 +1,11 @@
 """The worker: what a forked process does from its first line to its last.
 
-1. It takes over the caller's environment, directory, import path and standard streams.
-2. It joins the world: its device, its share of the CPU cores and threads, the process group, wherever the ranks meet.
-3. It calls `fn(rank, *args)`; meanwhile a thread reports its progress.
-4. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
+1. It takes over the caller's environment, directory, import path and standard streams, and joins the world.
+2. It calls `fn(rank, *args)`; meanwhile a thread reports its progress.
+3. It sends an `Outcome` through its pipe, whatever happened, and only then leaves the world, so that its own error
    reaches the caller before the peers' errors about the broken world do.
-5. It ends by `os._exit`, after joining the non-daemon threads that `fn` has left and running its atexit functions. This
+4. It ends by `os._exit`, after joining the non-daemon threads that `fn` has left and running its atexit functions. This
    skips the interpreter's slow shutdown, and destructors that abort.
-
-No failure goes unreported: an exception becomes the outcome, and a sudden death is noticed by the zygote.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import logging
 import multiprocessing
 import os
 import pickle
@@ -42,9 +38,9 @@ from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerD
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
 from unisono.launch.job import Caller, Job
+from unisono.launch.messages import add_limit_note
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import Kind, Reporter, beating, count_of
-from unisono.launch.resource_limits import add_limit_note
 from unisono.launch.script_group import let_scripts_initialise
 from unisono.launch.settings import Settings
 from unisono.launch.starting.marks import OUTER_DIRECTORY
@@ -93,8 +89,10 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     # StoppedError is a SystemExit, too, but reports an agreed stop.
     if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
         outcome = Outcome.failure(exit_error(outcome.error, rank))
-    # Decided on the original error, which `translate_error` may replace.
-    is_secondary = outcome.is_secondary or is_about_a_peer(outcome.error)
+    # Decided on the original error, which `translate_error` may replace: torch.distributed calls of the user, or DDP,
+    # raise those of torch's transport.
+    is_secondary = outcome.is_secondary
+    is_secondary |= outcome.error is not None and any(map(is_of_transport, chain_of(outcome.error)))
     if world is not None and outcome.error is not None:
         outcome = replace(outcome, error=translate_error(outcome.error, world.comm))
     is_failure = outcome.error is not None
@@ -129,11 +127,6 @@ def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:
     )
     died.__cause__ = error
     return died
-
-
-def is_about_a_peer(error: BaseException | None) -> bool:
-    """Whether an error came from torch's transport: the user's own torch.distributed calls raise those, or DDP."""
-    return error is not None and any(map(is_of_transport, chain_of(error)))
 
 
 def refuse_while_loading() -> None:
@@ -204,7 +197,6 @@ def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
     # For the supervisor, which wants whole, separate stacks. The descriptor stays open as long as the process lives.
     stacks = os.open(stacks_path(directory, place.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
-    mark_records(place.rank)
 
 
 def _keep_sockets_in(directory: str) -> None:
@@ -221,18 +213,6 @@ def _keep_sockets_in(directory: str) -> None:
 def stacks_path(directory: str | Path, rank: int) -> Path:
     """Where the worker writes its Python stacks when it receives `TELL_STACKS`."""
     return Path(directory) / f"stacks-{rank}"
-
-
-def mark_records(rank: int) -> None:
-    """Give each record of `logging` a `rank`, for formats such as "[%(rank)s] %(message)s"."""
-    make = logging.getLogRecordFactory()
-
-    def make_marked(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        record.rank = rank
-        return record
-
-    logging.setLogRecordFactory(make_marked)
 
 
 def _join_world(job: Job, place: RankPlace) -> World:

@@ -96,6 +96,8 @@ PLACES = {
     "a pod": (POD, RankPlace("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)),
     "a pod of the trainer": (TRAINER, RankPlace("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)),
     "Open MPI": ({**MPIRUN, **ADDRESS}, OF_MPIRUN),
+    "Open MPI with a local rank besides": ({**MPIRUN, **ADDRESS, "LOCAL_RANK": "1"}, OF_MPIRUN),
+    "Open MPI in a world of one besides": ({**MPIRUN, **ADDRESS, **ONE_WORKER}, OF_MPIRUN),
     "Open MPI in a step": ({**SLURM, **MPIRUN, **ADDRESS}, OF_MPIRUN),
     "MPICH": ({**HYDRA, **ADDRESS}, RankPlace("mpirun", 1, 2, 1, 2, 0, "node1", 1234)),
     "the batch script of SLURM": ({**SLURM, "SLURM_STEP_ID": "4294967291"}, None),

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from agents import free_port
 from faults import Script
 
-from unisono.launch.hosts.addresses import address_towards
-from unisono.launch.hosts.store_server import listening_address, serve_store
+from unisono.launch.hosts.endpoint import address_towards, listening_address, serve_store
 
 OTHER = "192.0.2.7"  # nobody has it
 SECOND = timedelta(seconds=1)

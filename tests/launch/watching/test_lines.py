@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launch.watching.lines import LineMixer, LineSplitter
+from unisono.launch.watching.output import LineMixer, LineSplitter
 
 LIMIT = 8
 

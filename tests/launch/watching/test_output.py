@@ -21,8 +21,8 @@ import pytest
 from faults import PATIENCE_S, SOON_S
 
 from unisono.launch import options
+from unisono.launch.watching.log_directory import log_file, make_log_directory
 from unisono.launch.watching.output import WorkerOutput
-from unisono.launch.watching.run_directory import RunDirectory
 
 PLAIN = options.Output(prefix=False)
 
@@ -56,8 +56,8 @@ def shown(tmp_path: Path) -> Iterator[Shown]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path / "logs", {})
+def run(tmp_path: Path) -> Path:
+    return make_log_directory(tmp_path / "logs")
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_restart_appends_to_the_files(shown, run):
         output = WorkerOutput(PLAIN, run, *shown.fds)
         write(output, 0, f"print('attempt {attempt}')")
         output.close()
-    assert run.log(0, "stdout").read_bytes() == b"attempt 0\nattempt 1\n"
+    assert log_file(run, 0, "stdout").read_bytes() == b"attempt 0\nattempt 1\n"
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -155,7 +155,7 @@ def test_only_the_ranks_that_were_asked_for_are_shown_and_all_are_kept(shown, ru
     assert (shown.stdout, shown.stderr) == (b"to stdout\n", b"[rank 1] to stderr\n")
     assert [output.tail(rank) for rank in range(3)] == [["to stderr"]] * 3
     if is_kept:
-        assert [run.log(rank, "stdout").read_bytes() for rank in range(3)] == [b"to stdout\n"] * 3
+        assert [log_file(run, rank, "stdout").read_bytes() for rank in range(3)] == [b"to stdout\n"] * 3
 
 
 def test_stdout_is_the_caller_s_own_terminal_where_nothing_needs_it(terminal, shown):
@@ -182,7 +182,7 @@ def test_lines_of_many_workers_are_never_mixed(shown, run):
     lines = shown.stderr.splitlines(keepends=True)
     for rank in range(4):
         own = b"".join(line for line in lines if line.startswith(b"[rank %d] " % rank))
-        assert own.replace(b"[rank %d] " % rank, b"") == run.log(rank, "stderr").read_bytes()
+        assert own.replace(b"[rank %d] " % rank, b"") == log_file(run, rank, "stderr").read_bytes()
         assert own.count(b"says %d" % rank) == 3000
     assert len(lines) == 4 * 3000
 
@@ -234,7 +234,7 @@ def test_the_last_words_of_a_killed_worker_are_whole_and_the_next_line_stands_fo
     assert output.tail(0) == ["whole", "part"]
     assert shown.stderr == b"[rank 0] whole\n[rank 0] part\n"
     assert shown.stdout == b"half"
-    assert run.log(0, "stderr").read_bytes() == b"whole\npart"
+    assert log_file(run, 0, "stderr").read_bytes() == b"whole\npart"
 
 
 def test_the_tail_is_the_last_lines_and_bounded(shown):
@@ -279,7 +279,7 @@ def test_a_broken_pipe_is_silent_and_the_files_go_on(pipe, shown, run):
     os.close(pipe[0])
     write(output, 0, "import os\nfor n in range(100): os.write(2, b'x' * 9999 + b'\\n')")
     output.close()
-    assert run.log(0, "stderr").stat().st_size == 1_000_000
+    assert log_file(run, 0, "stderr").stat().st_size == 1_000_000
 
 
 def test_a_descriptor_that_the_caller_closes_is_not_written_to_as_another_file(tmp_path, shown, run):
@@ -292,20 +292,10 @@ def test_a_descriptor_that_the_caller_closes_is_not_written_to_as_another_file(t
     assert shown.stderr == b"[rank 0] to stderr\n"
 
 
-def test_a_caller_without_streams_still_keeps_files(run):
-    closed = os.open(os.devnull, os.O_WRONLY)
-    os.close(closed)
-    output = WorkerOutput(options.Output(), run, closed, closed)
-    write(output, 0, SPEAK)
-    output.close()
-    assert run.log(0, "stdout").read_bytes() == b"to stdout\n"
-    assert output.tail(0) == ["to stderr"]
-
-
 def test_a_full_disk_is_told_once_and_the_run_goes_on(shown, run, caplog):
     for rank in range(2):
-        run.log(rank, "stdout").symlink_to("/dev/full")
-    run.log(1, "stderr").mkdir()
+        log_file(run, rank, "stdout").symlink_to("/dev/full")
+    log_file(run, 1, "stderr").mkdir()
     output = WorkerOutput(options.Output(), run, *shown.fds)
     for rank in range(2):
         write(output, rank, SPEAK + "    print('and more')")
@@ -313,7 +303,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(shown, run, caplog):
     assert shown.stdout == b"to stdout\nand more\n" * 2
     (told,) = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(r"/\S+/rank-0.stdout does not keep all .* \(No space left on device\); the run continues", told)
-    assert run.log(0, "stderr").read_bytes() == b"to stderr\n"
+    assert log_file(run, 0, "stderr").read_bytes() == b"to stderr\n"
     assert output.tail(1) == ["to stderr"]
 
 
@@ -359,4 +349,4 @@ def test_the_end_comes_at_once_and_leaves_nothing_whatever_was_opened(shown, run
         assert seconds(lambda: output.close(PATIENCE_S)) < 1  # noqa: B023
         output.close()
     assert os.listdir("/proc/self/fd") == before
-    assert run.log(0, "stdout").read_bytes() == b""
+    assert log_file(run, 0, "stdout").read_bytes() == b""

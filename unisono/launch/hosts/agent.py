@@ -2,13 +2,11 @@
 
 The agents meet at an endpoint (host:port), agree on ranks, start the workers, and restart all of them when one fails or
 machines join or leave. All of that is torch's. What an agent starts is a `Supervisor` with this machine's part of the
-group: its workers are started and ended as those of `spawn` are, with their ranks in the whole world. Unsuitable
-defaults of the agent are corrected by settings; `_VARIABLES` and `rendezvous_settings` give the reason for each.
+group. Unsuitable defaults of the agent are corrected by settings; `_VARIABLES` and `rendezvous_settings` say why.
 
-SIGTERM is a request that is passed on to the workers if they handle it. The workers of all machines agree to stop, and
-end normally everywhere, so this agent then does what it does at any normal end: it meets the others, and exits. It
-exits immediately if that fails: if the group has failed, or has not ended when the grace period is over. If no worker
-handles the request, SIGTERM ends the agent at once, as usual. The first Ctrl-C is such a request, too.
+SIGTERM, and the first Ctrl-C, are passed on to the workers if they handle it. The workers of all machines agree to
+stop, and end normally everywhere, so this agent then does what it does at any normal end: it meets the others, and
+exits; immediately, if the group has failed, or has not ended when the grace period is over.
 
 *Threads:* the main one, which receives signals; methods named `on_*` are called in other threads, and in the main one
 by signal handlers.
@@ -43,22 +41,27 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from unisono.comm.sealing import use_secret
+from unisono.comm.sealing import UnsignedError, seal, unseal, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ASKED
-from unisono.launch.exit_codes import exit_code_of
-from unisono.launch.hosts.addresses import interface_of
-from unisono.launch.hosts.endpoint import local_address, serves_endpoint, split_endpoint, wait_served
+from unisono.launch.hosts.endpoint import (
+    interface_of,
+    local_address,
+    quieten_store,
+    serve_store,
+    serves_endpoint,
+    split_endpoint,
+    wait_served,
+)
 from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
-from unisono.launch.hosts.sealed_backend import SealedBackend
-from unisono.launch.hosts.store_server import quieten_store, serve_store
 from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.marks import SECRET
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
-from unisono.launch.watching.run_directory import RunDirectory
+from unisono.launch.watching.log_directory import make_log_directory
 from unisono.outcome import Outcome, first_cause
 from unisono.torch_private import (
     MONITOR_WORKERS,
@@ -111,11 +114,7 @@ class MachineOptions:
 
 
 def secret_in(path: Path) -> str:
-    """The secret in a file.
-
-    Raises:
-        ValueError: there is none, it is too short, or others may read it.
-    """
+    """The secret in a file. ValueError: there is none, it is too short, or others may read it."""
     try:
         secret, mode = path.read_text().strip(), path.stat().st_mode
     except OSError as error:
@@ -130,11 +129,7 @@ def secret_in(path: Path) -> str:
 
 
 def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
-    """Run this machine's agent until the run is over.
-
-    Args:
-        job: the job of this machine's workers; where they meet is not yet known, and its restarts are those of the
-            whole run.
+    """Run this machine's agent until the run is over; the restarts of `job` are those of the whole run.
 
     Returns:
         The results of this machine's ranks, or an error: the first cause of the run's failure, on any machine; an
@@ -145,10 +140,8 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         OSError: `log_dir` cannot hold the files of a run; nothing was started.
         UnisonoError: no agent serves the endpoint.
     """
-    run = None
-    if job.options.output.log_dir is not None:
-        facts = {**job.facts(), "num_machines": [options.min_nodes, options.max_nodes], "endpoint": options.endpoint}
-        run = RunDirectory.create(Path(job.options.output.log_dir), facts, str(facts["host"]))
+    log_dir = job.options.output.log_dir
+    log_directory = None if log_dir is None else make_log_directory(log_dir, platform.node())
     warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
     _quieten()
     use_secret(options.secret)
@@ -158,21 +151,19 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         handler = create_handler(store, SealedBackend(backend), parameters)
         spec = WorkerSpec(
             role="worker",
-            local_world_size=job.nprocs,
+            local_world_size=job.place.local_world_size,
             entrypoint="unisono",
             rdzv_handler=handler,
             max_restarts=job.options.max_restarts,
             monitor_interval=_LOOK_S,
         )
-        agent = Agent(spec, job, options, run)
+        agent = Agent(spec, job, options, log_directory)
         with agent.others.attended(is_host):
             verdict = _run(agent, options)
         # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
         if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
             with contextlib.suppress(RendezvousError):
                 handler.shutdown()
-    if run is not None:
-        run.finish_with(verdict, exit_code_of(verdict.error), agent.was_asked)
     return verdict
 
 
@@ -194,7 +185,7 @@ def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
 
 
 class Agent(SimpleElasticAgent):
-    """Torch's agent, whose workers are one of our groups; `run` writes the files of the run.
+    """Torch's agent, whose workers are one of our groups.
 
     Attributes:
         others: the other machines.
@@ -202,14 +193,14 @@ class Agent(SimpleElasticAgent):
         was_asked: whether a signal has asked the agent to end.
     """
 
-    def __init__(self, spec: WorkerSpec, job: Job, options: MachineOptions, run: RunDirectory | None) -> None:
+    def __init__(self, spec: WorkerSpec, job: Job, options: MachineOptions, log_directory: Path | None) -> None:
         super().__init__(spec)
         self.verdict: Outcome[Any] = Outcome()
         self.was_asked = False
         # Torch's agents restart the workers of all machines; a supervisor would restart only its own.
         self._job = replace(job, options=replace(job.options, max_restarts=0))
         self._options = options
-        self._run_directory = run
+        self._log_directory = log_directory
         self._supervisor: Supervisor | None = None
         self._patience_until: float | None = None  # the deadline of an early end that was asked for
         self._lost = ""  # which machine is lost, as a sentence
@@ -259,8 +250,6 @@ class Agent(SimpleElasticAgent):
     def on_cut_off(self, reason: str) -> None:
         """End this agent, whose main thread is blocked in native code; its workers end with it."""
         logger.warning("%s; this agent and its workers end", reason)
-        if self._run_directory is not None:
-            self._run_directory.finish("failed", exit_code=1, error=reason)
         os._exit(1)
 
     # The methods that torch's agent requires.
@@ -270,21 +259,22 @@ class Agent(SimpleElasticAgent):
         name, first = _name_of(group), group.workers[0]
         host, port = split_endpoint(self._options.endpoint)
         caller = self._job.caller
-        job = replace(
-            self._job,
+        place = replace(
+            self._job.place,
             restart_count=_agreed_count(group, group.spec.max_restarts - getattr(self, REMAINING_RESTARTS)),
-            first_rank=first.global_rank,
+            rank=first.global_rank,
             world_size=first.world_size,
             node_rank=group.group_rank,
             address=host,
             port=port,
             store=f"unisono/ranks/{name}",
-            caller=replace(caller, environ={**caller.environ, **_variables_of_group(group, self._options)}),
         )
+        caller = replace(caller, environ={**caller.environ, **_variables_of_group(group, self._options)})
+        job = replace(self._job, place=place, caller=caller)
         # A loss in an earlier round does not concern the machines that have met in this one.
         self._lost = ""
         # set before reports can arrive
-        self._supervisor = Supervisor(job, self._run_directory, self.others)
+        self._supervisor = Supervisor(job, self._log_directory, self.others)
         # Before the workers start: their first report must belong to this round.
         self.others.begin_round(name, group.group_rank, group.group_world_size)
         self._supervisor.start()
@@ -312,7 +302,7 @@ class Agent(SimpleElasticAgent):
         # False sets it to 0, which makes torch's agent fail instead of restarting.
         remaining = getattr(self, REMAINING_RESTARTS) * self._supervisor.may_restart(self.verdict.error)
         setattr(self, REMAINING_RESTARTS, remaining)
-        if remaining > 0 and self.others.are_after():
+        if remaining > 0:
             restart_count = group.spec.max_restarts - remaining + 1
             tell_restart(self.verdict, restart_count, group.spec.max_restarts)
         return RunResult(WorkerState.FAILED)
@@ -443,3 +433,37 @@ def _quieten() -> None:
         for name in logging.root.manager.loggerDict:
             if name.startswith(_LOGGERS):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+class SealedBackend(RendezvousBackend):
+    """Signs the state of the agents' rendezvous (`comm/sealing.py`), which torch loads as a pickle, and restores what
+    somebody without the secret has overwritten. UnsignedError, from both methods: what is there first is not signed."""
+
+    def __init__(self, backend: RendezvousBackend) -> None:
+        self._backend = backend
+        self._known: bytes | None = None  # the latest state that was signed
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        found = self._open(self._backend.get_state())
+        return None if found is None else (found[0], found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        found: tuple[bytes, Any, bool] | None = self._open(self._backend.set_state(seal(state), token))
+        return found
+
+    def _open(self, found: tuple[bytes, Any] | tuple[bytes, Any, bool] | None) -> Any:
+        if found is None:
+            return None
+        try:
+            self._known = unseal(found[0])
+        except UnsignedError as error:
+            if self._known is None:
+                raise
+            logger.warning("the state of the rendezvous: %s; it is restored", error)
+            found = self._backend.set_state(seal(self._known), found[1]) or found
+            return (unseal(found[0]), found[1], False)
+        return (self._known, *found[1:])

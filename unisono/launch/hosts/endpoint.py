@@ -1,15 +1,29 @@
-"""The endpoint where agents meet, host:port, as seen from this machine: which agent serves it, and whether it is
-served."""
+"""The endpoint where agents, or ranks, of several machines meet, host:port: which of them serves it, and where.
+
+What is served is a small store of torch's without authentication: anyone who can reach its port can read and write what
+the ranks exchange, including pickled objects, and so, unless the run has a secret, run code in the ranks. So it listens
+at the address that the others use, not at this machine's addresses in other networks.
+
+*Threads:* the server runs in native code; calls come from the main thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-from unisono.launch.hosts.addresses import address_towards, addresses_of, is_this_machine
+import psutil
+import torch.distributed as dist
+
+from unisono.torch_private import read_log_level
+
+_ANYWHERE = "192.0.2.1"  # an unassigned address, reached by the default route
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
@@ -63,3 +77,109 @@ def wait_served(endpoint: str, timeout_s: float) -> None:
             has_told = True
             print(f"unisono: waiting for the agent that serves {endpoint}", file=sys.stderr, flush=True)
         time.sleep(0.1)
+
+
+def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False) -> dist.TCPStore:  # type: ignore[name-defined] # torch re-exports it silently
+    """Serve a store in this process, for as long as the returned object exists. The host and port are as the others
+    specify them; `is_alone` says that only processes of this machine connect. OSError, for example if the port is in
+    use."""
+    address = listening_address(host, addresses_of(host), is_alone)
+    is_six = ":" in address or (not address and socket.has_dualstack_ipv6())
+    listener = socket.create_server(
+        (address, port),
+        family=socket.AF_INET6 if is_six else socket.AF_INET,
+        backlog=socket.SOMAXCONN,
+        dualstack_ipv6=not address and is_six,
+    )
+    # The store owns the descriptor from here on.
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def listening_address(host: str, addresses: Sequence[str], is_alone: bool) -> str:
+    """The address to listen at, of a host's addresses; "" means all of this machine.
+
+    A literal address is where it listens. A name whose loopback address other machines are meant to use is only this
+    machine's own view: the address by which they connect is not known.
+    """
+    if host in addresses and is_this_machine(host):
+        return host
+    own = [each for each in addresses if is_this_machine(each) and (is_alone or not is_loopback(each))]
+    return own[0] if own else ""
+
+
+def quieten_store() -> None:
+    """Keep native stack traces out of stderr, which a store prints when its server is gone with its machine.
+    TORCH_CPP_LOG_LEVEL=WARNING enables them; torch reads it when it is imported and, if its library allows it, here."""
+    if _LOG_LEVEL in os.environ:
+        return
+    os.environ[_LOG_LEVEL] = "ERROR"
+    try:
+        read_log_level()
+    finally:
+        del os.environ[_LOG_LEVEL]
+
+
+# Which of this machine's addresses and interfaces leads to another machine.
+
+
+def addresses_of(host: str) -> list[str]:
+    """The numeric addresses of a host; empty if its name cannot be resolved."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)]
+    return []
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether one of that host's addresses belongs to an interface of this machine."""
+    own = {_bare(each.address) for found in psutil.net_if_addrs().values() for each in found}
+    return any(_bare(address) in own or address.startswith("127.") for address in addresses_of(host))
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address on the route to a host, as others see it; None if there is no route. Sends nothing.
+
+    A machine often resolves its own name to 127.0.1.1, which is useless to others: then it is the address of the
+    default route.
+    """
+    for address in addresses_of(host):
+        found = _source_towards(address, port)
+        if found is not None and is_loopback(found) and not is_loopback(host):
+            return _source_towards(_ANYWHERE, port) or found
+        if found is not None:
+            return found
+    return None
+
+
+def _source_towards(address: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))  # of a datagram socket: the kernel only picks the route
+        return str(probe.getsockname()[0])
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it is an address, or the name, by which a machine refers to itself."""
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's interface that has the address; None if none has."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(_bare(each.address) == _bare(address) for each in found):
+            return name
+    return None
+
+
+def unknown_interfaces() -> Iterator[str]:
+    """Yield the variables by which gloo or NCCL would look for an interface that this machine does not have."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = [each.strip() for each in os.environ.get(name, "").lstrip("^=").split(",") if each.strip()]
+        if wanted and not any(here.startswith(each) for each in wanted for here in psutil.net_if_addrs()):
+            yield f"{name}={os.environ[name]} names no network interface of this machine"
+
+
+def _bare(address: str) -> str:
+    return address.split("%")[0]  # fe80::1%eth0

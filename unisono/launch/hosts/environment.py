@@ -1,13 +1,9 @@
 """Which launcher has started this process, and as which rank: read from the environment variables that launchers set.
 
-Two kinds of launchers are supported. *One process per rank* is started by torchrun or another launcher that sets the
-same variables, by mpirun, by a SLURM step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): a `RankPlace`. *One
-agent per machine*, which starts the ranks itself, is started by all of these but mpirun: that is an `AgentPlace`, and
-`unisono run` reads it.
-
-Workers of `spawn` have variables of their own and get their world as an argument, so no place is announced to them.
-
-Everything here is a function of a mapping; the process's environment is only the default.
+*One process per rank* is started by torchrun or another launcher that sets the same variables, by mpirun, by a SLURM
+step, or by a Kubernetes pod (PyTorchJob, Kubeflow Trainer): a `RankPlace`. *One agent per machine*, which starts the
+ranks itself, is started by all of these but mpirun: an `AgentPlace`, which `unisono run` reads. Workers of `spawn` get
+their world as an argument, so no place is announced to them.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ from unisono.world import MPI_OWN, MPI_SHARED, is_slurm_step, lone_rank
 TAKEN = "UNISONO_TAKEN"
 """The variable that records which process has taken which place."""
 
+_OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 _TORCH_PORT = 29500  # torch's own default for MASTER_PORT
 
 
@@ -34,8 +31,6 @@ class RankPlace:
     """The place that a launcher has given to this process.
 
     Attributes:
-        launcher: its name in words.
-        rank, world_size, local_rank, local_world_size, node_rank, restart_count: as in `World`.
         address, port: where the ranks meet; without an address, they meet in a file of their machine.
         is_store_there: whether another process serves a store at that address; otherwise rank zero has to.
         store: that file; or the prefix of their keys in the store, if the launcher has given them one.
@@ -96,9 +91,9 @@ def announced_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
     if OUTER_DIRECTORY in environ:
         return None
     place = (
-        _torchrun_place(environ)
+        (_torchrun_place(environ) if environ.keys() >= _OF_TORCHRUN else None)
         or _mpi_place(environ, MPI_OWN)
-        or _pod_place(environ)
+        or _torchrun_place(environ)  # those of a pod
         or _slurm_place(environ)
         or _mpi_place(environ, MPI_SHARED)
     )
@@ -145,26 +140,40 @@ def announced_agent(environ: Mapping[str, str] | None = None) -> AgentPlace | No
     return _pod_agent(environ) or _slurm_agent(environ)
 
 
-# torchrun, and launchers that set the same variables.
+# torchrun, and launchers that set the same variables for each rank; PyTorchJob sets some of them for each pod, as
+# Kubeflow Trainer does with torchrun's options.
 
 
 def _torchrun_place(environ: Mapping[str, str]) -> RankPlace | None:
-    is_elastic = "TORCHELASTIC_RUN_ID" in environ
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
-        return None
-    world_size = _number(environ, "WORLD_SIZE")
+    pods, ranks_of_pod = environ.get("PET_NNODES", "1"), environ.get("PET_NPROC_PER_NODE", "1")
+    is_elastic, is_of_rank = "TORCHELASTIC_RUN_ID" in environ, environ.keys() >= _OF_TORCHRUN
+    is_for_agent = not is_of_rank and ranks_of_pod.isdecimal() and int(ranks_of_pod) > 1
+    prefix, rank, size = "", "RANK", "WORLD_SIZE"
+    if not {rank, size} <= environ.keys() or not (is_of_rank or "MASTER_ADDR" in environ):
+        if pods in ("", "1"):
+            return None
+        prefix, rank, size = "PET_", "PET_NODE_RANK", "PET_NNODES"
+        is_for_agent |= not {rank, "PET_MASTER_ADDR"} <= environ.keys() or not pods.isdecimal()
+    if (is_for_agent and environ.get(size) != "1") or environ.get(size) == "0":
+        raise NoWorldError(
+            f"PET_NNODES={pods} and PET_NPROC_PER_NODE={ranks_of_pod} ask for an agent in this pod, which starts its "
+            "ranks; let the pod run `unisono run script.py` (or torchrun), which reads these variables"
+        )
+    own, world_size = _number(environ, rank), _number(environ, size)
     if world_size == 1 and not is_elastic:
-        return None
+        return None  # an ordinary process, which may start its ranks itself
+    is_pod = "KUBERNETES_SERVICE_HOST" in environ or any(name.startswith("PET_") for name in environ)
+    variables = f"the variables RANK{', WORLD_SIZE and LOCAL_RANK' if is_of_rank else ' and WORLD_SIZE'}"
     return RankPlace(
-        launcher="torchrun" if is_elastic else "the variables RANK, WORLD_SIZE and LOCAL_RANK",
-        rank=_number(environ, "RANK"),
+        launcher="torchrun" if is_elastic else "a Kubernetes pod" if is_pod and not is_of_rank else variables,
+        rank=own,
         world_size=world_size,
-        local_rank=_number(environ, "LOCAL_RANK"),
-        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
-        node_rank=_number(environ, "GROUP_RANK", _number(environ, "NODE_RANK", 0)),
+        local_rank=_number(environ, "LOCAL_RANK", 0),
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size if is_of_rank else 1),
+        node_rank=_number(environ, "GROUP_RANK", _number(environ, "NODE_RANK", 0 if is_of_rank else own)),
         restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        address=_text(environ, "MASTER_ADDR"),
-        port=_number(environ, "MASTER_PORT", _TORCH_PORT),
+        address=_text(environ, f"{prefix}MASTER_ADDR"),
+        port=_number(environ, f"{prefix}MASTER_PORT", _TORCH_PORT),
         is_store_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -190,34 +199,6 @@ def _mpi_place(environ: Mapping[str, str], implementations: Sequence[str]) -> Ra
         launcher = "submitit" if rank.startswith("SUBMITIT") else "mpirun"
         return RankPlace(launcher, own, world_size, _number(environ, local_rank), local_count, node_rank, address, port)
     return None
-
-
-# Kubernetes: PyTorchJob sets RANK, WORLD_SIZE and MASTER_ADDR per pod; it and Kubeflow Trainer set torchrun's options.
-
-
-def _pod_place(environ: Mapping[str, str]) -> RankPlace | None:
-    num_ranks = environ.get("PET_NPROC_PER_NODE", "1")
-    num_pods = environ.get("PET_NNODES", "1")
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
-        rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-        address, port = _text(environ, "MASTER_ADDR"), _number(environ, "MASTER_PORT", _TORCH_PORT)
-    elif {"PET_NODE_RANK", "PET_MASTER_ADDR"} <= environ.keys() and num_pods.isdecimal():
-        rank, world_size = _number(environ, "PET_NODE_RANK"), int(num_pods)
-        address, port = _text(environ, "PET_MASTER_ADDR"), _number(environ, "PET_MASTER_PORT", _TORCH_PORT)
-    elif num_pods not in ("", "1"):
-        rank, world_size, address, port = 0, 0, "", 0
-    else:
-        return None
-    if world_size == 1:
-        return None  # an ordinary process, which may start its ranks itself
-    if (num_ranks.isdecimal() and int(num_ranks) > 1) or world_size == 0:
-        raise NoWorldError(
-            f"PET_NNODES={num_pods} and PET_NPROC_PER_NODE={num_ranks} ask for an agent in this pod, which starts its "
-            "ranks; let the pod run `unisono run script.py` (or torchrun), which reads these variables"
-        )
-    is_pod = "KUBERNETES_SERVICE_HOST" in environ or any(name.startswith("PET_") for name in environ)
-    launcher = "a Kubernetes pod" if is_pod else "the variables RANK and WORLD_SIZE"
-    return RankPlace(launcher, rank, world_size, 0, 1, rank, address, port)
 
 
 def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:

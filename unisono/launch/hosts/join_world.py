@@ -1,9 +1,7 @@
 """Joining the world that another launcher has announced: torchrun, SLURM, Kubernetes, mpirun.
 
-`join_world` does what `spawn` has already done for its workers: it gives the process its place in the world
-(`process_group.py`), and leaves the world when the process ends. `run_announced` is `spawn` in such a process.
-
-*Threads:* the main one.
+`join_world` gives the process its place in the world, and leaves the world when the process ends. `run_announced` is
+`spawn` in such a process. *Threads:* the main one.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import logging
 import os
 import sys
@@ -30,7 +27,7 @@ from unisono.errors import StoppedError
 from unisono.launch.hosts.environment import announced_place, take, within
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import count_of
-from unisono.launch.script_group import install
+from unisono.launch.script_group import replace_init
 from unisono.launch.worker import exit_error
 from unisono.outcome import Outcome, add_note_once
 from unisono.protocols import Backend
@@ -123,25 +120,20 @@ def run_announced(
 
 @functools.cache
 def let_scripts_name_families() -> None:
-    """Make this process's `init_process_group` accept a device family as its backend: it then joins our world.
+    """Make this process's `init_process_group` accept a device family as its backend: it then joins our world, which
+    has one rank without a launcher."""
+    replace_init(_initialise_family)
 
-    Without a launcher, it makes a group of one rank.
-    """
-    original = dist.init_process_group
-    signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        if signature.bind(*args, **kwargs).arguments.get("backend") not in family_names():
-            original(*args, **kwargs)
+def _initialise_family(original: Callable[..., None], asked: dict[str, Any]) -> None:
+    if asked.get("backend") not in family_names():
+        original(**asked)
+    elif not dist.is_initialized():
+        is_one_of_several = join_world().world_size > 1
+        if not dist.is_initialized() and is_one_of_several:
+            original(**asked)  # the script has destroyed our group
         elif not dist.is_initialized():
-            if join_world().world_size > 1:
-                if not dist.is_initialized():
-                    original(*args, **kwargs)  # the script has destroyed our group
-            elif not dist.is_initialized():
-                original("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-
-    install(init_process_group)
+            original("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def _gather(world: World, result: Any) -> list[Any]:

@@ -1,15 +1,10 @@
 """The other machines of a run: what they report of their ranks, and whether they are still alive.
 
 A worker whose peer was killed is woken immediately, since the peer's machine closes the connection. A machine that has
-lost its power, or its link, closes nothing: the collective waits for its timeout, and the agent with it, which only
-watches its own workers. So each agent announces every second, in the store where the agents meet, that it is alive.
-When one has been silent for too long, the workers that may be waiting for it are ended: that counts as a failure of
-theirs, and if a restart is left, they are restarted with the machines that remain.
-
-With that it reports the progress of its ranks, and, if its part of the group has failed, the reason: then no machine
-waits for ranks that are gone, and all know the first cause.
-
-Every agent uses only its own clock, so the clocks of the machines may differ.
+lost its power, or its link, closes nothing: the collective waits for its timeout, and the agent with it. So each agent
+announces every second, in the store where the agents meet, that it is alive, the progress of its ranks, and, if its
+part of the group has failed, the reason. When one has been silent for too long, the workers that may be waiting for it
+are ended: that counts as a failure of theirs. Every agent uses only its own clock, so those of the machines may differ.
 
 *Threads:* two daemons. `unisono-machines` sends and receives; it blocks indefinitely if the store's machine is silent,
 since some of the store's calls have no timeout. `unisono-silence` checks the clock. The agent's main thread begins
@@ -51,11 +46,8 @@ class MachineReport:
         machine, host: its number in this round, and its host name.
         beats: how many times it has reported; it changes even if nothing else does.
         pulses: for each of its ranks that has not ended, its progress and its current collective.
-        returned: its ranks that have returned.
         stacks: where its own ranks are, once none of all ranks has moved for too long.
         verdict: why its part of the group has failed, an `Outcome` as bytes.
-        is_done: whether its part has ended successfully.
-        is_leaving: whether its agent is ending in an orderly way.
     """
 
     machine: int
@@ -156,11 +148,6 @@ class OtherMachines:
         """Whether the parts of all other machines have ended successfully."""
         return sum(report.is_done for report in self._reports()) == self.count
 
-    def are_after(self) -> bool:
-        """Whether this machine has the lowest number of those that remain."""
-        gone = {*self._silent(_SILENCE_S), *(report.machine for report in self._reports() if report.is_leaving)}
-        return self._round is None or gone.issuperset(range(self._round.own.machine))
-
     def describe_silence(self, seconds: float = _SILENCE_S) -> str:
         """A sentence on a machine that has been silent for longer; "" if there is none."""
         for number, (host, for_s) in self._silent(seconds).items():
@@ -194,7 +181,7 @@ class OtherMachines:
         heard = list(self._round.heard.values()) if self._round is not None else []
         return [report for report, _ in heard if report is not None]
 
-    def _converse(self) -> None:
+    def _exchange_reports(self) -> None:
         host, port = self._endpoint
         store = dist.TCPStore(host, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined] # torch re-exports it silently
         is_over = False
@@ -255,7 +242,7 @@ def _silence(seconds: float) -> str:
 def _talk(others: OtherMachines) -> None:
     """Body of the first thread. A closed store is left for the agent itself to notice."""
     try:
-        others._converse()
+        others._exchange_reports()
     except RuntimeError:
         others._is_closed.set()
 

@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -13,6 +15,16 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+
+
+def interpreter_command() -> list[str]:
+    """The command of an interpreter like this one, with its options (`-W`, `-X`, `-O`), before `-c` and the code."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # multiprocessing's, too
+    known = {flags[place + 1].partition("=")[0] for place, flag in enumerate(flags) if flag == "-X"}
+    for name, value in sys._xoptions.items():  # options of the program's own
+        if name not in known:
+            flags += ["-X", name if value is True else f"{name}={value}"]
+    return [sys.executable, *flags]
 
 
 def become_reaper() -> None:
@@ -46,29 +58,24 @@ def kill_session(pid: int, signum: int) -> None:
             os.kill(pid, signum)
 
 
-def trees_of(pids: Iterable[int]) -> dict[int, list[psutil.Process]]:
-    """Each of these processes that exists, with all its descendants in any session, parents first: from a single pass
-    over all processes of the machine, which is what takes the time."""
+def kill_trees(pids: Iterable[int]) -> None:
+    """SIGKILL these processes and their descendants in any session; parents first, or they would notice the death of a
+    child."""
+    # A single pass over all processes of the machine, which is what takes the time.
     children: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             children[process.ppid()].append(process)
-    trees = {}
+    # All of them are known before the first kill: descendants of a dead process are no longer found from it.
+    victims = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            trees[pid] = tree = [psutil.Process(pid)]
-            for process in tree:  # the list grows during the iteration
-                tree += children.pop(process.pid, ())
-    return trees
-
-
-def kill_trees(pids: Iterable[int]) -> None:
-    """SIGKILL these processes and their descendants; parents first, or they would notice the death of a child."""
-    # All of them are known before the first kill: descendants of a dead process are no longer found from it.
-    for tree in trees_of(pids).values():
-        for victim in tree:
-            with contextlib.suppress(psutil.Error):
-                victim.kill()
+            victims.append(psutil.Process(pid))
+    for victim in victims:  # the list grows during the iteration
+        victims += children.pop(victim.pid, ())
+    for victim in victims:
+        with contextlib.suppress(psutil.Error):
+            victim.kill()
 
 
 def kill_children() -> None:

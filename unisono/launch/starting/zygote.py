@@ -48,11 +48,11 @@ from typing import NoReturn
 import psutil
 
 from unisono.launch.starting import wire
-from unisono.launch.starting.interpreter import interpreter_command
 from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import (
     become_reaper,
     die_with_parent,
+    interpreter_command,
     kill_children,
     kill_marked,
     kill_session,
@@ -198,7 +198,10 @@ class Zygote:
             group.ranks[pid] = rank
             _send_if_heard(group, {"op": "forked", "rank": rank, "pid": pid})
         except OSError as error:
-            _send_if_heard(group, {"op": "error", "rank": rank, "text": f"{error}; {_limit_met(error)}".rstrip("; ")})
+            from unisono.launch.messages import describe_limit  # most zygotes never need it
+
+            text = f"{error}; {describe_limit(error)}".rstrip("; ")
+            _send_if_heard(group, {"op": "error", "rank": rank, "text": text})
         finally:
             # Only the parent gets here: the child leaves by `os._exit` or `exec`.
             for fd in fds:
@@ -319,14 +322,6 @@ class Zygote:
             shutil.rmtree(group.directory, ignore_errors=True)
         # A normal exit would join the thread that does the idle work.
         os._exit(0)
-
-
-def _limit_met(error: OSError) -> str:
-    from unisono.launch.resource_limits import describe_limit  # imported only here: most zygotes never need it
-
-    with contextlib.suppress(Exception):
-        return describe_limit(error)
-    return ""
 
 
 def _send_if_heard(group: _Group, message: dict[str, object]) -> None:

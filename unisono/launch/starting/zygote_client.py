@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
 import os
 import socket
 import sys
@@ -20,7 +19,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
-from unisono.launch.starting.interpreter import interpreter_command
+from unisono.launch.starting.process_ends import interpreter_command
 
 _lock = threading.Lock()
 _clients: dict[str, ZygoteClient] = {}  # by start method
@@ -101,9 +100,15 @@ def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
     Raises:
         TypeError: `preload` is a string.
         ValueError: modules were given with `start_method="spawn"`, whose workers share no imports.
-        ModuleNotFoundError: a module does not exist.
     """
-    modules = _check_preload(start_method, preload)
+    if isinstance(preload, str):
+        raise TypeError(f"preload={preload!r} is one name, where a list of module names is expected: [{preload!r}]")
+    modules = list(preload)
+    if modules and start_method != "zygote":
+        raise ValueError(
+            f"preload={modules} has no effect with start_method={start_method!r}: each of its workers is a fresh "
+            'interpreter, which imports everything itself; use start_method="zygote"'
+        )
     with _lock:
         client = _running_client(start_method)
         new = [name for name in modules if name not in _preloaded]
@@ -113,27 +118,9 @@ def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
                 client.preload(new)
 
 
-def _check_preload(start_method: str, preload: Iterable[str]) -> list[str]:
-    if isinstance(preload, str):
-        raise TypeError(f"preload={preload!r} is one name, where a list of module names is expected: [{preload!r}]")
-    modules = list(preload)
-    if modules and start_method != "zygote":
-        raise ValueError(
-            f"preload={modules} has no effect with start_method={start_method!r}: each of its workers is a fresh "
-            f'interpreter, which imports everything itself; use start_method="zygote"'
-        )
-    for name in modules:
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
-            raise ModuleNotFoundError(f"preload: there is no module named {name!r}", name=name)
-    return modules
-
-
 def open_group(directory: Path, start_method: str) -> socket.socket:
-    """Open a new group and return its socket. A zygote that has died is replaced.
-
-    Raises:
-        UnisonoError: the zygote cannot be started; it has printed the reason to stderr.
-    """
+    """Open a new group and return its socket. A zygote that has died is replaced. UnisonoError: it cannot be started,
+    and has printed the reason to stderr."""
     with _lock:
         # A zygote may die between the check and the request; if a fresh one does, another would, too.
         for _ in range(2):

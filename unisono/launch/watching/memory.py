@@ -1,4 +1,4 @@
-"""Whether the kernel's out-of-memory killer ended a worker: death by SIGKILL, reported with its recent memory use.
+"""Whether the kernel's out-of-memory killer ended a worker: death by SIGKILL.
 
 The killer sends the same signal as `kill -9` and leaves no message with the process, but the kernel counts its victims:
 in their control group, and on the machine, where those of other containers are included. It counts before it kills, so
@@ -7,14 +7,12 @@ the count already includes a death that has been observed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from unisono.backends.cgroups import cgroup_directories, read_number
-from unisono.launch.watching.monitor import Sample
 
 _ROOT = Path("/")
 _COUNTERS = ("memory.events", "memory.oom_control")  # of versions 2 and 1 of control groups
@@ -33,33 +31,27 @@ class OomWatch:
         group = next((each for each in cgroup_directories("memory", pid, root) if each.is_dir()), None)
         of_group = [group / name for name in _COUNTERS] if group is not None else []
         self._files = {"in its control group": of_group, "on the machine": [root / "proc/vmstat"]}
-        self._limit = memory_limit(pid, root)
+        self._of = pid, root
         self._before = self._count()
 
-    def verdict(self, curve: Sequence[Sample]) -> str:
-        """What to append to "rank 1 (pid 5) was killed by SIGKILL": whether memory was the reason, with its history, by
-        the worker's samples (`Monitor.curve`)."""
-        seen = f"; it had {_size(curve[-1].rss)} of memory when it was last sampled" if curve else ""
+    def verdict(self) -> str:
+        """What to append to "rank 1 (pid 5) was killed by SIGKILL": whether memory was the reason."""
         before = self._before
         rises = {where: count - before[where] for where, count in self._count().items() if where in before}
         if not rises:
-            return f"; this system does not report whether its out-of-memory killer did it{seen}"
+            return "; this system does not report whether its out-of-memory killer did it"
         where = next((where for where, rise in rises.items() if rise > 0), "")
         if not where:
             return (
                 "; the kernel counted no out-of-memory kill meanwhile, so another process sent the signal (kill -9, a "
-                f"scheduler, the end of a container){seen}"
+                "scheduler, the end of a container)"
             )
         certainty = "" if where != "on the machine" else "perhaps "  # there, it may have been in another container
-        story = ""
-        if curve:
-            last, lowest = curve[-1], min(reversed(curve), key=lambda sample: sample.rss)  # the latest of the lowest
-            grown_s = last.at - lowest.at
-            story = f": its memory grew from {_size(lowest.rss)} to {_size(last.rss)} in {grown_s:.1f} s"
-        nbytes, owner = self._limit
+        nbytes, owner = memory_limit(*self._of)
+        size = f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"
         return (
-            f"; {certainty}the kernel's out-of-memory killer ended it ({rises[where]} {where} since the start)"
-            f"{story}; the limit {owner} is {_size(nbytes)}, for everything that runs there; {_WAY_OUT}"
+            f"; {certainty}the kernel's out-of-memory killer ended it ({rises[where]} {where} since the start); the "
+            f"limit {owner} is {size}, for everything that runs there; {_WAY_OUT}"
         )
 
     def _count(self) -> dict[str, int]:
@@ -82,7 +74,3 @@ def memory_limit(pid: int | None = None, root: Path = _ROOT) -> tuple[int, str]:
     group = min((nbytes for nbytes in limits if nbytes is not None), default=None)
     machine = psutil.virtual_memory().total
     return (machine, "of the machine") if group is None or group >= machine else (group, "of its control group")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.0f} MiB"

@@ -4,8 +4,9 @@ stdout goes straight to the caller's own descriptor, so that it is a terminal fo
 caller, unless its lines must be marked, saved or hidden. stderr always goes through a pipe, since its last lines are
 part of the message of a worker's failure.
 
-Output is shown in whole lines (`lines.py`). An unfinished line (a prompt, a row of dots) is held for `_HOLD_S` at most,
-then shown as it is.
+Output is shown in whole lines. An unfinished line (a prompt, a row of dots) is held for `_HOLD_S` at most, then shown,
+and ended by a newline before another worker's. "\\r" ends a line as "\\n" does, so a progress bar moves, and what
+follows it gets its prefix again. No byte is lost, except those that erase a bar (blanks up to a "\\r") without one.
 
 *Threads:* one per group, `unisono-output`, is the only one that reads, splits and writes. The group's supervisor opens
 and closes: what is new reaches the thread by a queue, and a byte wakes it. There is no polling.
@@ -23,19 +24,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import select
 import selectors
 import signal
 import socket
 import threading
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from unisono.launch import options
-from unisono.launch.watching.lines import LineMixer, LineSplitter
-from unisono.launch.watching.run_directory import RunDirectory, Stream
+from unisono.launch.watching.log_directory import Stream, log_file
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,63 @@ _CHUNK = 65536  # bytes per read
 _TAIL = 16384  # the number of bytes of each stderr to remember
 _HOLD_S = 0.2
 _END_S = 1.0  # to pass on what has been read
+
+
+class LineSplitter:
+    """Splits a stream of bytes into lines, the same ones however it is chunked.
+
+    A line ends with "\\n", "\\r\\n" or "\\r", or is `limit` bytes long. An unfinished line is held.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        self.held = b""
+        # A "\r" is an end once it is known that no "\n" follows.
+        self._piece = re.compile(rb"[^\r\n]{0,%d}+(?:\n|\r\n|\r(?=[^\n]))|[^\r\n]{%d}" % (limit - 1, limit))
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add some bytes, and return the lines that they complete."""
+        data, start, pieces = self.held + data, 0, []
+        while match := self._piece.match(data, start):
+            pieces.append(match[0])
+            start = match.end()
+        self.held = data[start:]
+        return pieces
+
+    def release(self) -> bytes:
+        """Return what is held, even if it is unfinished."""
+        held, self.held = self.held, b""
+        return held
+
+
+class LineMixer:
+    """Makes one readable stream of the lines of many sources."""
+
+    def __init__(self) -> None:
+        self._source: Hashable = None
+        self._end = b"\n"  # of the line written last; empty: it continues
+
+    def add(self, source: Hashable, prefix: bytes, piece: bytes) -> bytes:
+        """The bytes to write for a piece of a line: the piece, after the newline and prefix that it needs."""
+        is_own = source == self._source
+        if piece.endswith(b"\r") and piece.isspace() and (self._end or not is_own):
+            return self._erase(prefix, piece) if is_own and len(piece) > 1 else b""
+        is_bar_on_bar = self._end == b"\r" and piece.endswith(b"\r")  # bars share a line, as they would on a terminal
+        newline = b"" if is_own or self._end == b"\n" or is_bar_on_bar else b"\n"
+        prefix = b"" if is_own and not self._end else prefix
+        self._source = source
+        self._end = piece[-1:] if piece.endswith((b"\n", b"\r")) else b""
+        return newline + prefix + piece
+
+    def _erase(self, prefix: bytes, piece: bytes) -> bytes:
+        """Erase the bar that the piece is meant to erase, and its prefix; write nothing if there is no bar."""
+        is_there, self._end = self._end == b"\r", b"\n"
+        return b" " * len(prefix) + piece if is_there else b""
+
+    def end_line(self) -> bytes:
+        """What must be written so that the next line starts on its own."""
+        newline = b"" if self._end == b"\n" else b"\n"
+        self._end = b"\n"
+        return newline
 
 
 class _CallersStream:
@@ -111,14 +170,12 @@ class _Source:
 
 
 class WorkerOutput:
-    """The streams of one group of workers, from `open` for each of them to `close`. `run` saves them to its files; None
-    saves nothing. `stdout` and `stderr` are the caller's own descriptors."""
+    """The streams of one group of workers, from `open` for each of them to `close`. `directory` is where they are
+    saved; None saves nothing. `stdout` and `stderr` are the caller's own descriptors."""
 
-    def __init__(
-        self, wanted: options.Output, run: RunDirectory | None = None, stdout: int = 1, stderr: int = 2
-    ) -> None:
+    def __init__(self, wanted: options.Output, directory: Path | None = None, stdout: int = 1, stderr: int = 2) -> None:
         self._wanted = wanted
-        self._run = run
+        self._directory = directory
         self._stdout = stdout
         self._callers = {
             "stdout": _CallersStream(stdout),
@@ -135,7 +192,7 @@ class WorkerOutput:
     def open(self, rank: int) -> tuple[int, int]:
         """Return the descriptors for a worker's stdout and stderr; they remain ours, see `handed_over`."""
         self._write_ends[rank] = []
-        is_captured = self._wanted.prefix is True or self._run is not None or not self._is_shown(rank)
+        is_captured = self._wanted.prefix is True or self._directory is not None or not self._is_shown(rank)
         stdout = self._capture(rank, "stdout") if is_captured else self._stdout
         return stdout, self._capture(rank, "stderr")
 
@@ -175,7 +232,7 @@ class WorkerOutput:
             fd=reading,
             prefix=f"[rank {rank}] ".encode() if is_marked else b"",
             shown_on=self._callers[name] if self._is_shown(rank) else None,
-            path=None if self._run is None else self._run.log(rank, name),
+            path=None if self._directory is None else log_file(self._directory, rank, name),
         )
         if name == "stderr":
             self._of_stderr[rank] = source
@@ -221,7 +278,7 @@ class WorkerOutput:
                 selector.register(source.fd, selectors.EVENT_READ, source)
                 if source.path is not None:
                     try:
-                        # Appending: a restarted group and `RunDirectory.append` write to the same file.
+                        # Appending: a restarted group and the supervisor write to the same file.
                         source.log = os.open(source.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                     except OSError as error:
                         self._complain(source, error)
