@@ -6,7 +6,7 @@ the process's random generators for each sample; in the parent the training loop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,8 +17,6 @@ from unisono.outcome import Outcome
 from unisono.randomness import Watch, all_states, mixed, seed_all
 
 _SHOWN = 8
-_WATCHED = 8  # samples of a worker's first batch
-at: Any = [0]  # the number, in its batch or stream, of the sample being read; a loader worker's parent reads it, too
 _latest: object = None  # the mark of the last call of any dataset's `set_epoch` in this process
 
 
@@ -41,35 +39,6 @@ class Request(NamedTuple):
     step: int = 1
 
 
-class Listed(NamedTuple):
-    """A list that a `collate_fn` has returned, where the samples show what it holds.
-
-    Attributes:
-        holds_samples: whether these are its elements; otherwise they are fields.
-    """
-
-    batch: list[Any]
-    holds_samples: bool
-
-
-def collated(collate: Callable[[Any], Any], samples: Any) -> Any:
-    """The batch that a `collate_fn` makes of samples, as a `Listed` where these show what its list holds."""
-    batch = collate(samples)
-    if collate is default_collate or type(batch) is not list or type(samples) is not list or not batch:
-        return batch
-    own = {*map(id, samples)}
-    if all(id(each) in own for each in batch):
-        return Listed(batch, True)
-    # Of each field an element; samples, made anew, would be as many by accident.
-    if len(samples) != len(batch) and {_num_fields(each) for each in samples if each is not None} == {len(batch)}:
-        return Listed(batch, False)
-    return batch
-
-
-def _num_fields(sample: Any) -> int | None:
-    return len(sample) if isinstance(sample, tuple | list) else None
-
-
 class Fetcher:
     """Makes batches from a map-style dataset, in the process that calls it.
 
@@ -88,7 +57,6 @@ class Fetcher:
         self._epoch: int | None = None
         self._epoch_mark: object = None  # the mark of this fetcher's last call of `set_epoch`
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
-        self._seeded: tuple[object, ...] | None = None  # their state after the last seed; used while `_draws` is None
 
     def batch(self, request: Request, is_seeded: bool = False) -> Any:
         """Make the requested batch.
@@ -107,48 +75,39 @@ class Fetcher:
     def _make_seeded(self, request: Request) -> Any:
         """Seed the generators for each sample, which takes as long as a small sample, only if something is drawn.
 
-        The first samples show that, one by one; where all are fetched at once, the first batch. If nothing is drawn,
-        the next ones are made without seeds, and a batch in which something is drawn after all is made again.
+        The first sample shows that; where all are fetched at once, the first batch. If nothing is drawn, the next ones
+        are made without seeds, and a batch in which something is drawn after all is made again.
         """
         begun: list[Any] = []
-        if self._draws is None and self._is_batched and not self._fetch_many and not self._has_rows:
+        if self._draws is None:
             self._tell_epoch(request.epoch)
-            begun = [self._sample(request, place, True) for place in range(min(len(request.indices), _WATCHED))]
-            self._see_draws()
-            self._draws = bool(self._draws)
-        if self._draws is False:
+            self._seed(request, 0)
+            before = all_states()
+            if self._is_batched and not self._fetch_many and not self._has_rows:
+                begun = self._samples(request, True, stop=1)
+                self._draws = all_states() != before
+            else:
+                batch = self._make(request, True)
+                self._draws = all_states() != before
+                return batch
+        if not self._draws:
             watch = Watch(mixed(request.seed, request.start))
             # An error may come from numbers drawn without this sample's seed, so it counts only if nothing was drawn.
             made = Outcome.capture(self._make, request, False, begun)
             if not watch.is_drawn_from():
                 return made.unwrap()
             self._draws = True
-        is_first = self._draws is None
-        batch = self._make(request, True, begun)
-        if is_first:
-            self._see_draws()
-            self._draws = bool(self._draws)
-        return batch
+        return self._make(request, True, begun)
 
     def _seed(self, request: Request, place: int) -> None:
-        if self._draws is None:
-            self._see_draws()
         # A repeated sample gets the seed of the one that it repeats.
-        seed = mixed(request.seed, request.start + place % request.own * request.step)
-        seed_all(seed)
-        if self._draws is None:
-            self._seeded = all_states()
-
-    def _see_draws(self) -> None:
-        """Set `_draws` if something was drawn since the previous seed."""
-        if self._seeded is not None and all_states() != self._seeded:
-            self._draws = True
+        seed_all(mixed(request.seed, request.start + place % request.own * request.step))
 
     def _make(self, request: Request, is_seeded: bool, begun: Sequence[Any] = ()) -> Any:
         if self._set_epoch:
             self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
         if not self._is_batched:
-            return self._collate(self._sample(request, 0, is_seeded))
+            return self._collate(self._samples(request, is_seeded)[0])
         if self._has_rows:
             with suppress(Exception):  # an invalid index is reported below, with its sample
                 return _rows(self._dataset, request.indices)
@@ -160,15 +119,10 @@ class Fetcher:
             except Exception as error:
                 error.add_note(f"while the samples with indices {few(request.indices)} were fetched")
                 raise
-        elif is_seeded:
-            samples = [
-                *begun,
-                *(self._sample(request, place, True) for place in range(len(begun), len(request.indices))),
-            ]
         else:
-            samples = self._plain_samples(request.indices, begun)
+            samples = self._samples(request, is_seeded, begun)
         try:
-            return collated(self._collate, samples)
+            return self._collate(samples)
         except Exception as error:
             error.add_note(f"while the samples with indices {few(request.indices)} were collated")
             raise
@@ -181,24 +135,16 @@ class Fetcher:
             self._epoch = epoch
             self._epoch_mark = _latest = object()
 
-    def _sample(self, request: Request, place: int, is_seeded: bool) -> Any:
-        index = request.indices[place]
-        at[0] = place
-        if is_seeded:
-            self._seed(request, place)
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            error.add_note(f"in the sample with index {index!r}")
-            raise
-
-    def _plain_samples(self, indices: Sequence[Any], begun: Sequence[Any]) -> list[Any]:
+    def _samples(self, request: Request, is_seeded: bool, begun: Sequence[Any] = (), stop: int | None = None) -> Any:
+        """The request's samples up to number `stop`, of which `begun` are the first."""
         dataset, index = self._dataset, None
+        indices = request.indices[len(begun) : stop]
         try:
-            if type(at) is list and not begun:  # in the parent, where nobody reads it
-                return [dataset[index := each] for each in indices]
+            if not is_seeded:
+                return [*begun, *[dataset[index := each] for each in indices]]
             samples = [*begun]
-            for at[0], index in enumerate(indices[len(begun) :], len(begun)):
+            for place, index in enumerate(indices, len(begun)):
+                self._seed(request, place)
                 samples.append(dataset[index])
             return samples
         except Exception as error:

@@ -20,8 +20,8 @@ from unisono.loaders.fetcher import Fetcher, Request, fetches_many
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
 from unisono.loaders.resume import State
-from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds, tail_message
-from unisono.loaders.sources import Begun, LeftOut, makes_batches_alike
+from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, mark_of, rounds
+from unisono.loaders.sources import Begun, makes_batches_alike
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.randomness import seed_of
 
@@ -100,19 +100,17 @@ class IndexedSource:
         except TypeError:
             return None
 
-    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
+    def begin(self, rule: Rule) -> Begun:
         """Begin the next epoch. Its order is drawn, and its loader workers are started, in the calling thread.
 
         Raises:
-            ValueError: the epoch has a tail, and the rule forbids it.
             BusyError: the loader's persistent workers serve another pass.
         """
         with self._begins:
             epoch, offset = self.epoch, self._offset
             first = _local(offset, rule.shards)
             batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
-            check_tail(batches.samples, batches.nominal, rule)
-            jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"), left_out)
+            jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"))
             made: Iterator[list[Made]]
             if self._pool is None:
                 made = ([(job, self._fetcher.batch(job.request)) for job in each] for each in jobs)
@@ -163,24 +161,12 @@ def _as_requested(made: list[Made]) -> list[Piece]:
     return [Piece(batch, job.claim, job.position) for job, batch in made]
 
 
-def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
-    """Raise ValueError for a tail that the rule forbids before anything is loaded, if the sample count is known."""
-    if rule.tail == "error" and samples is not None and nominal is not None:
-        tail = samples % (nominal * rule.batches)
-        if tail:
-            raise ValueError(tail_message(samples, tail, rule, nominal))
-
-
-def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_out: LeftOut) -> Iterator[list[Job]]:
+def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int) -> Iterator[list[Job]]:
     """The pieces to load in a pass, round by round, for the places that the rule keeps."""
-
-    def leave_out(samples: list[int]) -> None:
-        left_out([samples[place] for place in rule.kept])
-
     parts: list[Part] = []
     # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
     shards, is_marked = rule.shards, rule.shards == 1 and rule.count > len(rule.kept)
-    for dealt in rounds(batches, rule, _num_indices, batches.nominal, start, leave_out):
+    for dealt in rounds(batches, rule, _num_indices, batches.nominal, start):
         if dealt.parts is not parts:
             parts = dealt.parts
             plans = [_plan(dealt, parts[place], rule) for place in rule.kept]
@@ -198,8 +184,6 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
             request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
-    if batches.left_out:
-        leave_out([part.samples for part in deal([Size(batches.left_out)], rule.count)])
 
 
 def _plan(dealt: Round[list[Any]], part: Part, rule: Rule) -> tuple[Part, int, Claim]:

@@ -93,7 +93,7 @@ class Lockstep:
             BrokenWorldError: another rank's source failed.
             CollectiveMismatchError: another rank is at another position of the stream.
             RuntimeError: the ranks read different streams, or cut theirs in different ways.
-            ValueError: the rule forbids a round that some ranks have not, or batches of unknown size.
+            ValueError: the rule forbids batches of unknown size.
         """
         if self._end is not None:
             raise copy_error(self._end)
@@ -148,13 +148,6 @@ class Lockstep:
             self._same.compare(read)
         if not going:
             raise EndOfChannel
-        if len(going) < len(offers) and self._rule.tail == "error":
-            ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
-            self._lane.cancel()
-            raise ValueError(
-                f"tail='error': the data of rank(s) {ended} has ended, others have batches; pass tail='split' (the "
-                "default), which repeats a sample there that is not counted, or 'drop'"
-            )
         if len(going) < len(offers) and self._rule.tail == "drop":
             self._leave_rest()
         for place in range(min(len(offer.batches) for offer in going)):
@@ -222,8 +215,7 @@ class Lockstep:
             self._full = max(self._full, size)
 
     def _leave_rest(self) -> NoReturn:
-        """End the loop. Batches received but not delivered count as dropped; none are read just to be counted."""
-        self._world.timeline.loop().count("dropped", sum(each.claim.samples for each in self._own))
+        """End the loop, though this rank may have more batches."""
         self._own.clear()
         self._lane.cancel()
         raise EndOfChannel

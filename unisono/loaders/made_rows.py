@@ -15,20 +15,9 @@ from typing import Any, NamedTuple
 
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.loaders.fetcher import Listed, Request, few
+from unisono.loaders.fetcher import Request, few
 from unisono.loaders.sharding import Claim, Piece, Rule
-from unisono.tree import (
-    PLAIN,
-    can_cut,
-    children,
-    is_array,
-    is_container,
-    is_plain,
-    may_list_samples,
-    pick,
-    size_along,
-    tensors,
-)
+from unisono.tree import can_cut, children, is_array, is_container, may_list_samples, pick, size_along, tensors
 
 
 class Job(NamedTuple):
@@ -46,81 +35,49 @@ Made = tuple[Job, Any]
 """What was to be loaded, and the batch."""
 
 
-def unlisted(batch: Any) -> tuple[Any, bool | None]:
-    """The batch itself; and whether its list holds samples, where that is known."""
-    return (batch.batch, batch.holds_samples) if type(batch) is Listed else (batch, None)
-
-
-def num_rows(batch: Any, samples: int, dim: int = 0, holds_samples: bool | None = None) -> int | None:
+def num_rows(batch: Any, samples: int, dim: int = 0) -> int | None:
     """The number of rows of a batch that was made of so many samples; None if it may be one or another.
 
-    What a mapping, a dataclass, a tuple or a list holds are fields: a tensor or an array has rows along `dim`, a list
-    in a field has one of each row. All fields must agree, or most of them have a row of each sample; lists of texts
-    and numbers count only if they decide. A list may hold samples instead, as they are, or `zip(*samples)`. If nothing
-    shows a size, there is a row of each sample.
+    What a mapping, a dataclass, a tuple or a list holds are fields. All must agree, or most have a row of each sample;
+    if none shows a size, there is a row of each sample. A list of records, or of lists, may hold samples instead.
     """
-    if holds_samples:
-        return len(batch)
     if batch is None or (is_container(batch) and not children(batch)):
         return 0
-    held = children(batch) if type(batch) in (list, tuple) and holds_samples is None else []
+    held = children(batch) if type(batch) in (list, tuple) else []
     if held and (may_list_samples(batch) or all(type(each) in (list, tuple) for each in held)):
-        whole = {size_along(each, dim) for each in tensors(batch)}
-        lengths = _lengths_of_lists(batch)
-        shown = lengths | (whole if len(whole) == 1 else set())
-        return samples if samples in lengths else shown.pop() if len(shown) == 1 else None
-    sizes, texts, is_across = _sizes_in_fields(batch, samples, dim)
-    if len(held) > 1 and type(batch) is list and {*sizes} != {samples} and len({*map(_kind, held)}) == 1:
+        return samples if samples in (len(held), *map(len, held)) else None
+    sizes = Counter(_sizes_in_fields(batch, samples, dim))
+    if type(batch) is list and len(held) > 1 and {*sizes} != {samples} and len({*map(_kind, held)}) == 1:
         return samples if len(held) == samples and len(sizes) > 1 else None  # of several sizes; or may be fields
-    if len(sizes) > 1 and 2 * sizes[samples] > max(sizes.total(), 3):
-        return samples
-    found = {*sizes}
-    if len(found) > 1 and len(found & texts) == 1:
-        found &= texts
-    found = found or texts or {samples}
-    return None if len(found) > 1 or (is_across and found != {samples}) else found.pop()
+    if len(sizes) > 1:
+        return samples if 2 * sizes[samples] > max(sizes.total(), 3) else None
+    rows = next(iter(sizes), samples)
+    # Where a row of each sample lies along the next dimension, `batch_dim=1` may have been left out.
+    is_across = dim == 0 and bool(found := tensors(batch)) and all(size_along(each, 1) == samples for each in found)
+    return None if is_across and rows != samples else rows
 
 
-def _sizes_in_fields(batch: Any, samples: int, dim: int) -> tuple[Counter[int], set[int], bool]:
-    """The numbers of rows that tensors and lists show, and how often; those of lists of texts and numbers; and whether,
-    along the dimension after theirs, all tensors have one of each sample, as with `batch_dim=1` left out."""
-    sizes, texts, is_across = Counter[int](), set[int](), dim == 0
+def _sizes_in_fields(batch: Any, samples: int, dim: int) -> Iterator[int]:
+    """The numbers of rows that fields show: a tensor or an array along `dim`, a list by what it holds of each row."""
     left = children(batch) if is_container(batch) else [batch]
     while left:
         node = left.pop()
         if (size := size_along(node, dim)) is not None:
-            sizes[size] += 1
-            is_across = is_across and size_along(node, 1) == samples
+            yield size
         elif isinstance(node, PackedSequence):
-            sizes[int(node.batch_sizes[0])] += 1
+            yield int(node.batch_sizes[0])
         elif type(node) in (list, tuple) and node:
-            if is_plain(node) or all(isinstance(each, PLAIN) for each in node):
-                texts.add(len(node))
-                continue
             parts = {size_along(each, dim) for each in node}
-            if None in parts or len(parts) > 1 or len(node) in (samples, *sizes):  # one of each row
-                sizes[len(node)] += 1
+            if None in parts or len(parts) > 1 or len(node) == samples:
+                yield len(node)
             else:  # fields
                 left.extend(node)
         elif is_container(node):
             left.extend(children(node))
-    return sizes, texts, is_across and bool(sizes)
 
 
 def _kind(node: Any) -> Any:
     return (node.dtype, node.ndim) if is_array(node) else type(node)
-
-
-def _lengths_of_lists(batch: Any) -> set[int]:
-    """The number of samples, if containers are these; and that of their elements, if each has one of each sample."""
-    found = {len(batch)} if may_list_samples(batch) else set()
-    if all(type(each) in (list, tuple) for each in batch):
-        kinds = [[*map(_kind, part)] for part in batch]
-        if type(batch) is list and all(each == kinds[0] for each in kinds):
-            found.add(len(batch))
-        if all(len({*each}) == 1 and len(each) == len(kinds[0]) for each in kinds):
-            found.add(len(kinds[0]))
-    return found
 
 
 class RowCounter:
@@ -139,7 +96,6 @@ class RowCounter:
         # Datasets that fetch many are common, and lose none: they are not worth a collective in each step.
         self._is_summed = self._is_apart and has_own
         self._spare: Piece | None = None  # a row, to be repeated where a batch has none
-        self._lengths = set[int]()  # of lists of fields or samples
 
     def count(self, made: Iterator[list[Made]]) -> Iterator[list[Piece]]:
         """The pieces of each round, with the rows that they have. On one of several ranks, a batch without any becomes
@@ -166,11 +122,7 @@ class RowCounter:
 
     def _count(self, request: Request, piece: Piece) -> Piece:
         samples, claim = len(request.indices), piece.claim
-        batch, listed = unlisted(piece.batch)
-        piece = piece._replace(batch=batch)
-        # Fields are as many in each batch.
-        self._lengths |= {len(batch)} if listed is not None else set()
-        rows = num_rows(batch, samples, self._dim, None if listed is False and len(self._lengths) > 1 else listed)
+        rows = num_rows(piece.batch, samples, self._dim)
         if rows == samples:
             return piece
         if rows is None:

@@ -39,8 +39,6 @@ class Batches:
 
     Attributes:
         nominal: the size of a complete batch; None if it is not known in advance.
-        samples: the number of samples in these batches; None if it is not known in advance.
-        left_out: the number of samples that drop_last leaves out; if `samples` is None, known only at the end.
     """
 
     def __init__(
@@ -48,8 +46,6 @@ class Batches:
     ) -> None:
         draw = _Draw(seed_of(seed, epoch), epoch, length)
         self.nominal: int | None = None
-        self.samples: int | None = None
-        self.left_out = 0
         self._batches: Iterator[list[Any]]
         if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
             self._batches = _behind(draw(batch_sampler, list), offset)
@@ -59,21 +55,20 @@ class Batches:
         order = draw.indices(sampler)
         if isinstance(order, Sequence | torch.Tensor):
             behind = max(len(order) - offset, 0)
-            self.left_out = behind % size if drop_last else 0
-            self.samples = behind - self.left_out
-            self._batches = _slices(order, range(offset, offset + self.samples), size)
+            stop = offset + behind - (behind % size if drop_last else 0)
+            self._batches = _slices(order, range(offset, stop), size)
         else:
-            self._batches = self._groups(islice(order, offset, None), size, drop_last)
+            self._batches = _groups(islice(order, offset, None), size, drop_last)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self._batches
 
-    def _groups(self, order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
-        while batch := list(islice(order, size)):
-            if drop_last and len(batch) < size:
-                self.left_out = len(batch)
-                return
-            yield batch
+
+def _groups(order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
+    while batch := list(islice(order, size)):
+        if drop_last and len(batch) < size:
+            return
+        yield batch
 
 
 def _slices(order: Sequence[Any] | torch.Tensor, places: range, size: int) -> Iterator[list[Any]]:

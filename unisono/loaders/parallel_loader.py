@@ -62,7 +62,6 @@ class LoaderOptions(TypedDict, total=False):
     batch_dim: int
     fixed_batch_size: bool
     prefetch: int
-    prefetch_bytes: int | None
     split: Split
     tail: Tail | None
     seed: int | None
@@ -88,17 +87,14 @@ class ParallelLoader:
         prefetch: loaded batches (8) that may wait, per device, and half as many (at least one) that are moved already.
             A loop over one device, without loader workers, reads for itself while a batch costs less than a change of
             thread. 0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as from a
-            bare DataLoader.
-        prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
-            alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
-            their `prefetch_factor`. With several devices, more may wait for one while none waits for another, unless
-            the loops are replicas: one thread may loop over one device after another.
+            bare DataLoader. With several devices, more may wait for one while none waits for another, unless the loops
+            are replicas: one thread may loop over one device after another.
         split: the meaning of a batch of `loader`. "rank" (if not given): one rank's batch; a global batch consists of
             one per rank. "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
             which none is left gets a repeated one that does not count. "drop": it is dropped. "pad": each batch is
-            padded with repeated samples, which come last and do not count. "error": raise a ValueError, before the
-            first batch if the length is known. None: "drop" for a DataLoader with drop_last=True, otherwise "split".
+            padded with repeated samples, which come last and do not count. None: "drop" for a DataLoader with
+            drop_last=True, otherwise "split".
         seed: seeds the order; None uses the seed of the DataLoader's generator, or 0 if it has none.
         already_sharded: the loader gives each rank its own part, and is not sharded again. A loader with a
             DistributedSampler is recognised anyway. This is also the way to get all data on one rank, except for an
@@ -134,9 +130,6 @@ class ParallelLoader:
                 "batches: a list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
             )
         self._prefetch = check_integer(options.get("prefetch", 8), "prefetch", 0)
-        self._prefetch_bytes = options.get("prefetch_bytes")
-        if self._prefetch_bytes is not None:
-            check_integer(self._prefetch_bytes, "prefetch_bytes", 1)
         self._batch_dim = options.get("batch_dim", 0)
         check_type(self._batch_dim, "batch_dim", "pass a dimension, 0 for the first", int)
         self._devices = resolve_devices(devices)
@@ -164,7 +157,7 @@ class ParallelLoader:
         """Create the objects that serve one pass."""
         # Replicas have a thread each; other loops over several devices may be one after another.
         may_overflow = self._loops is None and len(self._devices) > 1
-        self._pipeline = Pipeline(self._prefetch, self._prefetch_bytes, may_overflow)
+        self._pipeline = Pipeline(self._prefetch, may_overflow)
         for place, (backend, device) in enumerate(self._devices):
             self._pipeline.add_lane(device, backend, self._loop_world(place).timeline)
         self._starting = threading.Lock()
@@ -177,7 +170,7 @@ class ParallelLoader:
         """The iterator of one device; the first call starts the pass. Two iterators of a device share its batches.
 
         Raises:
-            ValueError: the device is not one of this loader's; or tail="error", and the epoch is known to have a tail.
+            ValueError: the device is not one of this loader's.
             ClosedError: the loader is closed.
         """
         iterator = self.iterator(device)
@@ -221,7 +214,7 @@ class ParallelLoader:
                 raise
 
     def _start_pass(self) -> None:
-        begun = self._source.begin(self._rule, self._pipeline.count_left_out)
+        begun = self._source.begin(self._rule)
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, self._progress())
@@ -255,8 +248,7 @@ class ParallelLoader:
         """The function from which a lane's loop receives its batches."""
         if not self._source.is_uneven:
             return lane.receive
-        # What Lockstep holds has left the lane, and is no longer counted by its bound on bytes.
-        ahead = max(self._prefetch // 2, 1) if self._prefetch_bytes is None else 1
+        ahead = max(self._prefetch // 2, 1)
         return Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun).receive
 
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:

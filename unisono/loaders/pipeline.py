@@ -5,8 +5,8 @@
 A lane to a device to which nothing has to be moved has no transfer: the reader puts its batches directly into the
 outbox.
 
-The pipeline owns the lanes and the threads. The bounds apply per lane: to the number of loaded batches in its inbox, to
-the number of moved ones from the start of their move until the loop takes them, and to the bytes of both.
+The pipeline owns the lanes and the threads. The bounds apply per lane: to the number of loaded batches in its inbox, and
+to that of moved ones from the start of their move until the loop takes them.
 
 *Threads:* `unisono-reader` runs `read`, `unisono-transfer-K` runs `transfer` for lane K. They hold the pipeline and
 the source, never the loader object that the user holds, so dropping that object ends them.
@@ -18,16 +18,14 @@ Invariants:
    that could not be moved are discarded, too.
 4. One thread may drain one lane after another, unless each lane has a thread of its own: while another lane is empty,
    a full one grows beyond its bounds.
-5. A batch that is larger than the bound on bytes is admitted when its lane is empty.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -108,35 +106,28 @@ class Lane:
         self.timeline = timeline
         self.progress = Progress()
         self.sent = self.received = 0
-        self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
         self.is_direct = not backend.moves_in_background or backend.moves_in_loop
         self._most_moved = max(pipeline.prefetch // 2, 1)
         self._most_waiting = pipeline.prefetch
         if self.is_direct:  # as many as in both channels, with the one that would be moved
             self._most_waiting += self._most_moved + 1
-        # The number of waiting batches does not show how full a lane is that is bounded by bytes.
-        is_counted = pipeline.prefetch_bytes is None
-        self.inbox: Channel[Delivery] = Channel(
-            pipeline.lock, refill_at=self._most_waiting // 2 if is_counted else None
-        )
+        self.inbox: Channel[Delivery] = Channel(pipeline.lock, refill_at=self._most_waiting // 2)
         moved = self._most_waiting if self.is_direct else self._most_moved
-        self.outbox: Channel[Delivery] = Channel(pipeline.lock, self._on_receipt, moved // 2 if is_counted else None)
+        self.outbox: Channel[Delivery] = Channel(pipeline.lock, self._on_receipt, moved // 2)
         self.entry: Channel[Delivery] = self.outbox if self.is_direct else self.inbox
 
     # The reader's end.
 
     def send(self, piece: Piece, asked_at: int, loaded_at: int) -> bool:
         """Put the piece of the next round in, waiting for room; return False if nothing is received here any more."""
-        size = nbytes(piece.batch)
-        if self.inbox.is_cancelled:
-            return False
         # Checked without the lock first: only this thread takes up room.
-        if not self._has_room(size) and not self.entry.wait_for_room(partial(self._has_room, size)):
+        if self.inbox.is_cancelled or not (self._has_room() or self.entry.wait_for_room(self._has_room)):
             return False
         # `asked_at` is 0 if no other lane can have held up the reader: `divide` then finds no time for peers.
         sent_at = perf_counter_ns() if asked_at else loaded_at
-        item = Delivery(piece.batch, None, piece.claim, piece.position, size, Stamps(asked_at, loaded_at, sent_at))
+        stamps = Stamps(asked_at, loaded_at, sent_at)
+        item = Delivery(piece.batch, None, piece.claim, piece.position, nbytes(piece.batch), stamps)
         if self.is_direct and not self.backend.moves_in_loop:
             try:
                 item = self.move(*item)
@@ -144,7 +135,6 @@ class Lane:
                 self.fail(Outcome.failure(error))
                 return False
         self.sent += 1
-        self._sent_bytes += size
         return self.entry.send(item)
 
     def close(self, end: Outcome[None]) -> None:
@@ -152,14 +142,11 @@ class Lane:
         # Each lane raises its own copy: two threads must never raise the same exception object.
         self.entry.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
 
-    def _has_room(self, size: int) -> bool:
+    def _has_room(self) -> bool:
         # Of two channels only the first: how many batches are moved ahead is bounded by the transfer.
-        is_full = len(self.entry) >= self._most_waiting
-        # One batch may always enter, however large: a bound below the size of a batch would block forever.
-        bound = self._pipeline.prefetch_bytes
-        if bound is not None and self.sent > self.received:
-            is_full = is_full or self._sent_bytes - self._received_bytes + size > bound
-        return not is_full or (self._pipeline.may_overflow and any(lane.is_empty for lane in self._pipeline.lanes))
+        if len(self.entry) < self._most_waiting:
+            return True
+        return self._pipeline.may_overflow and any(lane.is_empty for lane in self._pipeline.lanes)
 
     # The transfer's end.
 
@@ -198,11 +185,8 @@ class Lane:
         """Whether nothing is in transit to a loop that may still receive here."""
         return self.sent == self.received and not self.inbox.is_cancelled
 
-    def _on_receipt(self, delivery: Delivery) -> None:
+    def _on_receipt(self, _: Delivery) -> None:
         self.received += 1
-        self._received_bytes += delivery.nbytes
-        if self._pipeline.prefetch_bytes is not None:  # which spans both channels; each wakes its own sender
-            self.entry.wake_sender()
         if self._pipeline.may_overflow and self.is_empty:  # the reader may wait for room in another lane
             for lane in self._pipeline.lanes:
                 lane.entry.wake_sender()
@@ -227,14 +211,11 @@ class Pipeline:
 
     Args:
         prefetch: loaded batches that may wait, per lane; half as many moved ones, at least one.
-        prefetch_bytes: the bytes of loaded and moved batches that may wait, per lane; None for no such bound. The batch
-            that is being read is not counted.
         may_overflow: whether one thread may empty several lanes, one after another.
     """
 
-    def __init__(self, prefetch: int, prefetch_bytes: int | None = None, may_overflow: bool = False) -> None:
+    def __init__(self, prefetch: int, may_overflow: bool = False) -> None:
         self.prefetch = prefetch
-        self.prefetch_bytes = prefetch_bytes
         self.may_overflow = may_overflow
         self.lock = threading.Lock()
         self.lanes: list[Lane] = []
@@ -258,13 +239,6 @@ class Pipeline:
         except BaseException:
             self.stop()
             raise
-
-    def count_left_out(self, samples: Sequence[int]) -> None:
-        """Count samples of each lane's share that are not delivered. The source calls it, in the reader's thread."""
-        for lane, dropped in zip(self.lanes, samples, strict=True):
-            if dropped:
-                with lane.timeline.helper("reader") as track:
-                    track.count("dropped", dropped)
 
     def stop(self) -> None:
         """Wake all threads and let them end; from any thread, without waiting for them."""

@@ -24,9 +24,6 @@ from unisono.tree import take
 
 logger = logging.getLogger(__name__)
 
-LeftOut = Callable[[Sequence[int]], None]
-"""Receives the number of samples that a pass leaves out, for each device of this process."""
-
 Loaded = tuple[Any, int | None]
 """A batch and its number of samples; None if that must be read from the batch."""
 
@@ -69,7 +66,7 @@ class Source(Protocol):
     @property
     def length(self) -> int | None: ...
 
-    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
+    def begin(self, rule: Rule) -> Begun:
         """Begin the next pass, in the thread that will loop over it."""
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
@@ -155,7 +152,7 @@ class PlainSource:
             return len(self._loader.dataset)
         return None
 
-    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
+    def begin(self, rule: Rule) -> Begun:
         """Begin the next pass over the iterable, whose iterator is created in the calling thread."""
         with self._begins:
             epoch, position = self.epoch, self._position
@@ -167,7 +164,7 @@ class PlainSource:
             return {"offset": offset, "batches": before + batches, "first": first, **self._snapshot()}
 
         first = position.get("first")
-        pieces = rounds_of_loaded(loaded, rule, self._dim, left_out, position["offset"], behind, first)
+        pieces = rounds_of_loaded(loaded, rule, self._dim, position["offset"], behind, first)
         return Begun(epoch, position, pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
@@ -228,7 +225,7 @@ class ItemSource(PlainSource):
     def _open(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
         # The position counts here, not that of the inner source, which advances by itself.
         self._items.seek(epoch, {"offset": position["batches"]}, Rule())
-        pieces = self._items.begin(Rule(), lambda samples: None).pieces
+        pieces = self._items.begin(Rule()).pieces
         return ((piece.batch, None) for (piece,) in pieces)
 
     def num_rounds(self, rule: Rule) -> int:
@@ -270,7 +267,6 @@ def rounds_of_loaded(
     loaded: Iterator[Loaded],
     rule: Rule,
     dim: int,
-    left_out: LeftOut,
     offset: int,
     behind: Callable[[int, int, int], Any],
     first: int | None = None,
@@ -287,13 +283,10 @@ def rounds_of_loaded(
         nominal: the size of a complete batch; None if it is not known in advance.
     """
 
-    def leave_out(samples: list[int]) -> None:
-        left_out([samples[place] for place in rule.kept])
-
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    for dealt in rounds(loaded, rule, partial(_measure, dim), nominal, start, leave_out, first):
+    for dealt in rounds(loaded, rule, partial(_measure, dim), nominal, start, first):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)
