@@ -23,10 +23,8 @@ from streams import Stream
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono import DeviceLoader
-from unisono.errors import BusyError, UnpicklableError
-from unisono.loaders.indexed import IndexedSource
-from unisono.loaders.sharding import Rule
-from unisono.loaders.shm import explain
+from unisono.errors import UnpicklableError
+from unisono.loaders.packing import explain
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,7 @@ class Epochal(Numbers):
         return index + 100 * self.epoch, os.getpid()
 
 
-def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
+def test_persistent_workers_serve_epoch_after_epoch_and_an_early_end_begins_with_new_ones():
     loader = DeviceLoader(DataLoader(Epochal(12), num_workers=2, persistent_workers=True, collate_fn=list))
 
     def load() -> tuple[list[int], set[int]]:
@@ -207,17 +205,16 @@ def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
     for _ in range(3):
         for _batch in loader:
             break
-    assert load() == (list(range(500, 512)), first)
+    numbers, new = load()
+    assert numbers == list(range(500, 512))
+    assert not new & first
+    assert load() == (list(range(600, 612)), new)
 
 
-def test_persistent_workers_serve_the_pass_that_was_begun_last():
-    source = IndexedSource(DataLoader(Numbers(9), num_workers=1, persistent_workers=True), None)
-    first = source.begin(Rule(), lambda samples: None)
-    next(first.pieces)
-    second = source.begin(Rule(), lambda samples: None)
-    assert [piece.batch.tolist() for (piece,) in second.pieces] == [[number] for number in range(9)]
-    with pytest.raises(BusyError, match="workers have begun another loop over the same loader"):
-        list(first.pieces)
+def test_two_loops_at_once_have_persistent_workers_of_their_own():
+    loader = DeviceLoader(DataLoader(Numbers(9), num_workers=1, persistent_workers=True))
+    first, second = ([each.tolist() for each in found] for found in zip(*zip(loader, loader, strict=True), strict=True))
+    assert first == second == [[number] for number in range(9)]
 
 
 class Blocks(Numbers):
@@ -235,7 +232,7 @@ def test_a_warning_and_the_users_time_out_name_the_worker_the_sample_and_the_lin
     with pytest.raises(RuntimeError) as told:
         list(DeviceLoader(data))
     (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
-    words = r"loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
+    words = r"loader worker 1 \(pid \d+\) reads the samples with indices 2, 3, in \(most recent .*"
     words += r"test_loader_workers.py\", line \d+ in __getitem__$"
     for said in (
         (f"timed out after 3 seconds: {words}", str(told.value)),
@@ -270,17 +267,11 @@ def test_early_ends_with_workers_leave_nothing(persistent):
         del _batch  # it has a file of its own
         join_own_threads()
 
-    for number in range(21 if persistent else 6):
-        if number == persistent:  # persistent workers have pipes from the first loop on
-            before = num_files()
+    before = num_files()
+    for _ in range(6):
         leave_early(loader)
     while num_files() > before:  # torch's queues close their pipes on threads of their own, a moment later
         threading.Event().wait(0.01)
-        if persistent:
-            leave_early(loader)  # torch keeps a batch that came before its turn, with its file, until the next loop
-    assert len(loader_workers()) == (2 if persistent else 0)
-    del loader
-    gc.collect()
     assert not loader_workers()
 
 

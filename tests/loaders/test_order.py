@@ -136,10 +136,10 @@ def test_a_loader_without_batches_keeps_seed_and_epoch_on_every_rank():
         found = []
         for _ in range(2):
             iterator = iter(loader)
-            found.append([sample for sample in iterator if iterator.valid_samples != 0])
+            found.append([int(sample) for sample in iterator if iterator.valid_samples != 0])
         return found
 
-    loader = DataLoader(Numbers(11), batch_size=None, shuffle=True)
+    loader = DataLoader(Numbers(11), batch_size=None, shuffle=True, collate_fn=lambda sample: torch.tensor([sample]))
     each_ranks = [load(each, rank) for rank, each in enumerate(ranks_of(loader, 2, seed=4))]
     first, second = ([each[epoch] for each in each_ranks] for epoch in range(2))
     for epoch in (first, second):
@@ -159,11 +159,10 @@ def test_a_late_beginning_is_the_rest_of_the_order_in_whole_batches(samples, siz
     sampler: Any = SequentialSampler(order) if is_sized else Own(lambda: order)
     batches = Batches(sampler, BatchSampler(sampler, size, drop_last), 0, 0, offset)
     expected = chunks(order[offset:], size)
-    left_out = len(expected.pop()) if drop_last and expected and len(expected[-1]) < size else 0
+    if drop_last and expected and len(expected[-1]) < size:
+        expected.pop()
     assert list(batches) == expected
-    assert batches.left_out == left_out
     assert batches.nominal == size
-    assert batches.samples == (sum(map(len, expected)) if is_sized or not samples else None)
 
 
 class Subclass(DataLoader):

@@ -144,14 +144,6 @@ def test_a_sampler_that_gives_more_than_its_length_or_less_is_followed():
     assert orders(loader_of(Sized(lambda: longer)), 1) == [longer]
 
 
-def test_what_drop_last_leaves_out_is_known_at_the_end_where_no_length_is():
-    batches = Batches(sampler := Own(lambda: range(11)), BatchSampler(sampler, 4, True), 0, 0)
-    assert list(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert batches.left_out == 3
-    found = dealt(DataLoader(Numbers(11), sampler=Own(lambda: range(11)), batch_size=4, drop_last=True), 2, tail="drop")
-    assert (found.global_batches, found.left_out) == ([list(range(8))], [2, 1])
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sampler_that_raises_leaves_the_generators_and_the_epoch_as_they_were(num_workers):
     def broken() -> Iterator[int]:
@@ -222,4 +214,4 @@ def test_a_late_beginning_cuts_a_batch_of_ones_own(sizes, offset):
     batches = Batches(None, Bucketed(own), 0, 0, offset)
     expected = [[each for each in batch if each >= offset] for batch in own]
     assert list(batches) == [batch for batch in expected if batch]
-    assert (batches.nominal, batches.samples) == (None, None)
+    assert batches.nominal is None

@@ -86,36 +86,9 @@ def test_a_lane_is_refilled_in_one_go_when_half_of_it_is_empty():
 
 
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])
-def test_no_more_bytes_wait_than_allowed_loaded_and_moved_together(backend):
-    with flow(backend(), limit=50) as made:
-        (iterator,) = made.start(b"0123456789" for _ in itertools.count())
-        for taken in range(30):
-            made.wait_given(taken + 5 + 1)  # one more is in the reader's hands
-            made.wait_full()
-            assert made.given == taken + 5 + 1
-            next(iterator)
-
-
-@pytest.mark.parametrize("backend", [Moving, CpuBackend])
-def test_a_batch_that_is_larger_than_the_bound_passes_alone(backend):
-    sizes = [10, 500, 10, 10, 700, 700, 10]
-    with flow(backend(), limit=25) as made:
-        (iterator,) = made.start(bytes(size) for size in sizes)
-        ahead = {0: 2, 1: 3, 2: 5, 3: 5, 4: 6, 5: 7}  # given when so many were taken: what fits, and one in hand
-        for taken, given in ahead.items():
-            made.wait_given(given)
-            if given < 7:
-                made.wait_full()
-                assert made.given == given
-            assert len(next(iterator)) == sizes[taken]
-        assert [len(batch) for batch in iterator] == sizes[6:]
-
-
-@pytest.mark.parametrize("backend", [Moving, CpuBackend])
 @pytest.mark.parametrize("lanes", [2, 3])
-@pytest.mark.parametrize("limit", [1, 25, None])
-def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend, lanes, limit):
-    with flow(backend(), lanes=lanes, prefetch=1, limit=limit) as made:
+def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend, lanes):
+    with flow(backend(), lanes=lanes, prefetch=1) as made:
         iterators = made.start(bytes([number]) * 10 for number in range(60))
         for place, iterator in enumerate(iterators):
             assert [batch[0] for batch in iterator] == list(range(place, 60, lanes))

@@ -98,19 +98,10 @@ def test_rounds_read_no_further_than_the_round_they_give():
 
 
 def test_what_a_fixed_size_leaves_out_is_logged(caplog):
-    told = []
     with caplog.at_level(logging.WARNING, "unisono"):
-        list(rounds([[1, 2], [3, 4], [5]], rule_of(2, fixed_batch_size=True), size_of, left_out=told.append))
+        list(rounds([[1, 2], [3, 4], [5]], rule_of(2, fixed_batch_size=True), size_of))
     assert "fixed_batch_size=True ends the epoch at sample 4: the next round has batches of [1] samples" in caplog.text
     assert "and not 2 of size 2" in caplog.text
-    assert told == [[1, 0]]
-
-
-@pytest.mark.parametrize("tail", ["split", "pad"])
-def test_a_batch_that_does_not_tell_its_size_is_one_sample_that_all_who_share_it_get_whole(tail):
-    (found,) = rounds(["text"], rule_of(3, tail=tail), lambda batch, is_cut: measure(batch, 0, None, is_cut))
-    pieces = [cut(found, rank, 0) for rank in range(3)]
-    assert [(piece.batch, *piece.claim[:2]) for piece in pieces] == [("text", 1, 1), ("text", 0, 1), ("text", 0, 1)]
 
 
 def test_a_loaded_batch_is_padded_with_its_own_samples():
@@ -123,7 +114,7 @@ def test_a_loaded_batch_is_padded_with_its_own_samples():
 
 @pytest.mark.parametrize(("name", "value"), [("split", "devices"), ("tail", "cut"), ("tail", None), ("split", 2)])
 def test_an_unknown_split_or_tail_is_refused_with_the_choices(name, value):
-    choices = {"split": "'rank', 'global'", "tail": "'split', 'drop', 'pad', 'error'"}[name]
+    choices = {"split": "'rank', 'global'", "tail": "'split', 'drop', 'pad'"}[name]
     words = f"{name}={value!r} is unknown; choose one of {choices}"
     with pytest.raises(ValueError, match=re.escape(words)):
         Rule(**{name: value})

@@ -18,7 +18,7 @@ from streams import COUNT, SIZE, ByEpoch, Stream, all_of, loader_of, loop, passe
 from torch import nn
 from torch.nn import functional as F
 
-from unisono import DeviceLoader, current_world, optimizer_step, rank
+from unisono import DeviceLoader, optimizer_step, rank
 from unisono.errors import BrokenWorldError
 from unisono.loaders.sharding import Rule
 from unisono.loaders.streams import StreamSource
@@ -33,16 +33,6 @@ def test_the_tail_of_uneven_parts(tail, steps, counted):
         assert {len(batch) for each in found for batch in each[0].batches} == {SIZE}
 
 
-def test_error_ends_before_a_round_that_not_all_ranks_have():
-    errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=1)
-    assert len(errors) == 2
-    assert all(str(error).startswith("tail='error': the data of rank(s) 1 has ended") for error in errors)
-    errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=2)
-    assert any(
-        str(each).startswith("tail='error': 7 samples do not divide into rounds of 1 batches of 2") for each in errors
-    )
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @stand_ins()
 def test_one_device_keeps_the_tail_policies_of_a_stream(workers):
@@ -53,19 +43,6 @@ def test_one_device_keeps_the_tail_policies_of_a_stream(workers):
     assert sizes("split") == short + whole
     assert sizes("drop") == whole
     assert sizes("pad") == [4] * len(short) + whole
-    with pytest.raises(ValueError, match=r"tail='error': \d+ samples do not divide into rounds of 1 batches of 4"):
-        sizes("error")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_drop_last_leaves_out_is_counted(workers):
-    def body() -> tuple[int, int, int]:
-        got = loop(DeviceLoader(loader_of(Stream(14), workers, drop_last=True)))
-        timeline = current_world().timeline
-        counts = [track.counts["dropped"] for track in timeline.tracks()]
-        return sum(map(len, got.batches)), sum(counts), len(got.batches)
-
-    assert THREADS_2.run(body) == [(6, 1, 2), (6, 1, 2)]
 
 
 class Pairs(Stream):
@@ -192,7 +169,7 @@ def test_threads_that_begin_passes_at_once_have_an_epoch_each():
 
     def begin(source: StreamSource) -> None:
         gate.wait(PATIENCE_S)
-        epochs.append(source.begin(Rule(), lambda samples: None).epoch)
+        epochs.append(source.begin(Rule()).epoch)
 
     source = StreamSource(loader, 0, 1, 0, None)
     threads = [threading.Thread(target=begin, args=(source,)) for _ in range(4)]

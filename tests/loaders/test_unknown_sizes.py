@@ -1,4 +1,4 @@
-"""Batches that do not say how many samples they hold: each counts the same, none is cut, and metrics ask."""
+"""Batches that do not say how many samples they hold: one device takes them whole, several refuse them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
-from torch import nn
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono import Accelerator, DeviceLoader, ParallelLoader
-from unisono.loaders.sharding import Part, Size, deal, measure
+from unisono.loaders.sharding import Size, measure
 
 
 class Scene:
@@ -80,101 +79,42 @@ class Stream(IterableDataset):
         return iter(batches(self.form))
 
 
+SOURCES = [batches, lambda form: DataLoader(Stream(form), None)]
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
-@pytest.mark.parametrize("source", [batches, lambda form: DataLoader(Stream(form), None)], ids=["list", "stream"])
-def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: Any, mode: Mode, source: Any) -> None:
-    def body() -> tuple[list[Any], str]:
-        loader = DeviceLoader(source(form))
-        found = [(rows_of(batch).tolist(), loader.valid_samples, loader.weight) for batch in loader]
-        try:
-            return found, str(list(DeviceLoader(source(form), fixed_batch_size=True)))
-        except ValueError as error:
-            return found, str(error)
-
-    ranks = mode.run(body)
-    found = list(zip(*[each for each, _ in ranks], strict=True))
-    kept = [rows for each in found for rows, valid, _ in each if valid != 0]
-    assert kept == plain_rows(form)
-    assert {valid for each in found for _, valid, _ in each} <= {None, 0}
-    for each in found:
-        counting = [weight for _, valid, weight in each if valid is None]
-        assert counting == [1 / len(counting)] * len(counting), "each counts the same"
-        assert sum(weight for *_, weight in each) == 1
-    words = f"compares the sizes of batches, and one of class {type(form(torch.zeros(4, 3))).__name__} does not say"
-    assert all(words in error for _, error in ranks)
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
-def test_the_gradient_of_a_step_is_the_mean_over_its_batches(mode: Mode) -> None:
-    """The plain twin: the mean loss of each batch, averaged over the batches of a round, whatever they hold."""
-
-    def body() -> list[list[float]]:
-        accelerator, network = Accelerator(gradient_accumulation_steps=1), nn.Linear(3, 1, bias=False).double()
-        network, optimizer, loader = accelerator.prepare(
-            network, torch.optim.SGD(network.parameters(), lr=0.0), DeviceLoader(batches(as_dicts))
-        )
-        found = []
+@pytest.mark.parametrize("source", SOURCES, ids=["list", "stream"])
+def test_on_one_device_each_is_given_whole_and_nobody_knows_how_many_samples_count(form: Any, source: Any) -> None:
+    accelerator, loader = Accelerator(), DeviceLoader(source(form))
+    found = []
+    with torch.no_grad():
         for batch in loader:
-            accelerator.backward(network(rows_of(batch).double()).mean())
-            found.append(network.weight.grad.flatten().tolist())
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    means = [rows_of(batch).double().mean(0) for batch in batches(as_dicts)]
-    rounds = [means[start : start + mode.ranks] for start in range(0, len(means), mode.ranks)]
-    expected = [torch.stack(each).mean(0) for each in rounds]
-    for found in mode.run(body):
-        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), torch.stack(expected))
+            found.append((rows_of(batch).tolist(), loader.valid_samples, loader.weight))
+            rows = rows_of(batch).clone()
+            assert torch.equal(accelerator.gather_for_metrics(rows), rows), "on one device every row counts"
+    assert found == [(rows, None, 1.0) for rows in plain_rows(form)]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
-def test_metrics_are_refused_on_all_ranks_until_the_rows_that_count_are_given(form: Any, mode: Mode) -> None:
-    def body() -> tuple[set[str], list[Any]]:
-        accelerator = Accelerator()
-        loader = DeviceLoader(batches(form))
-        told, gathered = set(), []
-        with torch.no_grad():
-            for batch in loader:
-                rows = rows_of(batch).clone()
-                try:
-                    accelerator.gather_for_metrics(rows, loader.valid_samples if loader.valid_samples else None)
-                except ValueError as error:
-                    told.add(str(error))
-                count = 0 if loader.valid_samples == 0 else len(rows)
-                gathered += accelerator.gather_for_metrics(rows, valid_samples=count).tolist()
-        return told, gathered
+@pytest.mark.parametrize(
+    ("mode", "options"), [(THREADS_2, {}), (PROCESSES_2, {}), (SOLO, {"fixed_batch_size": True})], ids=str
+)
+@pytest.mark.parametrize("source", SOURCES, ids=["list", "stream"])
+def test_several_ranks_and_a_fixed_size_refuse_them(form: Any, mode: Mode, options: Any, source: Any) -> None:
+    def body() -> str:
+        with pytest.raises(ValueError, match="does not say how many samples it holds") as caught:
+            list(DeviceLoader(source(form), **options))
+        return str(caught.value)
 
-    for told, gathered in mode.run(body):
-        assert all("do not say how many samples they hold" in each and "pass valid_samples" in each for each in told)
-        assert bool(told) == (mode.ranks > 1)  # on one device every row counts
-        assert gathered == [row for rows in plain_rows(form) for row in rows]
+    words = f"a batch of class {type(form(torch.zeros(4, 3))).__name__} does not say how many samples"
+    assert all(words in error for error in mode.run(body))
 
 
-def test_rows_are_not_taken_for_those_of_an_earlier_loop() -> None:
-    def body() -> None:
-        accelerator = Accelerator()
-        told, unsized = DeviceLoader([torch.ones(4, 3)] * 2), DeviceLoader(batches(as_object))
-        with torch.no_grad():
-            for _ in told:
-                pass
-            for batch in unsized:
-                with pytest.raises(ValueError, match="do not say how many samples"):
-                    accelerator.gather_for_metrics(batch.rows.clone())
-            for batch in told:
-                assert len(accelerator.gather_for_metrics(batch.clone())) == 8, "the loop that is read now tells"
-
-    THREADS_2.run(body)
-
-
-def test_samples_in_a_list_are_not_cut_along_their_features() -> None:
-    (batch,) = [as_dicts(torch.arange(12.0).reshape(4, 3))]
-    with ParallelLoader([batch], ["cpu:0", "cpu:1"]) as loader:
+def test_several_devices_of_one_process_refuse_them() -> None:
+    with ParallelLoader(batches(as_dicts), ["cpu:0", "cpu:1"]) as loader:
         for device in loader.devices:
-            (given,) = loader.per_device_loader(device)
-            assert rows_of(given).tolist() == rows_of(batch).tolist()
+            with pytest.raises(ValueError, match="a batch of class list does not say"):
+                next(loader.per_device_loader(device))
 
 
 def test_two_views_of_a_batch_whose_size_is_known_are_still_cut() -> None:
@@ -184,14 +124,6 @@ def test_two_views_of_a_batch_whose_size_is_known_are_still_cut() -> None:
     assert measure(tuple(views), 0) == Size(4, can_be_cut=True), "a list is what comes where nothing collates"
     assert measure([{"x": torch.zeros(2)}, {"x": torch.zeros(2)}], 0).samples == 2, "either way"
     assert measure([{"x": torch.zeros(4)}, {"y": torch.zeros(4)}], 0) == Size(4, can_be_cut=True)
-
-
-def test_beside_a_batch_that_does_not_tell_all_count_as_one() -> None:
-    told, unsized = Size(4), Size(1, False, "Scene")
-    first, second = deal([told, unsized], 2)
-    assert (first, second) == (Part(0, 0, 4, 1, 2, is_sized=False), Part(1, 0, 1, 1, 2, is_sized=False))
-    assert [part.samples for part in deal([unsized, told], 5)] == [1, 0, 0, 1, 0]
-    assert [part.repeated for part in deal([unsized, told], 5)] == [0, 1, 1, 0, 4]
 
 
 @pytest.mark.parametrize("form", [as_object, as_dicts])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,7 +15,6 @@ from unisono.backends.cpu import CpuBackend
 from unisono.loaders.pipeline import Stamps
 from unisono.loaders.sharding import Claim, Piece
 from unisono.timeline import FETCH, Waits
-from unisono.world import World
 
 
 def slow_twin(stamps: Stamps, began: int, ended: int) -> Waits:
@@ -81,22 +79,3 @@ def test_bytes_repeated_samples_and_the_depth_of_the_queue_are_counted(backend):
         "bytes": 20,
         "queued": 4 + 3 + 2 + 1,
     }
-
-
-def test_samples_that_are_left_out_are_counted_for_each_lanes_rank():
-    with flow(CpuBackend(), lanes=2) as made:
-
-        def source() -> Iterator[list[Piece]]:
-            yield [Piece(number, Claim(1, 2)) for number in range(2)]
-            made.pipeline.count_left_out([3, 0])
-            made.pipeline.count_left_out([1, 2])
-
-        made.pipeline.start(source())
-        for lane in made.pipeline.lanes:
-            list(made.iterator(lane))
-        dropped = [_dropped(world) for world in made.worlds]
-    assert dropped == [[("reader", 4)], [("reader", 2)]]
-
-
-def _dropped(world: World) -> Sequence[tuple[str, int]]:
-    return [(track.name, track.counts["dropped"]) for track in world.timeline.tracks() if track.counts["dropped"]]

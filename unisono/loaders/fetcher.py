@@ -79,7 +79,7 @@ class Fetcher:
         are made without seeds, and a batch in which something is drawn after all is made again.
         """
         begun: list[Any] = []
-        if self._draws is None:
+        if self._draws is None and request.indices:
             self._tell_epoch(request.epoch)
             self._seed(request, 0)
             before = all_states()

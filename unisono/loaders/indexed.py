@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from unisono.errors import StateError
-from unisono.loaders.fetcher import Fetcher, Request, fetches_many
+from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
 from unisono.loaders.resume import State
@@ -90,7 +90,7 @@ class IndexedSource:
         self._pool: WorkerPool | None = None
         if loader.num_workers:
             start = WorkerStart(loader.dataset, loader.worker_init_fn)
-            self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start, has_requests=True)
+            self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start)
 
     @property
     def length(self) -> int | None:
@@ -104,7 +104,6 @@ class IndexedSource:
         """Begin the next epoch. Its order is drawn, and its loader workers are started, in the calling thread.
 
         Raises:
-            BusyError: the loader's persistent workers serve another pass.
         """
         with self._begins:
             epoch, offset = self.epoch, self._offset
@@ -219,12 +218,10 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: in
         if failed:
             raise failed.pop()
 
-    def describe(place: int) -> str:
-        indices = asked[0].request.indices
-        # The place may be left from the worker's previous batch, which may have been larger.
-        return f"the sample with index {indices[min(place, len(indices) - 1)]!r}"
+    def describe() -> str:
+        return f"the samples with indices {few(asked[0].request.indices)}"
 
-    return grouped(pool.serve(seed, requests(), describe=describe))
+    return grouped(pool.serve(seed, requests(), describe))
 
 
 def _num_indices(indices: list[Any], _: bool) -> Size:

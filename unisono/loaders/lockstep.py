@@ -28,7 +28,7 @@ from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane, Stamps
 from unisono.loaders.sharding import Claim, Rule, Size, check_sizes_known, mark_of
 from unisono.loaders.sources import Begun
-from unisono.loaders.stream_position import Read, SameStream, StreamPosition
+from unisono.loaders.stream_parts import Read, SameStream, StreamPosition
 from unisono.outcome import copy_error
 from unisono.tree import batch_size, can_cut, pick, tree_map
 from unisono.world import World
@@ -93,7 +93,7 @@ class Lockstep:
             BrokenWorldError: another rank's source failed.
             CollectiveMismatchError: another rank is at another position of the stream.
             RuntimeError: the ranks read different streams, or cut theirs in different ways.
-            ValueError: the rule forbids batches of unknown size.
+            ValueError: a batch is of unknown size.
         """
         if self._end is not None:
             raise copy_error(self._end)
@@ -107,14 +107,11 @@ class Lockstep:
 
     def _take_round(self, offered: list[_Ready | None], stamps: Stamps) -> Delivery:
         """Return this rank's batch of a round, or its substitute."""
-        there = [size for size, _ in filter(None, offered)]
-        sizes = [size.samples for size in there]
+        sizes = [size.samples for size, _ in filter(None, offered)]
         self._wanted = self._wanted or sizes[0]
-        if self._rule.fixed_batch_size:
-            check_sizes_known(there)
-            if None in offered or set(sizes) != {self._wanted}:
-                logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
-                self._leave_rest()
+        if self._rule.fixed_batch_size and (None in offered or set(sizes) != {self._wanted}):
+            logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
+            self._leave_rest()
         self._taken = self._taken.after(read for _, read in filter(None, offered))
         if offered[self._world.rank] is not None:
             own = self._own.popleft()
@@ -125,9 +122,7 @@ class Lockstep:
             own = self._one_sample_of(self._spare)
         self._offset += sum(sizes)
         batch, repeated = self._pad_to_full(own)
-        is_sized = not any(size.unsized for size in there)
-        samples, total = (own.claim.samples, sum(sizes)) if is_sized else (min(own.claim.samples, 1), len(there))
-        claim = Claim(samples, total, mark_of(self._offset), repeated, sum(map(bool, sizes)), is_sized)
+        claim = Claim(own.claim.samples, sum(sizes), mark_of(self._offset), repeated, sum(map(bool, sizes)))
         return own._replace(batch=batch, claim=claim, position=self._taken.to_state(self._offset), stamps=stamps)
 
     def _agree_on_rounds(self) -> Stamps:
@@ -143,6 +138,7 @@ class Lockstep:
         finally:
             del error  # or its traceback would keep it alive, with everything in this frame
         check_offers(offers)
+        check_sizes_known([size for offer in offers for size, _ in offer.batches])
         going = [offer for offer in offers if offer.batches]
         for _, read in chain.from_iterable(offer.batches for offer in going):
             self._same.compare(read)
@@ -184,20 +180,20 @@ class Lockstep:
     def _pad_to_full(self, own: Delivery) -> tuple[Any, int]:
         """Return the batch, padded if the rule says so, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
-        size = (batch_size(batch, self._dim) or 1) if own.claim.is_sized else 1
+        size = batch_size(batch, self._dim) or 1
         is_short = self._rule.tail == "pad" and size < self._full
-        if not is_short or not own.claim.is_sized or not can_cut(batch, self._dim):
+        if not is_short or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
         return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
 
     def _one_sample_of(self, own: Delivery) -> Delivery:
         """Return one sample of a batch, to be repeated, or the whole batch if it cannot be cut."""
-        batch, is_sized = own.batch, own.claim.is_sized
-        if is_sized and can_cut(batch, self._dim):
+        batch = own.batch
+        if can_cut(batch, self._dim):
             self._lane.backend.wait_ready(own.token)
             batch = pick(batch, [0], self._dim)
-        return own._replace(batch=batch, claim=Claim(0, None, is_sized=is_sized), nbytes=0)
+        return own._replace(batch=batch, claim=Claim(0, None), nbytes=0)
 
     def _share_sample(self, root: int) -> None:
         """Send one sample to the ranks that have never received any."""
@@ -207,11 +203,11 @@ class Lockstep:
             self._lane.backend.wait_ready(self._spare.token)
             # Via the host: a pickled tensor would name the root's device, and each rank moves it to its own.
             to_cpu = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples, self._spare.claim.is_sized
-        batch, size, is_sized = world.comm.broadcast_object(sample, root)
+            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples
+        batch, size = world.comm.broadcast_object(sample, root)
         if self._spare is None:
             batch, token = world.backend.to_device(batch, self._lane.device)
-            self._spare = Delivery(batch, token, Claim(0, None, is_sized=is_sized), {}, 0, Stamps())
+            self._spare = Delivery(batch, token, Claim(0, None), {}, 0, Stamps())
             self._full = max(self._full, size)
 
     def _leave_rest(self) -> NoReturn:

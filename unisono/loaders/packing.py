@@ -77,7 +77,7 @@ def _unpack(data: bytes) -> Outcome[Any]:
 
 
 class _Merged:
-    """A batch whose many tensors are merged into one for transit, so it needs one descriptor; unpickled as the batch."""
+    """A batch whose many tensors are merged into one for transit, which needs one descriptor."""
 
     def __init__(self, batch: Any) -> None:
         stream = io.BytesIO()
@@ -106,7 +106,7 @@ class _MergingPickler(ForkingPickler):
         # Of strides, devices, quantisation and gradients nothing would be sent.
         if type(node) is not torch.Tensor or node.layout is not torch.strided or not node.is_cpu:
             return None
-        if node.requires_grad or node.is_quantized or not node.is_contiguous():
+        if node.requires_grad or node.is_quantized or node.is_nested or not node.is_contiguous():
             return None
         if id(node) not in self.found:
             self.found[id(node)] = (self.end, node.nbytes, node.dtype, tuple(node.shape)), node

@@ -5,8 +5,8 @@
 A lane to a device to which nothing has to be moved has no transfer: the reader puts its batches directly into the
 outbox.
 
-The pipeline owns the lanes and the threads. The bounds apply per lane: to the number of loaded batches in its inbox, and
-to that of moved ones from the start of their move until the loop takes them.
+The pipeline owns the lanes and the threads. The bounds apply per lane: to the number of loaded batches in its inbox,
+and to that of moved ones from the start of their move until the loop takes them.
 
 *Threads:* `unisono-reader` runs `read`, `unisono-transfer-K` runs `transfer` for lane K. They hold the pipeline and
 the source, never the loader object that the user holds, so dropping that object ends them.

@@ -21,8 +21,8 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
-_first: weakref.WeakKeyDictionary[Any, weakref.ref[Source]] = weakref.WeakKeyDictionary()
-"""By DataLoader: the source that was the last to begin epoch 0."""
+_first: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Source]]] = weakref.WeakKeyDictionary()
+"""By DataLoader: the seed of the source that was the last to begin epoch 0, and the source."""
 
 
 class Sources:
@@ -61,15 +61,15 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 
 
 def warn_of_repetition(loader: Iterable[Any], source: Source) -> None:
-    """Warn once that a pass over a shuffled DataLoader begins at epoch 0, as that of another source before, which is
-    gone: its reader was created again for each epoch. Evaluation may repeat its order."""
+    """Warn once that a pass over a shuffled DataLoader begins at epoch 0, as did that of another source before, which
+    is gone: its reader was created again for each epoch. Evaluation may repeat its order."""
     if not makes_batches_alike(loader) or source.order == "SequentialSampler" or not torch.is_grad_enabled():
         return
     epoch, position = source.next_position()
-    before = _first.pop(loader, None)
+    seed, before = _first.pop(loader, (None, None))
     if epoch == 0:
-        _first[loader] = weakref.ref(source)
-        if before is not None and before() is None and not position["offset"]:
+        _first[loader] = source.seed, weakref.ref(source)
+        if before is not None and before() is None and seed == source.seed and not position["offset"]:
             say_repetition()
 
 

@@ -121,8 +121,9 @@ class Claim(NamedTuple):
 
     `mark` is the same on all ranks that are in the same round, and almost certainly different otherwise. `repeated`
     samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
-    the round. If `is_sized` is False, the batch does not say how many samples it holds, and counts as one. If `is_summed`, the total is unknown only until a pass claims the batch: it
-    is then summed over the ranks. If `is_guess`, the batch may have another number of rows than samples were asked for.
+    the round. If `is_sized` is False, the batch does not say how many samples it holds, and counts as one. If
+    `is_summed`, the total is summed over the ranks when a pass claims the batch. If `is_guess`, the batch may have
+    another number of rows than samples were asked for.
     """
 
     samples: int

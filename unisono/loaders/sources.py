@@ -270,7 +270,6 @@ def rounds_of_loaded(
     offset: int,
     behind: Callable[[int, int, int], Any],
     first: int | None = None,
-    nominal: int | None = None,
 ) -> Iterator[list[Piece]]:
     """The pieces that this process keeps of each round of loaded batches.
 
@@ -280,13 +279,12 @@ def rounds_of_loaded(
         behind: returns the position after a round, from three arguments: the number of the epoch's samples up to its
             end, the number of these batches read so far, and the size of the epoch's first batch.
         first: the size of the epoch's first batch, if that precedes these batches; also the size to pad to.
-        nominal: the size of a complete batch; None if it is not known in advance.
     """
 
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    for dealt in rounds(loaded, rule, partial(_measure, dim), nominal, start, first):
+    for dealt in rounds(loaded, rule, partial(_measure, dim), None, start, first):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)

@@ -1,43 +1,212 @@
-"""One part of a stream: which of its samples a loader worker, or the in-process reader, collates into batches.
+"""The parts of a stream, and how much of each was taken: the position in an iterable dataset.
 
-*Threads:* in a loader worker the main one, which may seed the process's generators; in process the reader's, which must
-not.
+A part has an address and a position. The address is its number (part w of rank r is number `r * workers + w`) and the
+row of parts that take turns in one stream: all of them, if it is cut by stride. The position is the number of its
+samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows. It
+is of integers and texts; `rest` marks the other values, as long as those are the same in all of these samples.
+
+*Threads:* `PartReader` runs in a loader worker, in its main thread, which may seed the process's generators; or in
+process in the reader's, which must not.
 
 Invariants:
 1. Every sample of every part is yielded once, in the part's own order.
-2. What is read again is compared with what was delivered, before anything that follows it is yielded.
+2. A position counts samples that were delivered, not those that were read ahead.
+3. Parts of one stream that are at the same number have the same mark, and so has who reads the stream again: what is
+   read again is compared before anything that follows it is yielded.
+4. A stream that is cut by stride can continue with other numbers of ranks and workers; one that is cut otherwise needs
+   the same numbers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
-from unisono.loaders import fetcher
-from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
-from unisono.loaders.resume import is_stateful
-from unisono.loaders.sharding import fingerprint, mark_of, spread
-from unisono.loaders.stream_position import Cutter, Position, Read, StreamPosition
+from unisono.loaders.packing import Packed
+from unisono.loaders.resume import State, is_stateful
+from unisono.loaders.sharding import glimpse, mark_of, spread
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
 
+Cutter = Literal["caller", "dataset", "worker", "stride"]
+"""What cuts a stream into parts; `streams.py` explains which of them does when."""
+
+_REMEMBERED = 1024  # positions; more than one reader is ahead of another
+_ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
+
+
+class Position(NamedTuple):
+    """The number of a part's samples that were delivered, and the marks of its stream up to there. `rest` is 0 if the
+    mark alone tells the samples apart: other values may be augmented at random."""
+
+    taken: int = 0
+    mark: int = 0
+    rest: int = 0
+
+    def is_of_another(self, other: Position) -> bool:
+        """Whether the two, at the same number, are positions of different streams."""
+        return self.mark != other.mark or (self.rest != other.rest and 0 not in (self.rest, other.rest))
+
+
+class Layer(NamedTuple):
+    """The positions of the parts of `ranks` ranks with `workers` loader workers each.
+
+    When the numbers of ranks or workers change, a second layer divides the samples that the first left over, and so on.
+    """
+
+    ranks: int
+    workers: int
+    parts: tuple[Position, ...]
+
+    def row_of(self, by: Cutter, rank: int, part: int) -> range:
+        """The parts that take turns in the stream that `part`, of `rank`, reads."""
+        if by == "stride":
+            return range(len(self.parts))
+        # All of the stream is the part's own, unless the dataset has cut it for the rank: then its workers take turns.
+        return range(rank * self.workers, (rank + 1) * self.workers) if by == "dataset" else range(part, part + 1)
+
+
+class Read(NamedTuple):
+    """What a batch leaves: the position of a part of a stream that is cut `by`, and the dataset's own state if any."""
+
+    part: int
+    position: Position
+    by: Cutter = "stride"
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """A position in a stream.
+
+    Attributes:
+        by: what cut it.
+        layers: the positions of its parts; the last layer is that of the current ranks and workers.
+        states: the dataset's own states at those positions, by part, if it has any.
+    """
+
+    by: Cutter
+    layers: tuple[Layer, ...]
+    states: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def nothing(cls, by: Cutter, ranks: int, workers: int) -> StreamPosition:
+        """The beginning."""
+        return cls(by, (Layer(ranks, workers, (Position(),) * (ranks * workers)),))
+
+    @classmethod
+    def of_state(cls, state: State) -> StreamPosition:
+        """Read what `to_state` returned; StateError if it is not a position in a stream."""
+        try:
+            layers = tuple(
+                Layer(ranks, workers, tuple(Position(*each) for each in parts))
+                for ranks, workers, parts in state["layers"]
+            )
+            found = cls(state["by"], layers, {int(part): each for part, each in state.get("states", {}).items()})
+            is_right = all(
+                len(each.parts) == each.ranks * each.workers and min(each.parts) >= (0, 0) for each in layers
+            )
+            is_right = is_right and len(layers) > 0 and found.by in get_args(Cutter)
+        except (KeyError, TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            raise StateError("the state does not say what was read of which part: it is not the state of a stream")
+        return found
+
+    def to_state(self, offset: int) -> State:
+        """The position as plain data, after `offset` samples of the epoch."""
+        layers = [[layer.ranks, layer.workers, [list(each) for each in layer.parts]] for layer in self.layers]
+        return {"offset": offset, "by": self.by, "layers": layers, **({"states": self.states} if self.states else {})}
+
+    @property
+    def here(self) -> Layer:
+        """The layer of the current ranks and workers."""
+        return self.layers[-1]
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything was taken."""
+        return any(any(each) for layer in self.layers for each in layer.parts)
+
+    def parts_of(self, rank: int) -> list[int]:
+        """The parts of a rank, in the order in which they deliver: worker by worker, from the one that is due."""
+        workers = self.here.workers
+        own = range(rank * workers, (rank + 1) * workers)
+        return sorted(own, key=lambda part: self.here.parts[part].taken)
+
+    def is_read_again(self, part: int) -> bool:
+        """Whether the reader of this part must read samples that were taken before."""
+        return (len(self.layers) > 1 or self.here.parts[part].taken > 0) and part not in self.states
+
+    def after(self, reads: Iterable[Read]) -> StreamPosition:
+        """The position after these batches."""
+        parts, states, by = list(self.here.parts), dict(self.states), self.by
+        for read in reads:
+            by, parts[read.part] = read.by, read.position
+            if read.state is not None:
+                states[read.part] = read.state
+        return StreamPosition(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))), states)
+
+    def cut_again(self, ranks: int, workers: int) -> StreamPosition:
+        """The same position, with what is left cut for these numbers of ranks and workers."""
+        if self.here[:2] == (ranks, workers):
+            return self
+        return replace(self, layers=self.layers + StreamPosition.nothing(self.by, ranks, workers).layers, states={})
+
+    def check_cut(self, by: Cutter) -> None:
+        """Check that no sample is lost if `by` cuts the stream from here on. StateError if something else has cut it
+        before; or if the numbers of ranks and workers have changed, and it is not cut by stride."""
+        here = self.here[:2]
+        # A stream that the dataset cut for a rank is cut by stride among its workers, so their number may change.
+        numbers = {(layer.ranks, layer.workers if by != "dataset" else here[1]) for layer in self.layers}
+        if not self.is_begun or (by == self.by and (by == "stride" or numbers == {here})):
+            return
+        before = next(layer for layer in self.layers if any(map(any, layer.parts)))
+        raise StateError(
+            f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream "
+            f"that was cut by the {self.by}; here are {here[0]} with {here[1]}, and it is cut by the {by}: only what "
+            "is cut by stride continues with other numbers; resume with the same, or restart the epoch with set_epoch"
+        )
+
+
+class SameStream:
+    """Compares the marks of parts that are read from one stream, at the same number of samples."""
+
+    def __init__(self, here: Layer) -> None:
+        self._here = here
+        self._marks: dict[tuple[int, int], Position] = {}  # by the row's first part and the number; the latest last
+
+    def compare(self, read: Read) -> None:
+        """Add the position that one batch has left; RuntimeError if another reader has seen another stream."""
+        row = self._here.row_of(read.by, read.part // self._here.workers, read.part)
+        position = read.position if read.position.taken >= _ALIKE else read.position._replace(rest=0)
+        if self._marks.setdefault((row.start, position.taken), position).is_of_another(position):
+            raise RuntimeError(
+                "the ranks or loader workers read different streams (their samples differ), so cutting them by stride "
+                "would lose some samples and repeat others; shuffle by the epoch (set_epoch), or with the global "
+                "generators in loader workers (num_workers=1), which are seeded alike; or let the dataset cut itself, "
+                "by get_worker_info() or by shard(num_shards, index); where each has its own part already, pass "
+                "already_sharded=True"
+            )
+        if len(self._marks) > _REMEMBERED:
+            del self._marks[next(iter(self._marks))]
+
 
 class Made(NamedTuple):
-    """A batch of one part, its number of samples, if that is known without looking at it, and what it leaves. Where
-    drop_last has left the samples out, there is neither a batch nor a `read`."""
+    """A batch of one part, its number of samples, if that is known without looking at it, and what it leaves."""
 
     batch: Any
     samples: int | None
-    read: Read | None
+    read: Read
 
 
 @dataclass(eq=False)
@@ -99,8 +268,6 @@ class PartReader(IterableDataset[Packed]):
         info: Any = get_worker_info()
         try:
             for made in self.made(int(self.cell), info.worker, info):
-                if can_surely_be_sent(made.batch) and has_many(made.batch):
-                    made = made._replace(batch=Merged(made.batch))
                 yield Packed(made, f"samples of a stream, read for part {self.part(info.worker)},")
         except Exception as error:
             # Yielded, not raised: torch would send it as text, and lose its type.
@@ -111,11 +278,10 @@ class PartReader(IterableDataset[Packed]):
         samples = PartSamples(self, epoch, self.part(worker), asked)
         while chunk := list(islice(samples, self.size or 1)):
             if self.size is not None and self.drop_last and len(chunk) < self.size:
-                yield Made(None, len(chunk), None)
-                continue
+                return
             read = samples.read()
             try:
-                batch = self.collate(chunk[0]) if self.size is None else fetcher.collated(self.collate, chunk)
+                batch = self.collate(chunk[0] if self.size is None else chunk)
             except Exception as error:
                 error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
                 raise
@@ -170,7 +336,7 @@ class PartSamples:
 
     def __next__(self) -> Any:
         while True:
-            number = fetcher.at[0] = self.index
+            number = self.index
             self._seed_for(number)
             try:
                 sample = next(self._source)
@@ -238,7 +404,7 @@ class PartSamples:
             number, mark, rest, first = self._seen[place]
             turn, part = number // len(row), row[number % len(row)]
             if part == row.start:
-                known = fingerprint(sample)
+                known = glimpse(sample) or spread(sample)
                 mark, own = mark_of(mark, known), mark_of(known)
                 first = first or own
                 rest = mark_of(rest, spread(sample)) if own == first and (rest or not number) else 0

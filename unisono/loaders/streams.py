@@ -19,19 +19,18 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono.loaders.made_rows import num_rows, unlisted
+from unisono.loaders.made_rows import num_rows
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
-from unisono.loaders.sources import Begun, LeftOut, Loaded, makes_batches_alike, rounds_of_loaded
-from unisono.loaders.stream_parts import Made, PartReader
-from unisono.loaders.stream_position import Cutter, Read, SameStream, StreamPosition
+from unisono.loaders.sources import Begun, Loaded, makes_batches_alike, rounds_of_loaded
+from unisono.loaders.stream_parts import Cutter, Made, PartReader, Read, SameStream, StreamPosition
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
 
@@ -60,7 +59,7 @@ class StreamSource:
         self._begins = threading.Lock()
         self._persistent: tuple[Any, WorkerPool, PartReader] | None = None
 
-    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
+    def begin(self, rule: Rule) -> Begun:
         """Begin the next pass. The loader workers are started in the calling thread.
 
         With several ranks, the position of a piece is the `Read` of its batch, for `Lockstep`.
@@ -68,7 +67,6 @@ class StreamSource:
         Raises:
             ValueError: the global batch is smaller than the number of ranks.
             StateError: the state was saved with another number of ranks or workers, and the stream cannot be cut again.
-            BusyError: the loader's persistent workers serve another pass.
         """
         with self._begins:
             epoch, offset, loader = self.epoch, self._position["offset"], self._require_loader()
@@ -83,15 +81,11 @@ class StreamSource:
             reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
             made = self._make_batches(loader, reader, epoch)
             self.epoch, self._position = epoch + 1, {"offset": 0}
-        places = len(rule.kept)
-        reading = _Reading(
-            made, taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven, self._dim
-        )
-        # The ranks' rounds are made in lockstep; only a short batch of this one is refused here.
-        own = Rule(tail="error" if rule.tail == "error" else "split") if self.is_uneven else rule
+        reading = _Reading(made, taken, self.is_uneven, self._dim)
         full = size if rule.tail == "pad" else None
-        nominal = size if rule.tail == "error" and not loader.drop_last else None
-        pieces = rounds_of_loaded(reading, own, self._dim, left_out, offset, reading.position, full, nominal)
+        # The ranks' rounds are made in lockstep.
+        own = Rule() if self.is_uneven else rule
+        pieces = rounds_of_loaded(reading, own, self._dim, offset, reading.position, full)
         return Begun(epoch, taken.to_state(offset), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
@@ -129,28 +123,16 @@ class StreamSource:
             return by_node.split_dataset_by_node(dataset, rank, ranks), "dataset"
         if is_split or cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"
-        if callable(getattr(dataset, "shard", None)):
-            try:
-                # By name: under other names the numbers may mean something else.
-                part = dataset.shard(num_shards=ranks, index=rank)
-                if not isinstance(part, Iterable):
-                    raise TypeError(f"it gave a {type(part).__name__}")
+        # By name: under other names the numbers may mean something else. By stride if it fails: every rank reads all.
+        with suppress(Exception):
+            if isinstance(part := dataset.shard(num_shards=ranks, index=rank), Iterable):
                 return part, "dataset"
-            except Exception as error:
-                logger.warning(
-                    "%s.shard gives no part %d of %d (%s: %s), so it is sharded by stride: every rank reads all of it",
-                    type(dataset).__name__, rank, ranks, type(error).__name__, str(error),
-                )  # fmt: skip
         return dataset, "stride"
 
     def _cut_again(self, by: Cutter, before: StreamPosition | None) -> StreamPosition:
         """Where the pass begins: at its beginning, or at a position, perhaps one of other numbers of parts."""
         taken = (before or StreamPosition.nothing(by, self._ranks, self._workers)).cut_again(self._ranks, self._workers)
         if before is not None and taken is not before:
-            logger.info(
-                "the stream was read in %d x %d parts; what is left is cut into %d x %d",
-                *before.here[:2], *taken.here[:2],
-            )  # fmt: skip
             taken.check_cut(by)
         if any(taken.is_read_again(part) for part in taken.parts_of(self._rank)):
             logger.warning(
@@ -164,23 +146,22 @@ class StreamSource:
         if not loader.num_workers:
             return reader.made(epoch)
         key, is_begun = (reader.by, reader.size), reader.taken.is_begun
-        if self._persistent is None or self._persistent[0] != key or is_begun:
+        before, pool, kept = self._persistent or (None, None, reader)
+        if pool is not None and pool.is_idle and before == key and not is_begun:
+            reader = kept
+        else:
             pool = WorkerPool(loader, reader, reader.start)
             # A resumed pass has other parts than the next one.
             self._persistent = (key, pool, reader) if loader.persistent_workers and not is_begun else None
-        else:
-            _, pool, reader = self._persistent
-        return pool.serve(seed_of(self.seed, epoch, "workers"), before=lambda: reader.set_epoch(epoch))
+        reader.set_epoch(epoch)
+        return pool.serve(seed_of(self.seed, epoch, "workers"))
 
 
 class _Reading:
     """The batches of a pass as they are read, and the position after them."""
 
-    def __init__(
-        self, made: Iterator[Made], start: StreamPosition, leave_out: Callable[[int], None], is_uneven: bool, dim: int
-    ) -> None:
-        self._made, self._taken, self._leave_out = made, start, leave_out
-        self._is_uneven, self._dim = is_uneven, dim
+    def __init__(self, made: Iterator[Made], start: StreamPosition, is_uneven: bool, dim: int) -> None:
+        self._made, self._taken, self._is_uneven, self._dim = made, start, is_uneven, dim
         self._same = SameStream(start.here)
         self._read: Read | None = None  # of the last batch
 
@@ -188,14 +169,11 @@ class _Reading:
         return self
 
     def __next__(self) -> Loaded:
-        while (made := next(self._made)).read is None:
-            self._leave_out(made.samples or 0)
-        self._read = made.read
+        batch, samples, self._read = next(self._made)
         if not self._is_uneven:  # otherwise these are matters of all ranks
-            self._same.compare(made.read)
-            self._taken = self._taken.after([made.read])
-        batch, listed = unlisted(made.batch)
-        return batch, None if made.samples is None else num_rows(batch, made.samples, self._dim, listed)
+            self._same.compare(self._read)
+            self._taken = self._taken.after([self._read])
+        return batch, None if samples is None else num_rows(batch, samples, self._dim)
 
     def position(self, offset: int, *_: int) -> Any:
         return self._read if self._is_uneven else self._taken.to_state(offset)
@@ -228,9 +206,4 @@ def _share_of_batch(size: int, rank: int, ranks: int) -> int:
             f"batch_size={size} with split='global' is too small for world_size={ranks}: every rank takes a part of "
             "each batch; pass a batch_size of at least that number"
         )
-    return share_evenly(size, ranks)[rank]
-
-
-def share_evenly(samples: int, places: int) -> list[int]:
-    share, more = divmod(samples, places)
-    return [share + (place < more) for place in range(places)]
+    return size // ranks + (rank < size % ranks)
