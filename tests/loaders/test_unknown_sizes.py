@@ -1,4 +1,4 @@
-"""Batches that do not say how many samples they hold: one device takes them whole, several refuse them."""
+"""Batches that do not say how many samples they hold: each counts the same, none is cut, and metrics ask."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono import Accelerator, DeviceLoader, ParallelLoader
-from unisono.loaders.sharding import Size, measure
+from unisono import Accelerator, DeviceLoader
+from unisono.loaders.sharding import Part, Size, deal, measure
 
 
 class Scene:
@@ -79,28 +80,57 @@ class Stream(IterableDataset):
         return iter(batches(self.form))
 
 
-SOURCES = [batches, lambda form: DataLoader(Stream(form), None)]
-
-
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("source", SOURCES, ids=["list", "stream"])
-def test_on_one_device_each_is_given_whole_and_nobody_knows_how_many_samples_count(form: Any, source: Any) -> None:
-    accelerator, loader = Accelerator(), DeviceLoader(source(form))
-    found = []
-    with torch.no_grad():
-        for batch in loader:
-            found.append((rows_of(batch).tolist(), loader.valid_samples, loader.weight))
-            rows = rows_of(batch).clone()
-            assert torch.equal(accelerator.gather_for_metrics(rows), rows), "on one device every row counts"
-    assert found == [(rows, None, 1.0) for rows in plain_rows(form)]
+@pytest.mark.parametrize(
+    ("mode", "source"),
+    [
+        (SOLO, batches),
+        (THREADS_3, batches),
+        (PROCESSES_2, batches),
+        (SOLO, lambda form: DataLoader(Stream(form), None)),
+    ],
+    ids=["solo", "threads", "processes", "solo, a stream"],
+)
+def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: Any, mode: Mode, source: Any) -> None:
+    def body() -> tuple[list[Any], set[str], list[Any]]:
+        accelerator, loader, found, told, gathered = Accelerator(), DeviceLoader(source(form)), [], set(), []
+        with torch.no_grad():
+            for batch in loader:
+                rows, valid = rows_of(batch).clone(), loader.valid_samples
+                found.append((rows.tolist(), valid, loader.weight))
+                try:
+                    accelerator.gather_for_metrics(rows, valid or None)
+                except ValueError as error:
+                    told.add(str(error))
+                count = 0 if valid == 0 else len(rows)
+                gathered += accelerator.gather_for_metrics(rows, valid_samples=count).tolist()
+        return found, told, gathered
+
+    ranks = mode.run(body)
+    found = list(zip(*[each for each, *_ in ranks], strict=True))
+    assert [rows for each in found for rows, valid, _ in each if valid != 0] == plain_rows(form)
+    assert {valid for each in found for _, valid, _ in each} <= {None, 0}
+    for each in found:
+        counting = [weight for _, valid, weight in each if valid is None]
+        assert counting == [1 / len(counting)] * len(counting), "each counts the same"
+        assert sum(weight for *_, weight in each) == 1
+    for _, told, gathered in ranks:
+        assert all("do not say how many samples they hold" in each and "pass valid_samples" in each for each in told)
+        assert bool(told) == (mode.ranks > 1)  # on one device every row counts
+        assert gathered == [row for rows in plain_rows(form) for row in rows]
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("mode", "options"), [(THREADS_2, {}), (PROCESSES_2, {}), (SOLO, {"fixed_batch_size": True})], ids=str
+    ("mode", "source", "options"),
+    [
+        (SOLO, batches, {"fixed_batch_size": True}),
+        (THREADS_2, batches, {"fixed_batch_size": True}),
+        (THREADS_2, lambda form: DataLoader(Stream(form), None), {}),
+    ],
+    ids=["solo, a fixed size", "a fixed size", "a stream of several ranks"],
 )
-@pytest.mark.parametrize("source", SOURCES, ids=["list", "stream"])
-def test_several_ranks_and_a_fixed_size_refuse_them(form: Any, mode: Mode, options: Any, source: Any) -> None:
+def test_a_fixed_size_and_a_stream_of_several_ranks_refuse_them(form, mode, source, options) -> None:
     def body() -> str:
         with pytest.raises(ValueError, match="does not say how many samples it holds") as caught:
             list(DeviceLoader(source(form), **options))
@@ -110,11 +140,28 @@ def test_several_ranks_and_a_fixed_size_refuse_them(form: Any, mode: Mode, optio
     assert all(words in error for error in mode.run(body))
 
 
-def test_several_devices_of_one_process_refuse_them() -> None:
-    with ParallelLoader(batches(as_dicts), ["cpu:0", "cpu:1"]) as loader:
-        for device in loader.devices:
-            with pytest.raises(ValueError, match="a batch of class list does not say"):
-                next(loader.per_device_loader(device))
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_the_gradient_of_a_step_is_the_mean_over_its_batches(mode: Mode) -> None:
+    """The plain twin: the mean loss of each batch, averaged over the batches of a round, whatever they hold."""
+
+    def body() -> list[list[float]]:
+        accelerator, network = Accelerator(gradient_accumulation_steps=1), nn.Linear(3, 1, bias=False).double()
+        network, optimizer, loader = accelerator.prepare(
+            network, torch.optim.SGD(network.parameters(), lr=0.0), DeviceLoader(batches(as_dicts))
+        )
+        found = []
+        for batch in loader:
+            accelerator.backward(network(rows_of(batch).double()).mean())
+            found.append(network.weight.grad.flatten().tolist())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    means = [rows_of(batch).double().mean(0) for batch in batches(as_dicts)]
+    rounds = [means[start : start + mode.ranks] for start in range(0, len(means), mode.ranks)]
+    expected = [torch.stack(each).mean(0) for each in rounds]
+    for found in mode.run(body):
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), torch.stack(expected))
 
 
 def test_two_views_of_a_batch_whose_size_is_known_are_still_cut() -> None:
@@ -124,6 +171,14 @@ def test_two_views_of_a_batch_whose_size_is_known_are_still_cut() -> None:
     assert measure(tuple(views), 0) == Size(4, can_be_cut=True), "a list is what comes where nothing collates"
     assert measure([{"x": torch.zeros(2)}, {"x": torch.zeros(2)}], 0).samples == 2, "either way"
     assert measure([{"x": torch.zeros(4)}, {"y": torch.zeros(4)}], 0) == Size(4, can_be_cut=True)
+
+
+def test_beside_a_batch_that_does_not_tell_all_count_as_one() -> None:
+    told, unsized = Size(4), Size(1, False, "Scene")
+    first, second = deal([told, unsized], 2)
+    assert (first, second) == (Part(0, 0, 4, 1, 2, is_sized=False), Part(1, 0, 1, 1, 2, is_sized=False))
+    assert [part.samples for part in deal([unsized, told], 5)] == [1, 0, 0, 1, 0]
+    assert [part.repeated for part in deal([unsized, told], 5)] == [0, 1, 1, 0, 4]
 
 
 @pytest.mark.parametrize("form", [as_object, as_dicts])

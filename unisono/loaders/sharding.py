@@ -15,7 +15,8 @@ The tail is the last round if it is incomplete: short of batches, or of samples 
 every rank makes the same number of steps and every sample is delivered exactly once. A rank for which no sample is left
 gets a repeated one that counts as 0 samples. So does a rank that would get a part of a batch that cannot be cut with
 certainty: its neighbour takes the whole batch. Other policies: "drop" leaves the tail out, so that all batches have one
-size; "pad" pads each rank's batch with repeated samples. Batches of unknown size are for one rank only.
+size; "pad" pads each rank's batch with repeated samples. If some batch of a round is of unknown size, each batch is
+taken whole and counts as one, and it is unknown which of its rows count.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Part(NamedTuple):
     """One rank's part of a round: samples `start` to `stop` of the round's batch number `batch`.
 
     `samples` of the round's `total` samples are this rank's; 0 if the part only repeats a sample to keep step. They are
-    followed by `padding` samples, which repeat the part from its start.
+    followed by `padding` samples, which repeat the part from its start. If some batch of the round is of unknown size
+    (`is_sized` is False), these are numbers of batches.
     """
 
     batch: int
@@ -104,11 +106,13 @@ class Part(NamedTuple):
     samples: int
     total: int
     padding: int = 0
+    is_sized: bool = True
 
     @property
     def repeated(self) -> int:
         """How many of the delivered samples only repeat others."""
-        return self.stop - self.start + self.padding - self.samples
+        own = self.samples if self.is_sized else (self.stop - self.start) * self.samples
+        return self.stop - self.start + self.padding - own
 
     def order(self) -> list[int]:
         """The samples of the batch that make up the part, its padding included."""
@@ -121,8 +125,7 @@ class Claim(NamedTuple):
 
     `mark` is the same on all ranks that are in the same round, and almost certainly different otherwise. `repeated`
     samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
-    the round. If `is_sized` is False, the batch does not say how many samples it holds, and counts as one. If
-    `is_summed`, the total is summed over the ranks when a pass claims the batch. If `is_guess`, the batch may have
+    the round. If `is_sized` is False, the samples are batches, each of which counts as one. If `is_summed`, the total is summed over the ranks when a pass claims the batch. If `is_guess`, the batch may have
     another number of rows than samples were asked for.
     """
 
@@ -171,16 +174,17 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
 
     A full round gives each rank one whole batch. In a short round, neighbouring ranks share a batch as evenly as
     possible, and the earlier ones take the larger parts; no part is larger than its batch. Parts of batches that can be
-    cut are padded to `fill_to` samples.
+    cut are padded to `fill_to` samples. If one batch is of unknown size, all are taken whole, and count as one each.
     """
-    if count == 1 and not fill_to:  # most loops: spares the rest
+    if count == 1 and not sizes[0].unsized and not fill_to:  # most loops: spares the rest
         return [Part(0, 0, sizes[0].samples, sizes[0].samples, sizes[0].samples)]
-    total = sum(size.samples for size in sizes)
-    if len(sizes) == count:
+    is_sized = not any(size.unsized for size in sizes)
+    total = sum(size.samples for size in sizes) if is_sized else len(sizes)
+    if len(sizes) == count and is_sized:
         whole = enumerate(sizes)
         parts = [Part(batch, 0, size.samples, size.samples, total) for batch, size in whole]
     else:
-        parts = [_slice_evenly(sizes, rank, count, total) for rank in range(count)]
+        parts = [_share(sizes, rank, count, total, is_sized) for rank in range(count)]
     if not fill_to:
         return parts
     return [
@@ -191,11 +195,13 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     ]
 
 
-def _slice_evenly(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
+def _share(sizes: Sequence[Size], rank: int, count: int, total: int, is_sized: bool) -> Part:
     batch = rank * len(sizes) // count
     # `-(-a // b)` rounds up: the first rank that shares this batch, and the first with the next one.
     first, after = -(-batch * count // len(sizes)), -(-(batch + 1) * count // len(sizes))
     place, samples = rank - first, sizes[batch].samples
+    if not is_sized:
+        return Part(batch, 0, samples, int(place == 0), total, is_sized=False)
     if not sizes[batch].can_be_cut:
         return Part(batch, 0, samples, 0 if place else samples, total)
     share, more = divmod(samples, after - first)
@@ -234,7 +240,7 @@ def rounds(
         first: the size of the epoch's first batch, if that precedes this sequence.
 
     Raises:
-        ValueError: batches must have one size, or go to several ranks, and one is of unknown size.
+        ValueError: batches must have one size, and one is of unknown size.
     """
     source = iter(batches)
     # A resumed epoch began with a batch that is not seen here; a full one, unless its size was saved.
@@ -252,7 +258,7 @@ def rounds(
         is_tail = len(group) < rule.batches or (nominal is not None and min(sizes).samples < nominal)
         if reference is None:
             reference = sizes[0].samples
-        if rule.fixed_batch_size or rule.count > 1:
+        if rule.fixed_batch_size:
             check_sizes_known(sizes)
         if rule.fixed_batch_size and (len(group) < rule.batches or any(size.samples != reference for size in sizes)):
             logger.warning(
@@ -273,9 +279,9 @@ def check_sizes_known(sizes: Sequence[Size]) -> None:
     """Raise ValueError if a batch is of unknown size."""
     if unsized := next((size.unsized for size in sizes if size.unsized), None):
         raise ValueError(
-            f"a batch of class {unsized} does not say how many samples it holds, as it must for several ranks and for "
-            "fixed_batch_size=True; let a DataLoader make the batches, with a batch_size and a collate_fn, or yield "
-            "tensors with the samples along batch_dim, in dicts, lists or tuples"
+            f"a batch of class {unsized} does not say how many samples it holds, as it must with fixed_batch_size=True, "
+            "and from a stream that several ranks share; let the DataLoader make the batches, with a batch_size and a "
+            "collate_fn, or yield tensors with the samples along batch_dim, in dicts, lists or tuples"
         )
 
 
@@ -298,8 +304,7 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
         batch = pick(batch, part.order(), dim)
     elif (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
         batch = take(batch, part.start, part.stop, dim)
-    is_sized = not dealt.sizes[part.batch].unsized
-    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated, len(dealt.batches), is_sized))
+    return Piece(batch, Claim(part.samples, part.total, mark, part.repeated, len(dealt.batches), part.is_sized))
 
 
 def mark_of(*content: Any) -> int:
