@@ -80,6 +80,10 @@ class Stream(IterableDataset):
         return iter(batches(self.form))
 
 
+def streamed(form: Any) -> Any:
+    return DataLoader(Stream(form), None)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("mode", "source"),
@@ -87,7 +91,7 @@ class Stream(IterableDataset):
         (SOLO, batches),
         (THREADS_3, batches),
         (PROCESSES_2, batches),
-        (SOLO, lambda form: DataLoader(Stream(form), None)),
+        (SOLO, streamed),
     ],
     ids=["solo", "threads", "processes", "solo, a stream"],
 )
@@ -126,7 +130,7 @@ def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: 
     [
         (SOLO, batches, {"fixed_batch_size": True}),
         (THREADS_2, batches, {"fixed_batch_size": True}),
-        (THREADS_2, lambda form: DataLoader(Stream(form), None), {}),
+        (THREADS_2, streamed, {}),
     ],
     ids=["solo, a fixed size", "a fixed size", "a stream of several ranks"],
 )
