@@ -226,14 +226,13 @@ class Blocks(Numbers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_warning_and_the_users_time_out_name_the_worker_the_sample_and_the_line(monkeypatch, caplog, persistent):
+def test_a_warning_and_the_users_time_out_name_the_worker_and_the_samples(monkeypatch, caplog, persistent):
     monkeypatch.setattr("unisono.loaders.workers._LONG_S", 1.0)
     data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=3, persistent_workers=persistent)
     with pytest.raises(RuntimeError) as told:
         list(DeviceLoader(data))
     (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
-    words = r"loader worker 1 \(pid \d+\) reads the samples with indices 2, 3, in \(most recent .*"
-    words += r"test_loader_workers.py\", line \d+ in __getitem__$"
+    words = r"loader worker 1 reads the samples with indices 2, 3; `py-spy dump --pid \d+` shows where$"
     for said in (
         (f"timed out after 3 seconds: {words}", str(told.value)),
         ("no batch has come for .*: " + words, warning),

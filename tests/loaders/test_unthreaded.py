@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as MapDataset
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.errors import ClosedError
-from unisono.loaders import unthreaded as reading
+from unisono.loaders import pipeline as reading
 from unisono.world import solo_world, thread_worlds
 
 

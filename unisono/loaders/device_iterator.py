@@ -13,8 +13,8 @@ import torch
 from unisono.deliveries import Loop
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
-from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim
+from unisono.loaders.sources import State
 from unisono.outcome import Outcome
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
 from unisono.world import World

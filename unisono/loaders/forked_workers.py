@@ -8,56 +8,38 @@ and begin a loop at the same time suffice to make a worker wait forever.
 So each worker renews the locks that it can reach, acquires the others once, and reports to its parent. One that does
 not report is killed, and forked again.
 
-*Threads:* any; one at a time is in `one_at_a_time`. `LoaderWorker.run` runs in the forked process.
+*Threads:* any; one at a time starts workers. `LoaderWorker.run` runs in the forked process.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import itertools
 import multiprocessing
 import os
 import select
-import signal
 import sys
-import tempfile
 import threading
-import time
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing import context
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils.data.graph_settings
 
 from unisono.backends.seeding import seeding_locks
-from unisono.errors import BusyError
-from unisono.torch_private import WORKER_LOOP, share_memory_lock, share_memory_map
+from unisono.torch_private import share_memory_lock, share_memory_map
 
 _PATIENCE_S = (1.0, 3.0, 10.0, 16.0)  # for each fork; a slow machine may exceed the first ones, without harm
-_STACK_S = 2.0
-_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9  # used by no other component
-_OURS = f"{Path(__file__).parent}/"
 
 _Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
 _Context: Any = getattr(context, "ForkContext", object)
 
-_lock = threading.Lock()
+one_at_a_time = threading.Lock()
+"""Held while loader workers start: those of another thread would inherit half-made pipes."""
 
 
 class LoaderWorker(_Process):  # type: ignore[misc]
     """A forked process whose start returns once the process has acquired the locks that it needs."""
 
     _report: int = -1  # the writing end of a pipe, for its report
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        # Opened before the fork, so both processes share the file and its offset.
-        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with this
-        weakref.finalize(self, self.stacks.close)
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
@@ -83,8 +65,6 @@ class LoaderWorker(_Process):  # type: ignore[misc]
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()  # acquires the stream's lock, which a thread that printed may have held
-        # Before the report: without a handler, the signal would end the worker.
-        faulthandler.register(_SIGNAL, self.stacks, all_threads=False)
         os.write(self._report, b".")
         os.close(self._report)
         super().run()
@@ -100,42 +80,6 @@ def context_of(given: Any) -> Any:
     """The multiprocessing context for a DataLoader whose own is `given`: None, a name, or a context."""
     method = given if isinstance(given, str) else (given or multiprocessing).get_start_method()
     return Context() if method == "fork" else given
-
-
-def stack_of(worker: Any) -> str:
-    """The current stack of a loader worker, as lines to append to a message; empty if unknown."""
-    if not isinstance(worker, LoaderWorker) or not worker.is_alive():
-        return ""
-    # The worker shares the offset, so its next stack begins at 0, too.
-    worker.stacks.seek(0)
-    worker.stacks.truncate()
-    os.kill(worker.pid, _SIGNAL)
-    deadline = time.monotonic() + _STACK_S
-    while time.monotonic() < deadline:
-        time.sleep(0.01)
-        # Not by the file's offset, which the worker shares and may be writing at.
-        text = os.pread(worker.stacks.fileno(), 1 << 20, 0).decode(errors="replace")
-        if WORKER_LOOP in text:  # the loop that every loader worker is in
-            lines = text[: text.index(WORKER_LOOP)].splitlines()[1:-1]
-            return ", in (most recent call first):\n" + "\n".join(_without_ours(lines))
-    return ""
-
-
-def _without_ours(lines: list[str]) -> list[str]:
-    """The lines of a stack before the first one in this package."""
-    return list(itertools.takewhile(lambda line: _OURS not in line, lines)) or lines
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Keep other threads from starting loader workers during the block: they would inherit half-made pipes. BusyError
-    if another thread has been starting its own for a minute."""
-    if not _lock.acquire(timeout=2 * sum(_PATIENCE_S)):
-        raise BusyError("another thread of this process has been starting loader workers for a minute")
-    try:
-        yield
-    finally:
-        _lock.release()
 
 
 def _fork_in_time(process: Any, patience_s: float) -> Any:

@@ -19,9 +19,8 @@ from unisono.errors import StateError
 from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
-from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, mark_of, rounds
-from unisono.loaders.sources import Begun, makes_batches_alike
+from unisono.loaders.sources import Begun, State, makes_batches_alike
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.randomness import seed_of
 

@@ -53,12 +53,11 @@ class Batches:
         size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
         self.nominal = size
         order = draw.indices(sampler)
-        if isinstance(order, Sequence | torch.Tensor):
-            behind = max(len(order) - offset, 0)
-            stop = offset + behind - (behind % size if drop_last else 0)
-            self._batches = _slices(order, range(offset, stop), size)
+        if isinstance(order, torch.Tensor):
+            order = chain.from_iterable(map(torch.Tensor.tolist, order[offset:].split(_CHUNK)))
         else:
-            self._batches = _groups(islice(order, offset, None), size, drop_last)
+            order = order[offset:] if isinstance(order, Sequence) else islice(order, offset, None)
+        self._batches = _groups(iter(order), size, drop_last)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self._batches
@@ -69,14 +68,6 @@ def _groups(order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[A
         if drop_last and len(batch) < size:
             return
         yield batch
-
-
-def _slices(order: Sequence[Any] | torch.Tensor, places: range, size: int) -> Iterator[list[Any]]:
-    chunk = max(_CHUNK // size, 1) * size
-    for begin in places[::chunk]:
-        some = order[begin : min(begin + chunk, places.stop)]
-        indices = some.tolist() if isinstance(some, torch.Tensor) else list(some)
-        yield from (indices[start : start + size] for start in range(0, len(indices), size))
 
 
 def _behind(batches: Iterable[list[Any]], offset: int) -> Iterator[list[Any]]:
@@ -109,11 +100,8 @@ class _Draw:
         """The order of a sampler of single indices; a sequence or a tensor if its end is known."""
         if type(sampler) is SequentialSampler:
             return range(len(sampler.data_source))
-        if (
-            type(sampler) is RandomSampler
-            and not sampler.replacement
-            and sampler.num_samples == len(sampler.data_source)
-        ):
+        is_plain = type(sampler) is RandomSampler and not sampler.replacement
+        if is_plain and sampler.num_samples == len(sampler.data_source):
             generator = self._generator()
             return torch.randperm(sampler.num_samples, generator=generator, device=generator.device)  # as RandomSampler
         return self(sampler)

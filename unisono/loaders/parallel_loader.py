@@ -31,12 +31,10 @@ from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import drops_tail, is_sharded
 from unisono.loaders.lockstep import Lockstep
-from unisono.loaders.pipeline import Delivery, Lane, Pipeline
+from unisono.loaders.pipeline import Delivery, Lane, Pipeline, Unthreaded
 from unisono.loaders.registry import Sources, source_of, warn_of_repetition
-from unisono.loaders.resume import Progress, State
 from unisono.loaders.sharding import Rule, Split, Tail
-from unisono.loaders.sources import Begun, Bookmark, state_behind
-from unisono.loaders.unthreaded import Unthreaded
+from unisono.loaders.sources import Begun, Bookmark, Progress, State, state_behind
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from contextvars import Context
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -33,16 +34,20 @@ from weakref import WeakSet
 import torch
 
 from unisono.comm.thread_start import start_threads
+from unisono.errors import ClosedError
 from unisono.loaders.channel import Channel, EndOfChannel
-from unisono.loaders.resume import Progress
 from unisono.loaders.sharding import Claim, Piece
+from unisono.loaders.sources import Progress
 from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
 from unisono.timeline import MOVE, Timeline, Waits
 from unisono.tree import nbytes
 
-READING = "in round {} of the loader"  # a note to an error
+_READING = "in round {} of the loader"  # a note to an error
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
+_SWITCH_NS = 100_000  # a change of thread
+_LONG_NS = 100 * _SWITCH_NS
+_FEW, _MANY = 3, 8  # slow batches at the beginning of a loop after which the reader takes over; and more of them later
 
 _started: WeakSet[Pipeline] = WeakSet()
 
@@ -74,6 +79,9 @@ class Stamps(NamedTuple):
         asked, loaded, sent = max(asked, began), max(loaded, began), min(sent, ended)
         asked, loaded = min(asked, sent), min(loaded, sent)
         return Waits(source=loaded - asked, transfer=ended - sent, peers=asked - began + sent - loaded)
+
+
+_HERE = Stamps()  # if nothing is moved, all of a wait is for the source
 
 
 class Delivery(NamedTuple):
@@ -270,9 +278,8 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     round_number = lanes[0].sent  # the loop itself may have read some
     pieces: list[Piece] | None
     try:
-        if (
-            len(lanes) == 1 and not lanes[0].backend.moves_in_loop
-        ):  # tensors that the dataset itself moves by `.cuda()` go to the loop's device
+        # Tensors that the dataset itself moves by `.cuda()` go to the loop's device.
+        if len(lanes) == 1 and not lanes[0].backend.moves_in_loop:
             lanes[0].backend.activate(lanes[0].device)
         while (pieces := next(source, None)) is not None:
             loaded_at = perf_counter_ns()
@@ -288,7 +295,7 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
         end: Outcome[None] = Outcome()
     except BaseException as error:
         end = Outcome.failure(error)
-        error.add_note(READING.format(round_number))
+        error.add_note(_READING.format(round_number))
     pieces = None
     for lane in lanes:
         lane.close(end)
@@ -314,3 +321,81 @@ def transfer(lane: Lane) -> None:
         outbox.close(Outcome())
     except BaseException as error:  # ClosedError too: it is the source's own, or no loop receives it
         lane.fail(Outcome.failure(error))
+
+
+class Unthreaded:
+    """The batches of one lane without threads: its loop reads and moves them, when it requests them.
+
+    With `prefetch=0` it stays so: the dataset runs in the loop's own thread, as debuggers and database connections
+    expect. Otherwise it stays so while a batch costs less than a change of thread would; then `read_ahead` starts the
+    threads for what is left of the source. Until then the source is read as it would be there: in a context of its own,
+    with gradients enabled.
+
+    *Threads:* the loop's. `close` from another one takes effect when the source has returned the round it is reading.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        source: Iterator[list[Piece]],
+        read_ahead: Callable[[Iterator[list[Piece]]], None] | None = None,
+    ) -> None:
+        self._lane = lane
+        self._source = source
+        self._end: BaseException | None = None
+        self._context = Context()
+        self._read_ahead = read_ahead
+        self._is_ahead = False
+        self._slow = 0  # rises by slow batches, falls by others: a few that were interrupted decide nothing
+
+    def receive(self) -> Delivery:
+        """Return the next batch; as `Lane.receive`."""
+        if self._is_ahead:
+            return self._lane.receive()
+        if self._lane.outbox.is_cancelled and self._end is None:
+            # Frees the dataset and its workers: `close` cannot, since this thread may be reading.
+            self._source = iter(())
+            raise ClosedError("the loader was closed, so it yields no more batches")
+        if self._end is not None:
+            raise copy_error(self._end)
+        try:
+            return self._read()
+        except BaseException as error:
+            self._source = iter(())  # the source may hold loader workers, and the kept error must not hold its frames
+            self._end = copy_error(error).with_traceback(None)
+            raise
+
+    def _read(self) -> Delivery:
+        lane, began = self._lane, perf_counter_ns()
+        try:
+            if self._read_ahead is None:
+                pieces = next(self._source, None)
+            elif torch.is_grad_enabled():
+                pieces = self._context.run(next, self._source, None)
+            else:
+                with torch.enable_grad():
+                    pieces = self._context.run(next, self._source, None)
+        except BaseException as error:
+            error.add_note(_READING.format(lane.sent))
+            raise
+        if pieces is None:
+            raise EndOfChannel
+        (piece,) = pieces
+        batch, claim, position = piece
+        now = perf_counter_ns()
+        stamps = _HERE if lane.is_direct else Stamps(0, now, now)
+        lane.sent += 1
+        lane.received += 1
+        moved = lane.move(batch, None, claim, position, nbytes(batch), stamps)
+        if now - began > _SWITCH_NS:
+            self._slow += 1
+            if self._read_ahead and (self._slow >= _FEW or (lane.sent == 1 and now - began > _LONG_NS)):
+                source, self._source = self._source, iter(())
+                try:
+                    self._read_ahead(source)
+                    self._is_ahead = True
+                except Exception as error:  # after this batch, as an error of the source
+                    self._end = copy_error(error).with_traceback(None)
+        elif self._slow > -_MANY:
+            self._slow -= 1
+        return moved

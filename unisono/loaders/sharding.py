@@ -125,9 +125,8 @@ class Claim(NamedTuple):
 
     `mark` is the same on all ranks that are in the same round, and almost certainly different otherwise. `repeated`
     samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
-    the round. If `is_sized` is False, the samples are batches, each of which counts as one. If `is_summed`, the total is
-    summed over the ranks when a pass claims the batch. If `is_guess`, the batch may have another number of rows than
-    samples were asked for.
+    the round. If `is_sized` is False, the samples are batches, each of which counts as one. If `is_summed`, the total
+    is summed over the ranks when a pass claims the batch. If `is_guess`, the batch may have other rows than samples.
     """
 
     samples: int
@@ -281,8 +280,8 @@ def check_sizes_known(sizes: Sequence[Size]) -> None:
     if unsized := next((size.unsized for size in sizes if size.unsized), None):
         raise ValueError(
             f"a batch of class {unsized} does not say how many samples it holds, as it must with fixed_batch_size=True "
-            "and in a stream of several ranks; let the DataLoader make the batches, with a batch_size and a collate_fn, "
-            "or yield tensors with the samples along batch_dim, in dicts, lists or tuples"
+            "and in a stream of several ranks; let the DataLoader make the batches, with a batch_size and a "
+            "collate_fn, or yield tensors with the samples along batch_dim, in dicts, lists or tuples"
         )
 
 

@@ -1,12 +1,17 @@
-"""The Source protocol: what a loader reads from, epoch after epoch; and the source over any iterable of batches.
+"""Sources, from which a loader reads epoch after epoch: the protocol, its states, and the source over any iterable.
 
 A source makes the rounds: one piece for each device of this process, with its claim and the position after the round.
 It can begin a pass at any position that it has issued.
+
+A loader's state is plain data, the same on every rank: `version`, `epoch`, `seed`, `length` (of the dataset, None if it
+has none), `order` (the sampler's class), and the position in the epoch: `offset`, the number of samples that all ranks
+have taken together, and whatever else the source needs.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +23,15 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 from torch.utils.data import DataLoader
 
 from unisono.errors import StateError
-from unisono.loaders.resume import FACTS, VERSION, Progress, State, check_state, is_stateful
-from unisono.loaders.sharding import Piece, Round, Rule, Size, cut, glimpse, mark_of, measure, rounds
+from unisono.loaders.sharding import Claim, Piece, Round, Rule, Size, cut, glimpse, mark_of, measure, rounds
 from unisono.tree import take
 
 logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_FACTS = ("version", "epoch", "seed", "length", "order")  # the keys of a state that are not part of the position
+
+State = dict[str, Any]
 
 Loaded = tuple[Any, int | None]
 """A batch and its number of samples; None if that must be read from the batch."""
@@ -37,6 +46,34 @@ class Begun(NamedTuple):
     size: int | None = None
 
 
+class Progress:
+    """The progress of one device's loop in a pass: the batches that it has received, not those prefetched.
+
+    Attributes:
+        rounds: the number of batches received.
+        position, claim: those of the last of them; the position is None before the first.
+        has_ended: whether the loop has reached the end of the data.
+        is_left: whether the loop was left, before or after that.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.position: Any = None
+        self.claim = Claim(0, None)
+        self.has_ended = False
+        self.is_left = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more batches will be delivered."""
+        return self.has_ended or self.is_left
+
+    def advance(self, position: Any, claim: Claim) -> None:
+        """Record that one more batch was delivered."""
+        self.rounds += 1
+        self.position, self.claim = position, claim
+
+
 def makes_batches_alike(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether the loader is torch's DataLoader with its own iterator, so that its batches can be made here instead.
 
@@ -45,6 +82,18 @@ def makes_batches_alike(loader: Any) -> TypeGuard[DataLoader[Any]]:
     if not isinstance(loader, DataLoader):
         return False
     return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
+
+
+def is_stateful(owner: Any) -> bool:
+    """Whether `owner` follows torch's `Stateful` protocol, in which `state_dict` needs no arguments."""
+    if not all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    with suppress(ValueError):  # of a function in C that has no signature
+        try:
+            inspect.signature(owner.state_dict).bind()
+        except TypeError:  # mosaicml-streaming's wants numbers of samples
+            return False
+    return True
 
 
 class Source(Protocol):
@@ -98,8 +147,8 @@ class Bookmark:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin at a saved state; StateError if it is not the state of such a source."""
-        check_state(state, self._source.length, self._source.seed, self._source.order)
-        position = {name: value for name, value in state.items() if name not in FACTS}
+        check_state(state, self._source)
+        position = {name: value for name, value in state.items() if name not in _FACTS}
         self._source.seek(state["epoch"], position, self._rule)
         self._begun = None
 
@@ -117,13 +166,48 @@ def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progres
         behind = min(progress, key=lambda each: each.rounds)
         epoch, position = begun.epoch, behind.position or begun.position
     return {
-        "version": VERSION,
+        "version": _VERSION,
         "epoch": epoch,
         "seed": source.seed,
         "length": source.length,
         "order": source.order,
         **position,
     }
+
+
+def check_state(state: Mapping[str, Any], source: Source) -> None:
+    """Check that a source can continue from a state.
+
+    Raises:
+        StateError: it is not a loader's state, or belongs to another version, dataset, seed or class of sampler;
+            checked in this order.
+    """
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise StateError(f"state={state!r:.200} is not what a loader's state_dict() returns")
+    if state["version"] != _VERSION:
+        raise StateError(
+            f"the state has version {state['version']!r}, this loader reads version {_VERSION}; load it with the "
+            "version of unisono that saved it, or restart the epoch with set_epoch",
+            "version",
+        )
+    missing = [name for name in ("epoch", "seed", "length", "offset") if name not in state]
+    if missing:
+        raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() returns")
+    for name in ("epoch", "offset", "batches"):  # "batches" exists only in some positions
+        number = state.get(name, 0)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise StateError(f"the state's {name} is {number!r}; it must be an integer of at least 0")
+    for name, here, way_out in (
+        ("length", source.length, "load it over the same dataset, or begin an epoch with set_epoch"),
+        ("seed", source.seed, f"pass seed={state['seed']}"),
+        ("order", source.order, "use the same shuffle= or sampler="),
+    ):
+        if (saved := state.get(name, here)) != here:
+            raise StateError(
+                f"the state was saved with {name}={saved!r}, this loader has {name}={here!r}, so the order would "
+                f"differ; {way_out}",
+                name,
+            )
 
 
 class PlainSource:

@@ -31,8 +31,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
 from unisono.loaders.packing import Packed
-from unisono.loaders.resume import State, is_stateful
 from unisono.loaders.sharding import glimpse, mark_of, spread
+from unisono.loaders.sources import State, is_stateful
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank

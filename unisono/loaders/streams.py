@@ -27,9 +27,8 @@ from typing import Any, TypeGuard
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.loaders.made_rows import num_rows
-from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
-from unisono.loaders.sources import Begun, Loaded, makes_batches_alike, rounds_of_loaded
+from unisono.loaders.sources import Begun, Loaded, State, makes_batches_alike, rounds_of_loaded
 from unisono.loaders.stream_parts import Cutter, Made, PartReader, Read, SameStream, StreamPosition
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from unisono.errors import describe_exit
 from unisono.loaders.fetcher import Fetcher, Request, few
-from unisono.loaders.forked_workers import context_of, one_at_a_time, stack_of
+from unisono.loaders.forked_workers import context_of, one_at_a_time
 from unisono.loaders.packing import Packed, explain, is_tight, why_full
 from unisono.outcome import chain_of
 from unisono.randomness import notice_who_asks
@@ -141,7 +141,7 @@ class WorkerPool:
         loader.generator.manual_seed(seed)
         if requests is not None:
             loader.sampler.requests = requests
-        with one_at_a_time():
+        with one_at_a_time:
             values = iter(loader)
         if requests is not None:
             loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive
@@ -189,10 +189,10 @@ class _Wait:
             logger.warning("no batch has come for %.0f s: %s", waited_s, self._where(values))
 
     def _where(self, values: Any) -> str:
-        """The loader worker that is awaited, in words: its samples and its stack."""
+        """The loader worker that is awaited, and its samples, in words."""
         number = getattr(values, TASK_INFO)[getattr(values, AWAITED_INDEX)][0]
-        worker = getattr(values, WORKERS)[number]
-        return f"loader worker {number} (pid {worker.pid}) reads {self._describe()}{stack_of(worker)}"
+        pid = getattr(values, WORKERS)[number].pid
+        return f"loader worker {number} reads {self._describe()}; `py-spy dump --pid {pid}` shows where"
 
 
 class Served:
