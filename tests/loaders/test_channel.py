@@ -199,7 +199,7 @@ def test_a_garbage_collection_inside_of_waiting_for_room_may_cancel(has_room):
 
 
 def test_a_garbage_collection_inside_of_receiving_may_cancel():
-    channel = Channel(on_receipt=lambda item: channel.cancel())
+    channel = Channel(on_receipt=lambda: channel.cancel())
     channel.send(1)
     assert channel.receive() == 1
     with pytest.raises(ClosedError):

@@ -39,18 +39,15 @@ class Channel(Generic[T]):
 
     Args:
         lock: shared with other channels that are looked at together.
-        on_receipt: called under the lock with each item that is received, before a sender is woken.
+        on_receipt: called under the lock at each receipt, before a sender is woken.
         refill_at: a receipt wakes a sender only when at most this many items are left, so that it fills the channel in
             one go, without interrupting its receiver at each item; None wakes it at each.
-
-    Attributes:
-        is_cancelled: whether the receiving end is closed.
     """
 
     def __init__(
         self,
         lock: threading.Lock | None = None,
-        on_receipt: Callable[[T], None] | None = None,
+        on_receipt: Callable[[], None] = lambda: None,
         refill_at: int | None = None,
     ) -> None:
         self._items: deque[T] = deque()
@@ -115,8 +112,7 @@ class Channel(Generic[T]):
                 except IndexError:
                     pass
                 else:
-                    if self._on_receipt is not None:
-                        self._on_receipt(item)
+                    self._on_receipt()
                     if self._refill_at is None or len(self._items) <= self._refill_at:
                         self._room_bell.ring()
                     return item
@@ -131,10 +127,7 @@ class Channel(Generic[T]):
             self._item_bell.wait()
 
     def cancel(self) -> None:
-        """Close the receiving end: drop the waiting items, and those that are sent from now on.
-
-        May be called from any thread, at any moment.
-        """
+        """Close the receiving end, from any thread, at any moment: drop the items that wait and those to come."""
         # The flag comes first: a sender that appends after `clear` sees it, and clears again.
         self.is_cancelled = True
         self._items.clear()

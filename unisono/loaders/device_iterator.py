@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,13 +18,6 @@ from unisono.loaders.sources import State
 from unisono.outcome import Outcome
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
 from unisono.world import World
-
-
-class Epochs(Sized, Protocol):
-    """A loader: its length is that of an epoch."""
-
-    def lengths(self) -> tuple[int, int] | None:
-        """As `ParallelLoader.lengths`."""
 
 
 class DeviceIterator:
@@ -41,7 +34,7 @@ class DeviceIterator:
 
     def __init__(
         self,
-        parent: Epochs,
+        parent: Any,
         lane: Lane,
         world: World,
         receive: Callable[[], Delivery],

@@ -5,7 +5,6 @@ The order depends on (seed, epoch) alone, and a pass may begin at any of its sam
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache, partial
@@ -20,7 +19,7 @@ from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
 from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, mark_of, rounds
-from unisono.loaders.sources import Begun, State, makes_batches_alike
+from unisono.loaders.sources import Begun, Source, State, makes_batches_alike
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.randomness import seed_of
 
@@ -57,7 +56,7 @@ def drops_tail(loader: Any) -> bool:
     return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", False))
 
 
-class IndexedSource:
+class IndexedSource(Source):
     """A map-style DataLoader, epoch after epoch. The user's loader is not modified.
 
     Args:
@@ -66,8 +65,6 @@ class IndexedSource:
         dim: the dimension of a batch along which its rows lie.
     """
 
-    is_uneven = False
-
     def __init__(self, loader: DataLoader[Any], seed: int | None, dim: int = 0) -> None:
         self._batch_sampler: Any = loader.batch_sampler
         self._sampler: Any = getattr(self._batch_sampler, "sampler", loader.sampler)
@@ -75,13 +72,9 @@ class IndexedSource:
         if not type(self._sampler).__module__.startswith("torchdata."):  # they create one, seeded by each rank
             generator = getattr(self._sampler, "generator", None) or generator
         has_seed = isinstance(generator, torch.Generator)
-        self.seed = seed if seed is not None else generator.initial_seed() if has_seed else 0
+        own_seed = generator.initial_seed() if has_seed else 0
         follows = self._batch_sampler if type(self._batch_sampler) not in (BatchSampler, NoneType) else self._sampler
-        self.order: str | None = type(follows).__name__
-        self._dataset: Any = loader.dataset
-        self.epoch = 0
-        self._offset = 0
-        self._begins = threading.Lock()
+        super().__init__(loader.dataset, own_seed if seed is None else seed, type(follows).__name__)
         self._fetcher = Fetcher(loader)
         has_own = loader.collate_fn is not default_collate
         may_differ = loader.batch_sampler is not None and (has_own or fetches_many(loader.dataset))
@@ -91,49 +84,29 @@ class IndexedSource:
             start = WorkerStart(loader.dataset, loader.worker_init_fn)
             self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start)
 
-    @property
-    def length(self) -> int | None:
-        """The current number of samples of the dataset; None if it is unknown, as it may be with a sampler."""
-        try:
-            return len(self._dataset)
-        except TypeError:
-            return None
-
-    def begin(self, rule: Rule) -> Begun:
-        """Begin the next epoch. Its order is drawn, and its loader workers are started, in the calling thread.
-
-        Raises:
-        """
-        with self._begins:
-            epoch, offset = self.epoch, self._offset
-            first = _local(offset, rule.shards)
-            batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
-            jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"))
-            made: Iterator[list[Made]]
-            if self._pool is None:
-                made = ([(job, self._fetcher.batch(job.request)) for job in each] for each in jobs)
-            else:
-                own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
-                made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
-            rounds_of_pieces = self._counter(rule).count(made) if self._counter else map(_as_requested, made)
-            # Last: after an error, the same pass can be begun again.
-            self.epoch, self._offset = epoch + 1, 0
-        return Begun(epoch, {"offset": offset}, rounds_of_pieces)
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
+        """The order is drawn, and loader workers are started, in the calling thread."""
+        first = _local(position["offset"], rule.shards)
+        batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
+        jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"))
+        made: Iterator[list[Made]]
+        if self._pool is None:
+            made = ([(job, self._fetcher.batch(job.request)) for job in each] for each in jobs)
+        else:
+            own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
+            made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
+        pieces = self._counter(rule).count(made) if self._counter else map(_as_requested, made)
+        return Begun(epoch, position, pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`; StateError if it is not a position of this source."""
+        """As in `Source`: the position lies within the epoch."""
         offset, samples = position["offset"], self._order_length()
         _local(offset, rule.shards)
         if samples is not None and offset > samples * rule.shards:
             raise StateError(f"the state's offset is {offset}, but an epoch has {samples * rule.shards} samples")
-        self.epoch, self._offset = epoch, offset
-
-    def next_position(self) -> tuple[int, State]:
-        """The epoch and the position where the next pass begins."""
-        return self.epoch, {"offset": self._offset}
+        super().seek(epoch, {"offset": offset}, rule)
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch. TypeError if the batch sampler has no length."""
         samples = self._order_length()
         if samples is None:
             return rule.rounds_of(len(self._batch_sampler))

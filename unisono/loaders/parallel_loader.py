@@ -1,11 +1,9 @@
 """ParallelLoader and DeviceLoader: batches ready on the device when the loop requests them.
 
-`ParallelLoader` is one pass over a loader for the devices of one process, with one iterator for each device, as the
-threads of DataParallel need it. `DeviceLoader` is for one device and can be looped over repeatedly, as a plain script
-or a spawned worker needs it. In a world of several processes both take this rank's share of every round
-(`sharding.py`), unless the loader's own sampler already shards it. For a DataLoader over a map-style dataset the
-indices are sharded, so each rank loads its own samples only; one over an iterable dataset is cut by ranks and loader
-workers (`streams.py`); any other iterable is read by every rank, which keeps its part.
+In a world of several processes both take this rank's share of every round (`sharding.py`), unless the loader's own
+sampler already shards it. For a DataLoader over a map-style dataset the indices are sharded, so each rank loads its own
+samples only; one over an iterable dataset is cut by ranks and loader workers (`streams.py`); any other iterable is read
+by every rank, which keeps its part.
 
 Ownership: the loader owns a `Pipeline` with its threads. An iterator keeps its loader alive; the threads do not. So
 dropping the last reference stops the threads, and leaving a loop early leaks nothing.
@@ -42,15 +40,8 @@ _NO_COPY = (
     "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for "
     "example in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
 )
-_OF_THE_LOADER = (
-    "dataset",
-    "batch_size",
-    "sampler",
-    "batch_sampler",
-    "drop_last",
-    "num_workers",
-    "collate_fn",
-    "generator",
+_OF_THE_LOADER = frozenset(
+    ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
 )
 
 
@@ -71,8 +62,7 @@ class LoaderOptions(TypedDict, total=False):
 class ParallelLoader:
     """One pass over `loader`, distributed to `devices`: batch i goes to `devices[i % len(devices)]`.
 
-    Batches keep the structure that the loader gives them. Every device takes the same number of steps, and no sample is
-    lost: `sharding.py` defines which samples go where.
+    Every device takes the same number of steps, and no sample is lost: `sharding.py` defines which samples go where.
 
     Args:
         loader: a DataLoader or any other iterable of batches. A DataLoader over a map-style dataset is read in an order
@@ -145,14 +135,13 @@ class ParallelLoader:
         self._source = find_source(loader, self._world, self._batch_dim, None if seed is None else _plain_seed(seed))
         if not self._prefetch and (len(self._devices) > 1 or self._source.is_uneven):
             raise ValueError(
-                "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one "
-                "stream, cannot do; pass a size of at least 1"
+                "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one stream, "
+                "cannot do; pass a size of at least 1"
             )
         self._bookmark = Bookmark(self._source, self._rule)
         self._prepare_pass()
 
     def _prepare_pass(self) -> None:
-        """Create the objects that serve one pass."""
         # Replicas have a thread each; other loops over several devices may be one after another.
         may_overflow = self._loops is None and len(self._devices) > 1
         self._pipeline = Pipeline(self._prefetch, may_overflow)
@@ -220,11 +209,15 @@ class ParallelLoader:
         pipeline, lane = self._pipeline, self._pipeline.lanes[0]
         may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
         may_stay = may_stay and not getattr(self._loader, "num_workers", 0) and is_as_in_a_new_thread()
-        if self._prefetch and not may_stay:
-            pipeline.start(begun.pieces)
-            self._receivers = [self._receiver(lane, self._begun) for lane in pipeline.lanes]
-        else:
+        if not self._prefetch or may_stay:
             self._receivers = [Unthreaded(lane, begun.pieces, pipeline.start if self._prefetch else None).receive]
+            return
+        pipeline.start(begun.pieces)
+        if self._source.is_uneven:
+            ahead = max(self._prefetch // 2, 1)
+            self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, self._begun).receive]
+        else:
+            self._receivers = [lane.receive for lane in pipeline.lanes]
 
     def __iter__(self) -> Any:
         raise TypeError(
@@ -236,25 +229,13 @@ class ParallelLoader:
         raise TypeError(_NO_COPY.format(type(self).__name__))
 
     def _loop_world(self, place: int) -> World:
-        """The world in which the loop of device number `place` runs."""
         return self._loops[place] if self._loops else self._world
 
     def _progress(self) -> list[Progress]:
         return [lane.progress for lane in self._pipeline.lanes]
 
-    def _receiver(self, lane: Lane, begun: Begun) -> Callable[[], Delivery]:
-        """The function from which a lane's loop receives its batches."""
-        if not self._source.is_uneven:
-            return lane.receive
-        ahead = max(self._prefetch // 2, 1)
-        return Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun).receive
-
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
-        """Return a loader for the next pass over the same source; this one's `state_dict` covers it, too.
-
-        Args:
-            loops: as for the class.
-        """
+        """Return a loader for the next pass over the same source; this one's `state_dict` covers it, too."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._loops = loops or self._loops
@@ -297,7 +278,6 @@ class ParallelLoader:
 
     @property
     def devices(self) -> list[str]:
-        """The devices, as strings."""
         return [str(device) for _, device in self._devices]
 
     def _refuse_begun(self, what: str) -> None:
@@ -307,11 +287,7 @@ class ParallelLoader:
             )
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch for each device, which is the number of rounds.
-
-        Raises:
-            TypeError: the loader has no length.
-        """
+        """The number of batches of a whole epoch for each device; TypeError if the loader has no length."""
         return self._source.num_rounds(self._rule)
 
     def lengths(self) -> tuple[int, int] | None:
@@ -429,18 +405,11 @@ class DeviceLoader:
         return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"
 
     def state_dict(self) -> State:
-        """Return the position of the loop: after the last batch that it received, not counting prefetched ones.
-
-        At the end of an epoch it is the beginning of the next one. Otherwise as for `ParallelLoader`.
-        """
+        """Return the position of the loop, after the last batch that it received; as for `ParallelLoader`."""
         return self._never_begun.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop continue from a state.
-
-        Raises:
-            StateError: this is not the state of such a loader; its `reason` says why.
-        """
+        """Let the next loop continue from a state; StateError if it is not that of such a loader."""
         self._never_begun.load_state_dict(state)
 
     def set_epoch(self, epoch: int) -> None:

@@ -193,7 +193,7 @@ class Lane:
         """Whether nothing is in transit to a loop that may still receive here."""
         return self.sent == self.received and not self.inbox.is_cancelled
 
-    def _on_receipt(self, _: Delivery) -> None:
+    def _on_receipt(self) -> None:
         self.received += 1
         if self._pipeline.may_overflow and self.is_empty:  # the reader may wait for room in another lane
             for lane in self._pipeline.lanes:

@@ -14,11 +14,12 @@ import copy
 import inspect
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from torch.utils.data import DataLoader
 
@@ -96,34 +97,52 @@ def is_stateful(owner: Any) -> bool:
     return True
 
 
-class Source(Protocol):
-    """Makes the pieces of a loader's passes.
+class Source(ABC):
+    """Makes the pieces of a loader's passes; each begun pass is one epoch.
+
+    Args:
+        sized: its length is the number of samples; a state without length is that of an object without.
+        seed: for everything random in a pass.
+        order: the class of the sampler that it follows; None without one.
 
     Attributes:
-        epoch: that of the next pass; each begun pass is one epoch.
-        seed: for everything random in a pass.
-        length: the number of samples of its dataset; None if unknown.
-        order: the class of the sampler that it follows; None without one.
         is_uneven: whether the ranks' passes may differ in length, since each rank reads its own part.
     """
 
-    epoch: int
-    seed: int
-    order: str | None
-    is_uneven: bool
+    is_uneven = False
+
+    def __init__(self, sized: Any, seed: int, order: str | None = None) -> None:
+        self.seed, self.order, self.epoch = seed, order, 0
+        self._sized = sized
+        self._position: State = {"offset": 0}
+        self._begins = threading.Lock()
 
     @property
-    def length(self) -> int | None: ...
+    def length(self) -> int | None:
+        """The current number of samples of its dataset; None if unknown."""
+        with suppress(TypeError, NotImplementedError):
+            return len(self._sized)
+        return None
 
     def begin(self, rule: Rule) -> Begun:
-        """Begin the next pass, in the thread that will loop over it."""
+        """Begin the next pass, in the thread that will loop over it. After an error, it can be begun again."""
+        with self._begins:
+            begun = self._open(self.epoch, self._position, rule)
+            self.epoch, self._position = self.epoch + 1, {"offset": 0}
+        return begun
+
+    @abstractmethod
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun: ...
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """Let the next pass begin at `position` of `epoch`. StateError if that is not a position of this source."""
+        self.epoch, self._position = epoch, position
 
     def next_position(self) -> tuple[int, State]:
         """The epoch and the position where the next pass begins."""
+        return self.epoch, self._position
 
+    @abstractmethod
     def num_rounds(self, rule: Rule) -> int:
         """The number of rounds of a whole epoch. TypeError if it is unknown."""
 
@@ -210,63 +229,39 @@ def check_state(state: Mapping[str, Any], source: Source) -> None:
             )
 
 
-class PlainSource:
+class PlainSource(Source):
     """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank.
 
     It resumes through the iterable's own `state_dict` if it has one, else by reading and discarding the samples that
     were delivered before. The seed is only saved in the state, and compared on loading.
     """
 
-    is_uneven = False
-
     def __init__(self, loader: Iterable[Any], dim: int, seed: int | None = None) -> None:
+        super().__init__(getattr(loader, "dataset", None), seed or 0)
         self._loader: Any = loader
         self._dim = dim
         self._is_stateful = is_stateful(loader)
-        self.seed = seed or 0
-        self.order: str | None = None
-        self.epoch = 0
-        self._position: State = _START
-        self._begins = threading.Lock()
 
-    @property
-    def length(self) -> int | None:
-        """The number of samples of the loader's dataset; None if it is unknown."""
-        with suppress(TypeError, AttributeError):
-            return len(self._loader.dataset)
-        return None
-
-    def begin(self, rule: Rule) -> Begun:
-        """Begin the next pass over the iterable, whose iterator is created in the calling thread."""
-        with self._begins:
-            epoch, position = self.epoch, self._position
-            loaded = self._open(epoch, position, rule)
-            self.epoch, self._position = epoch + 1, _START
-        before = position["batches"]
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
+        before, first = position.get("batches", 0), position.get("first")
 
         def behind(offset: int, batches: int, first: int) -> State:
-            return {"offset": offset, "batches": before + batches, "first": first, **self._snapshot()}
+            own = {"loader": copy.deepcopy(self._loader.state_dict())} if self._is_stateful else {}
+            return {"offset": offset, "batches": before + batches, "first": first, **own}
 
-        first = position.get("first")
-        pieces = rounds_of_loaded(loaded, rule, self._dim, position["offset"], behind, first)
-        return Begun(epoch, position, pieces)
+        loaded = self._load(epoch, position, rule)
+        return Begun(epoch, position, rounds_of_loaded(loaded, rule, self._dim, position["offset"], behind, first))
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how many batches
-        precede it."""
+        """As in `Source`: the position must say how many batches precede it."""
         if "batches" not in position and position["offset"]:
             raise StateError("the state lacks the number of batches: it was saved by another kind of loader")
-        self.epoch, self._position = epoch, {**_START, **position}
-
-    def next_position(self) -> tuple[int, State]:
-        """The epoch and the position where the next pass begins."""
-        return self.epoch, self._position
+        super().seek(epoch, position, rule)
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch. TypeError if the iterable has no length."""
         return rule.rounds_of(len(self._loader))
 
-    def _open(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
+    def _load(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
         if callable(getattr(self._loader, "set_epoch", None)):
             self._loader.set_epoch(epoch)
         done = position["offset"] // rule.shards
@@ -281,9 +276,6 @@ class PlainSource:
             )  # fmt: skip
         return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
 
-    def _snapshot(self) -> State:
-        return {"loader": copy.deepcopy(self._loader.state_dict())} if self._is_stateful else {}
-
 
 class ItemSource(PlainSource):
     """A DataLoader with batch_size=None over a map-style dataset: an item may itself be a batch, of any size. `items`
@@ -291,33 +283,20 @@ class ItemSource(PlainSource):
 
     def __init__(self, items: Source, dim: int) -> None:
         super().__init__((), dim, items.seed)
-        self._items = items
-        self.order = items.order
-
-    @property
-    def length(self) -> int | None:
-        """The number of items of the dataset."""
-        return self._items.length
+        self._items, self._sized, self.order = items, items._sized, items.order
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how many items
-        precede it, or there are fewer."""
-        # What is a batch here is one sample for the inner source.
+        """As in `Source`; what is a batch here is one sample for the inner source."""
         self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
         super().seek(epoch, position, rule)
 
-    def _open(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
-        # The position counts here, not that of the inner source, which advances by itself.
-        self._items.seek(epoch, {"offset": position["batches"]}, Rule())
-        pieces = self._items.begin(Rule()).pieces
-        return ((piece.batch, None) for (piece,) in pieces)
-
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch."""
         return rule.rounds_of(self._items.num_rounds(Rule()))
 
-
-_START: State = {"offset": 0, "batches": 0}
+    def _load(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
+        # The position counts here, not that of the inner source, which advances by itself.
+        self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
+        return ((piece.batch, None) for (piece,) in self._items.begin(Rule()).pieces)
 
 
 def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded]:

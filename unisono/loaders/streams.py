@@ -17,7 +17,6 @@ what the parts have seen is compared.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.loaders.made_rows import num_rows
 from unisono.loaders.sharding import Rule
-from unisono.loaders.sources import Begun, Loaded, State, makes_batches_alike, rounds_of_loaded
+from unisono.loaders.sources import Begun, Loaded, Source, State, makes_batches_alike, rounds_of_loaded
 from unisono.loaders.stream_parts import Cutter, Made, PartReader, Read, SameStream, StreamPosition
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
@@ -36,7 +35,7 @@ from unisono.randomness import seed_of
 logger = logging.getLogger(__name__)
 
 
-class StreamSource:
+class StreamSource(Source):
     """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is neither modified nor kept alive:
     the caller of `begin` holds it. If `seed` is None, it is that of the loader's generator, or 0.
 
@@ -44,43 +43,36 @@ class StreamSource:
     """
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, dim: int, seed: int | None) -> None:
+        own_seed = loader.generator.initial_seed() if loader.generator else 0
+        length = None
+        with suppress(TypeError, NotImplementedError):
+            length = range(len(loader.dataset))  # type: ignore[arg-type]
+        super().__init__(length, own_seed if seed is None else seed)
         self._loader = weakref.ref(loader)
         self._rank, self._ranks, self._dim = rank, ranks, dim
         self._workers = max(loader.num_workers, 1)
         self.is_uneven = ranks > 1
-        self.seed = seed if seed is not None else loader.generator.initial_seed() if loader.generator else 0
-        self.length: int | None = None
-        with suppress(TypeError, NotImplementedError):
-            self.length = len(loader.dataset)  # type: ignore[arg-type]
-        self.order: str | None = None
-        self.epoch = 0
-        self._position: State = {"offset": 0}
-        self._begins = threading.Lock()
         self._persistent: tuple[Any, WorkerPool, PartReader] | None = None
 
-    def begin(self, rule: Rule) -> Begun:
-        """Begin the next pass. The loader workers are started in the calling thread.
-
-        With several ranks, the position of a piece is the `Read` of its batch, for `Lockstep`.
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
+        """The loader workers are started in the calling thread. With several ranks, the position of a piece is the
+        `Read` of its batch, for `Lockstep`.
 
         Raises:
             ValueError: the global batch is smaller than the number of ranks.
             StateError: the state was saved with another number of ranks or workers, and the stream cannot be cut again.
         """
-        with self._begins:
-            epoch, offset, loader = self.epoch, self._position["offset"], self._require_loader()
-            before = StreamPosition.of_state(self._position) if offset else None
-            dataset, by = self._cut_by_rank(loader.dataset, rule, before)
-            taken = self._cut_again(by, before)
-            size = loader.batch_size
-            if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
-                size = _share_of_batch(size, self._rank, self._ranks)
-            drop_last = loader.drop_last or rule.tail == "drop"
-            init = loader.worker_init_fn
-            reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
-            made = self._make_batches(loader, reader, epoch)
-            self.epoch, self._position = epoch + 1, {"offset": 0}
-        reading = _Reading(made, taken, self.is_uneven, self._dim)
+        offset, loader = position["offset"], self._require_loader()
+        before = StreamPosition.of_state(position) if offset else None
+        dataset, by = self._cut_by_rank(loader.dataset, rule, before)
+        taken = self._cut_again(by, before)
+        size = loader.batch_size
+        if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
+            size = _share_of_batch(size, self._rank, self._ranks)
+        drop_last = loader.drop_last or rule.tail == "drop"
+        init = loader.worker_init_fn
+        reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
+        reading = _Reading(self._make_batches(loader, reader, epoch), taken, self.is_uneven, self._dim)
         full = size if rule.tail == "pad" else None
         # The ranks' rounds are made in lockstep.
         own = Rule() if self.is_uneven else rule
@@ -88,18 +80,12 @@ class StreamSource:
         return Begun(epoch, taken.to_state(offset), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how much was read
-        of each part."""
+        """As in `Source`: the position says how much was read of each part."""
         if position["offset"]:
             StreamPosition.of_state(position)
-        self.epoch, self._position = epoch, position if position["offset"] else {"offset": 0}
-
-    def next_position(self) -> tuple[int, State]:
-        """The epoch and the position where the next pass begins."""
-        return self.epoch, self._position
+        super().seek(epoch, position if position["offset"] else {"offset": 0}, rule)
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch, from the loader's length. TypeError if the dataset has no length."""
         return rule.rounds_of(len(self._require_loader()))
 
     def _require_loader(self) -> DataLoader[Any]:
