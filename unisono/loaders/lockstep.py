@@ -41,40 +41,25 @@ _Ready = tuple[Size, Read]
 
 
 class _Offer(NamedTuple):
-    """A rank's contribution to the next rounds.
+    """A rank's contribution to the next rounds."""
 
-    Attributes:
-        start: the number of the epoch's samples before these rounds.
-        batches: the batches that are ready; none if its part has ended, or its source has failed.
-        has_sample: whether it has a sample to repeat.
-        failure: the error that its source raised, as text.
-        workers: the number of its loader workers, at least 1.
-    """
-
-    start: int
-    batches: list[_Ready]
-    has_sample: bool
-    failure: str | None
-    workers: int
+    start: int  # the number of the epoch's samples before these rounds
+    batches: list[_Ready]  # those that are ready; none if its part has ended, or its source has failed
+    has_sample: bool  # to repeat
+    failure: str | None  # the error that its source raised
+    workers: int  # at least 1
 
 
 class Lockstep:
     """The batches of one rank's lane, in step with the other ranks'.
 
     Args:
-        world: the world of the loop.
         rule: its `tail` and `fixed_batch_size` determine what happens to rounds for which some rank has no batch.
-        dim: the batch dimension.
         ahead: the number of batches that may wait here, besides those in the lane.
-        begun: the pass.
     """
 
     def __init__(self, lane: Lane, world: World, rule: Rule, dim: int, ahead: int, begun: Begun) -> None:
-        self._lane = lane
-        self._world = world
-        self._rule = rule
-        self._dim = dim
-        self._ahead = ahead
+        self._lane, self._world, self._rule, self._dim, self._ahead = lane, world, rule, dim, ahead
         self._offset: int = begun.position["offset"]  # the same on every rank
         self._taken = StreamPosition.of_state(begun.position)  # the same, but for the states of the rank's own parts
         self._same = SameStream(self._taken.here)
@@ -86,15 +71,8 @@ class Lockstep:
         self._end: BaseException | None = None
 
     def receive(self) -> Delivery:
-        """Return the next batch, or a repeated sample; as `Lane.receive`.
-
-        Raises:
-            EndOfChannel: no rank has more batches.
-            BrokenWorldError: another rank's source failed.
-            CollectiveMismatchError: another rank is at another position of the stream.
-            RuntimeError: the ranks read different streams, or cut theirs in different ways.
-            ValueError: a batch is of unknown size.
-        """
+        """Return the next batch, or a repeated sample; as `Lane.receive`. EndOfChannel if no rank has more; otherwise
+        an error is that of `check_offers`, or RuntimeError if the ranks read different streams."""
         if self._end is not None:
             raise copy_error(self._end)
         try:
@@ -138,7 +116,6 @@ class Lockstep:
         finally:
             del error  # or its traceback would keep it alive, with everything in this frame
         check_offers(offers)
-        check_sizes_known([size for offer in offers for size, _ in offer.batches])
         going = [offer for offer in offers if offer.batches]
         for _, read in chain.from_iterable(offer.batches for offer in going):
             self._same.compare(read)
@@ -189,11 +166,10 @@ class Lockstep:
 
     def _one_sample_of(self, own: Delivery) -> Delivery:
         """Return one sample of a batch, to be repeated, or the whole batch if it cannot be cut."""
-        batch = own.batch
-        if can_cut(batch, self._dim):
+        if can_cut(own.batch, self._dim):
             self._lane.backend.wait_ready(own.token)
-            batch = pick(batch, [0], self._dim)
-        return own._replace(batch=batch, claim=Claim(0, None), nbytes=0)
+            own = own._replace(batch=pick(own.batch, [0], self._dim))
+        return own._replace(claim=Claim(0, None), nbytes=0)
 
     def _share_sample(self, root: int) -> None:
         """Send one sample to the ranks that have never received any."""
@@ -218,8 +194,14 @@ class Lockstep:
 
 
 def check_offers(offers: list[_Offer]) -> None:
-    """Check that the ranks can take these rounds; raises as `Lockstep.receive`. All of them see the same offers, so all
-    raise or none does."""
+    """Check that the ranks can take these rounds. All of them see the same offers, so all raise or none does.
+
+    Raises:
+        BrokenWorldError: another rank's source failed.
+        CollectiveMismatchError: another rank is at another position of the stream.
+        RuntimeError: the ranks cut their streams in different ways.
+        ValueError: a batch is of unknown size.
+    """
     for rank, offer in enumerate(offers):
         if offer.failure is not None:
             raise BrokenWorldError(f"the loader of rank {rank} failed with {offer.failure}")
@@ -228,6 +210,7 @@ def check_offers(offers: list[_Offer]) -> None:
                 f"rank 0 asks for what comes after {offers[0].start} samples of the stream, rank {rank} after "
                 f"{offer.start}; every rank must loop over the loader equally often, and leave it at the same batch"
             )
+    check_sizes_known([size for offer in offers for size, _ in offer.batches])
     cuts = [f"{offer.batches[0][1].by} for {offer.workers} worker(s)" for offer in offers if offer.batches]
     if len(set(cuts)) > 1:
         raise RuntimeError(

@@ -158,23 +158,19 @@ class Piece(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How many samples a batch holds, and whether it can be cut into them.
-
-    Attributes:
-        unsized: the class of a batch of unknown size, which counts as one sample.
-    """
+    """How many samples a batch holds, and whether it can be cut into them."""
 
     samples: int
     can_be_cut: bool = True
-    unsized: str = ""
+    unsized: str = ""  # the class of a batch of unknown size, which counts as one sample
 
 
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     """Distribute a round of `len(sizes)` batches, 1 to `count` of them, to `count` ranks.
 
     A full round gives each rank one whole batch. In a short round, neighbouring ranks share a batch as evenly as
-    possible, and the earlier ones take the larger parts; no part is larger than its batch. Parts of batches that can be
-    cut are padded to `fill_to` samples. If one batch is of unknown size, all are taken whole, and count as one each.
+    possible, and the earlier ones take the larger parts. Parts of batches that can be cut are padded to `fill_to`
+    samples. If one batch is of unknown size, all are taken whole, and count as one each.
     """
     if count == 1 and not sizes[0].unsized and not fill_to:  # most loops: spares the rest
         return [Part(0, 0, sizes[0].samples, sizes[0].samples, sizes[0].samples)]
@@ -211,10 +207,8 @@ def _share(sizes: Sequence[Size], rank: int, count: int, total: int, is_sized: b
 
 
 class Round(NamedTuple, Generic[B]):
-    """The batches of one round, their sizes, and each rank's part: samples `start` to `stop` of the epoch.
-
-    Rounds of equal sizes share one list of parts.
-    """
+    """The batches of one round, their sizes, and each rank's part: samples `start` to `stop` of the epoch. Rounds of
+    equal sizes share one list of parts."""
 
     batches: list[B]
     sizes: list[Size]
@@ -231,16 +225,13 @@ def rounds(
     start: int = 0,
     first: int | None = None,
 ) -> Iterator[Round[B]]:
-    """Group a sequence of batches into rounds.
+    """Group a sequence of batches into rounds; ValueError if they must have one size, and one is of unknown size.
 
     Args:
         size_of: measures a batch; its second argument says whether the batch will be cut.
         nominal: the size of a complete batch; None if it is not known in advance.
         start: the number of the epoch's samples before this sequence.
         first: the size of the epoch's first batch, if that precedes this sequence.
-
-    Raises:
-        ValueError: batches must have one size, and one is of unknown size.
     """
     source = iter(batches)
     # A resumed epoch began with a batch that is not seen here; a full one, unless its size was saved.

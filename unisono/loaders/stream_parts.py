@@ -58,10 +58,8 @@ class Position(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The positions of the parts of `ranks` ranks with `workers` loader workers each.
-
-    When the numbers of ranks or workers change, a second layer divides the samples that the first left over, and so on.
-    """
+    """The positions of the parts of `ranks` ranks with `workers` loader workers each. When these numbers change, a
+    second layer divides the samples that the first left over, and so on."""
 
     ranks: int
     workers: int
@@ -86,13 +84,8 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """A position in a stream.
-
-    Attributes:
-        by: what cut it.
-        layers: the positions of its parts; the last layer is that of the current ranks and workers.
-        states: the dataset's own states at those positions, by part, if it has any.
-    """
+    """A position in a stream that was cut `by`: the last layer is that of the current ranks and workers; `states` are
+    the dataset's own at these positions, by part, if it has any."""
 
     by: Cutter
     layers: tuple[Layer, ...]
@@ -100,7 +93,6 @@ class StreamPosition:
 
     @classmethod
     def nothing(cls, by: Cutter, ranks: int, workers: int) -> StreamPosition:
-        """The beginning."""
         return cls(by, (Layer(ranks, workers, (Position(),) * (ranks * workers)),))
 
     @classmethod
@@ -134,7 +126,6 @@ class StreamPosition:
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything was taken."""
         return any(any(each) for layer in self.layers for each in layer.parts)
 
     def parts_of(self, rank: int) -> list[int]:
@@ -142,10 +133,6 @@ class StreamPosition:
         workers = self.here.workers
         own = range(rank * workers, (rank + 1) * workers)
         return sorted(own, key=lambda part: self.here.parts[part].taken)
-
-    def is_read_again(self, part: int) -> bool:
-        """Whether the reader of this part must read samples that were taken before."""
-        return (len(self.layers) > 1 or self.here.parts[part].taken > 0) and part not in self.states
 
     def after(self, reads: Iterable[Read]) -> StreamPosition:
         """The position after these batches."""
@@ -216,11 +203,9 @@ class PartReader(IterableDataset[Packed]):
     Attributes:
         size: samples in a batch; None if each item of the dataset is one.
         init: the user's worker_init_fn.
-        rank: the rank that reads these parts.
         by: "caller" or "dataset" if each rank has its own stream, else "stride", which becomes "worker" if the dataset
             turns out to use `get_worker_info()`.
-        taken: where the pass begins for which the workers are started; its last layer is that of the current ranks and
-            workers.
+        taken: where the pass begins for which the workers are started.
         cell: the epoch, in memory that is shared with persistent workers.
     """
 
@@ -239,7 +224,6 @@ class PartReader(IterableDataset[Packed]):
         self.cell = torch.zeros(1, dtype=torch.int64, device=torch.default_generator.device).share_memory_()
 
     def part(self, worker: int) -> int:
-        """The part that a worker reads."""
         return self.taken.parts_of(self.rank)[worker]
 
     def set_epoch(self, epoch: int) -> None:
@@ -283,19 +267,14 @@ class PartReader(IterableDataset[Packed]):
             try:
                 batch = self.collate(chunk[0] if self.size is None else chunk)
             except Exception as error:
-                error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
+                error.add_note(f"while samples up to number {samples.number} of the stream were collated")
                 raise
             yield Made(batch, None if self.size is None else len(chunk), read)
 
 
 class AskedInfo(SimpleNamespace):
-    """The result of `get_worker_info()` in a worker over a stream. It records whether `num_workers` was read.
-
-    Attributes:
-        id, num_workers, seed, dataset: as in torch; if the stream is common to all ranks, `id` and `num_workers` count
-            the workers of all ranks as one row.
-        worker: the worker's number within its rank.
-    """
+    """The result of `get_worker_info()` in a worker over a stream, which is number `worker` of its rank. It records
+    whether `num_workers` was read. If the stream is common to all ranks, their workers count as one row."""
 
     was_asked = False
 
@@ -326,18 +305,15 @@ class PartSamples:
         self._is_stateful = is_stateful(self._dataset) and not buffers
         self._source = self._open_iterator(reader.taken.states.get(part))
 
-    @property
-    def index(self) -> int:
-        """The number of samples read from the stream, of all parts."""
-        return self._seen[0][0]
-
     def __iter__(self) -> PartSamples:
         return self
 
     def __next__(self) -> Any:
         while True:
-            number = self.index
-            self._seed_for(number)
+            number = self._seen[0][0]  # of samples read from the stream, of all parts
+            if self._asked is not None:  # until the first one is read, all parts are seeded alike
+                seed = self._seed if self._by in (None, "stride") else self._own_seed
+                seed_all(mixed(seed, number if self._by else 0))
             try:
                 sample = next(self._source)
             except StopIteration:
@@ -348,25 +324,23 @@ class PartSamples:
             except Exception as error:
                 error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
                 raise
+            self.number = number
             self._see_who_cuts()
             if self._is_own(sample):
                 return sample
 
     def read(self) -> Read:
         """What the samples leave that were yielded so far."""
-        return Read(self._part, self._position, self._by or self._reader.by, self._dataset_state())
-
-    def _dataset_state(self) -> Any:
-        """The dataset's own state after the last sample; None if it has none."""
-        if not self._is_stateful:
-            return None
-        # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already be
-        # that of a new beginning.
-        own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
-        return {"dataset": own, "seen": [list(each) for each in self._seen]}
+        state = None
+        if self._is_stateful:
+            # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already
+            # be that of a new beginning.
+            own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
+            state = {"dataset": own, "seen": [list(each) for each in self._seen]}
+        return Read(self._part, self._position, self._by or self._reader.by, state)
 
     def _open_iterator(self, state: Any) -> Iterator[Any]:
-        """The dataset's iterator, after the samples that precede a state of `_dataset_state`."""
+        """The dataset's iterator, after the samples that precede a state in a `Read`."""
         if state is None:
             return iter(self._dataset)
         self._seen = [tuple(each) for each in state["seen"]]
@@ -375,12 +349,6 @@ class PartSamples:
             return iter(())
         self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
         return iter(self._dataset)
-
-    def _seed_for(self, number: int) -> None:
-        """Seed the worker's generators for a sample. Until the first one is read, all parts are seeded alike."""
-        if self._asked is not None:
-            seed = self._seed if self._by in (None, "stride") else self._own_seed
-            seed_all(mixed(seed, number if self._by else 0))
 
     def _see_who_cuts(self) -> None:
         was_asked = self._asked is not None and self._asked.was_asked and self._reader.by != "caller"

@@ -119,7 +119,7 @@ class StreamSource(Source):
         taken = (before or StreamPosition.nothing(by, self._ranks, self._workers)).cut_again(self._ranks, self._workers)
         if before is not None and taken is not before:
             taken.check_cut(by)
-        if any(taken.is_read_again(part) for part in taken.parts_of(self._rank)):
+        if taken.is_begun and not all(part in taken.states for part in taken.parts_of(self._rank)):
             logger.warning(
                 "rank %d resumes the stream by reading and discarding what was delivered before: the state holds no "
                 "state_dict of its dataset for these workers",
