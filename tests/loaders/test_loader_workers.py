@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono import DeviceLoader
 from unisono.errors import UnpicklableError
-from unisono.loaders.packing import explain
 
 
 @pytest.mark.parametrize(
@@ -312,10 +311,3 @@ def test_many_tensors_take_few_descriptors(dataset):
     assert repr(found) == repr(wanted)
     found[0]["first"][0].fill_(7)
     assert repr(found[0]["first"][1:]) == repr(wanted[0]["first"][1:]), "they overlap"
-
-
-def test_too_many_open_files_name_the_limit():
-    error = RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)")
-    explain(error)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert f"{limit} files open (ulimit -n)" in error.__notes__[0]

@@ -63,10 +63,7 @@ class Channel(Generic[T]):
         return len(self._items)
 
     def wait_for_room(self, has_room: Callable[[], bool]) -> bool:
-        """Return True when `has_room()` does, or False when the receiver has ended.
-
-        It is called under the lock: now, after a receipt (see `refill_at`), and when the sender is woken.
-        """
+        """Return True when `has_room()` does, under the lock, or False when the receiver has ended."""
         while not self.is_cancelled:
             with self._lock:
                 # `cancel` acquires no lock, so it may run during this check.
@@ -97,13 +94,8 @@ class Channel(Generic[T]):
             self._item_bell.ring()
 
     def receive(self) -> T:
-        """Take the next item out, waiting for one.
-
-        Raises:
-            EndOfChannel: there are no more items.
-            ClosedError: the receiving end was closed.
-            BaseException: the error that the sender closed with, at each further call.
-        """
+        """Take the next item out, waiting for one. After the last one: EndOfChannel, or the error that the sender
+        closed with; ClosedError if the receiving end was closed."""
         while True:
             with self._lock:
                 try:

@@ -21,31 +21,19 @@ _latest: object = None  # the mark of the last call of any dataset's `set_epoch`
 
 
 class Request(NamedTuple):
-    """A request for a batch: which samples, and their positions in the epoch.
-
-    Attributes:
-        indices: the samples' indices in the dataset.
-        start: the position of the first one in the epoch's order.
-        own: how many are consecutive there; the remaining ones repeat them from the start.
-        epoch, seed: the epoch, and its seed.
-        step: the distance between two consecutive samples in the order of all ranks, if their samplers shard it.
-    """
+    """A request for a batch: which samples, and their positions in the epoch."""
 
     indices: Sequence[Any]
-    start: int
-    own: int
+    start: int  # the position of the first one in the epoch's order
+    own: int  # how many are consecutive there; the remaining ones repeat them from the start
     epoch: int
     seed: int
-    step: int = 1
+    step: int = 1  # between two consecutive samples in the order of all ranks, if their samplers shard it
 
 
 class Fetcher:
-    """Makes batches from a map-style dataset, in the process that calls it.
-
-    Args:
-        loader: the loader whose dataset and collate_fn it uses. With batch_size=None a request is for one sample, which
-            is passed to collate_fn alone.
-    """
+    """Makes batches from a loader's map-style dataset, in the process that calls it. With batch_size=None a request is
+    for one sample, which is passed to collate_fn alone."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._dataset: Any = loader.dataset
@@ -59,12 +47,8 @@ class Fetcher:
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
 
     def batch(self, request: Request, is_seeded: bool = False) -> Any:
-        """Make the requested batch.
-
-        Args:
-            is_seeded: seed the process's generators for each sample from (seed, epoch, position), so that a
-                sample's augmentation depends on nothing else; with `__getitems__`, for each batch.
-        """
+        """Make the requested batch. `is_seeded`: the process's generators are seeded for each sample (with
+        `__getitems__`, each batch) from (seed, epoch, position), so that its augmentation depends on nothing else."""
         try:
             return self._make_seeded(request) if is_seeded else self._make(request, False)
         except StopIteration as stop:
@@ -176,10 +160,7 @@ def _rows(dataset: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def fetches_many(dataset: Any) -> bool:
-    """Whether a dataset has its own method to fetch many samples.
-
-    torch's Subset and StackDataset forward it, and fetch sample by sample if there is none, as is done here anyway.
-    """
+    """Whether a dataset has its own method to fetch many samples; torch's Subset and StackDataset forward it."""
     if type(dataset) is Subset:
         return fetches_many(dataset.dataset)
     if type(dataset) is StackDataset:

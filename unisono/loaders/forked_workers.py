@@ -1,9 +1,8 @@
 """Forking loader workers from a multithreaded process, without a worker that waits forever for a lock.
 
-A forked process has one thread, but inherits the state of all locks: a lock that another thread held stays locked in it
-forever. torch's loader workers begin with `torch.manual_seed` and `numpy.random.seed`, and send tensors through shared
-memory. Any thread that draws, seeds or shares a tensor holds one of the locks that these need: two replicas that seed
-and begin a loop at the same time suffice to make a worker wait forever.
+A lock that another thread held at the fork stays locked in the process forever. torch's loader workers begin with
+`torch.manual_seed` and `numpy.random.seed`, and send tensors through shared memory; any thread that draws, seeds or
+shares a tensor holds one of the locks that these need, for example a replica that seeds and begins its loop.
 
 So each worker renews the locks that it can reach, acquires the others once, and reports to its parent. One that does
 not report is killed, and forked again.

@@ -18,7 +18,7 @@ from unisono.errors import StateError
 from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
-from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, mark_of, rounds
+from unisono.loaders.sharding import Claim, Part, Piece, Rule, Size, mark_of, rounds
 from unisono.loaders.sources import Begun, Source, State, makes_batches_alike
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.randomness import seed_of
@@ -30,13 +30,8 @@ def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
-    """Whether the loader's own sampler already gives each rank its part, so that it must not be sharded again.
-
-    This holds for torch's DistributedSampler, and for any sampler with its attributes `num_replicas` and `rank`.
-
-    Raises:
-        ValueError: it shards for another rank or number of ranks, which would lose or repeat samples.
-    """
+    """Whether the loader's own sampler already gives each rank its part, as torch's DistributedSampler, and any with
+    its attributes `num_replicas` and `rank`. ValueError if it shards for another rank or number of ranks."""
     batch_sampler: Any = getattr(loader, "batch_sampler", None)
     samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     for sampler in samplers:
@@ -52,18 +47,12 @@ def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
 
 
 def drops_tail(loader: Any) -> bool:
-    """Whether the loader was made with drop_last=True."""
     return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", False))
 
 
 class IndexedSource(Source):
-    """A map-style DataLoader, epoch after epoch. The user's loader is not modified.
-
-    Args:
-        loader: the user's loader.
-        seed: for the order; None uses the seed of the loader's generator, or 0 if it has none.
-        dim: the dimension of a batch along which its rows lie.
-    """
+    """A map-style DataLoader, epoch after epoch, which is not modified. If `seed` is None, it is that of the loader's
+    generator, or 0; the rows of a batch lie along `dim`."""
 
     def __init__(self, loader: DataLoader[Any], seed: int | None, dim: int = 0) -> None:
         self._batch_sampler: Any = loader.batch_sampler
@@ -129,7 +118,7 @@ class IndexedSource(Source):
 
 
 def _as_requested(made: list[Made]) -> list[Piece]:
-    return [Piece(batch, job.claim, job.position) for job, batch in made]
+    return [job.piece(batch) for job, batch in made]
 
 
 def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int) -> Iterator[list[Job]]:
@@ -137,10 +126,14 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int) -> It
     parts: list[Part] = []
     # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
     shards, is_marked = rule.shards, rule.shards == 1 and rule.count > len(rule.kept)
-    for dealt in rounds(batches, rule, _num_indices, batches.nominal, start):
+    for dealt in rounds(batches, rule, lambda indices, _: _size(len(indices)), batches.nominal, start):
         if dealt.parts is not parts:
             parts = dealt.parts
-            plans = [_plan(dealt, parts[place], rule) for place in rule.kept]
+            plans = []  # what is equal in all rounds that are dealt equally
+            for part in map(parts.__getitem__, rule.kept):
+                behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
+                total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
+                plans.append((part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))))
         position = {"offset": dealt.stop * shards}
         mark = 0
         if is_marked:
@@ -155,14 +148,6 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int) -> It
             request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
-
-
-def _plan(dealt: Round[list[Any]], part: Part, rule: Rule) -> tuple[Part, int, Claim]:
-    """What is equal for a part of all rounds that are dealt equally: where in the round it begins, and its claim."""
-    behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
-    # With shards, no rank knows the size of the whole round.
-    total = part.total if rule.shards == 1 else None
-    return part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
 
 
 def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int) -> Iterator[list[Made]]:
@@ -194,10 +179,6 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: in
         return f"the samples with indices {few(asked[0].request.indices)}"
 
     return grouped(pool.serve(seed, requests(), describe))
-
-
-def _num_indices(indices: list[Any], _: bool) -> Size:
-    return _size(len(indices))
 
 
 _size = lru_cache(Size)  # most batches have the same

@@ -1,9 +1,8 @@
 """Lockstep: ranks that read different parts of a stream take the same number of steps, though the parts end unevenly.
 
-Each rank announces which batches it has ready: at least one, or its end. So all ranks know how many rounds they can
-take before they must meet again, and how many samples each round has. A rank whose part has ended repeats a sample,
-which does not count, as long as another rank has batches. No rank waits for a batch that it does not need yet: the
-further the loader is ahead of the loop, the less often the ranks meet.
+Each rank announces which batches it has ready: at least one, or its end. So all know how many rounds they can take
+before they must meet again, and how many samples each has. A rank whose part has ended repeats a sample, which does not
+count, as long as another rank has batches. No rank waits for a batch that it does not need yet.
 
 *Threads:* the loop's. All ranks must loop over the loader equally often, and leave it at the same batch.
 

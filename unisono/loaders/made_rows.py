@@ -1,8 +1,7 @@
 """Rows that a `collate_fn` has made: it may drop samples, or make several rows of one.
 
-What a batch counts is then known when it is made: n are its rows. N is their sum where one process makes the batches of
-all ranks; elsewhere it is summed over the ranks when a pass claims it (`parallel/claims.py`). Positions in the epoch
-count samples, so the order and a resume do not depend on rows.
+A batch counts as many samples as it has rows. Their total is known where one process makes the batches of all ranks;
+elsewhere it is summed when a pass claims it (`parallel/claims.py`). Positions in the epoch count samples.
 
 *Threads:* the reader's.
 """
@@ -81,13 +80,8 @@ def _kind(node: Any) -> Any:
 
 
 class RowCounter:
-    """Counts the rows of one pass's pieces, round by round.
-
-    Args:
-        has_own: whether a `collate_fn` of the user's makes the batches. If not, other numbers of rows come only of a
-            dataset that fetches many samples at once.
-        dim: along which the rows lie.
-    """
+    """Counts the rows, along `dim`, of one pass's pieces. `has_own`: a `collate_fn` of the user's makes the batches; if
+    not, other numbers of rows come only of a dataset that fetches many samples at once."""
 
     def __init__(self, has_own: bool, dim: int, rule: Rule) -> None:
         self._rule, self._dim = rule, dim
@@ -139,9 +133,8 @@ class RowCounter:
         return piece._replace(claim=claim._replace(samples=counting, repeated=rows - counting))
 
     def _one_row(self, piece: Piece) -> Piece:
-        if not can_cut(piece.batch, self._dim):
-            return piece
-        return Piece(pick(piece.batch, [0], self._dim), Claim(1, None))
+        can = can_cut(piece.batch, self._dim)
+        return Piece(pick(piece.batch, [0], self._dim), Claim(1, None)) if can else piece
 
     def _fill(self, piece: Piece) -> Piece:
         if self._spare is None:

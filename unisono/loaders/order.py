@@ -1,10 +1,9 @@
 """The batches of indices of an epoch: a function of (seed, epoch), starting at any sample.
 
-Torch's samplers, and the user's own samplers and batch samplers, keep their meaning. A sampler with a generator draws
-from one that is seeded for the epoch. For a sampler that draws from the process's generators, these are seeded while
-its order is drawn. A sampler with `set_epoch` receives the epoch. If a sampler continues beyond its length, or beyond
-the dataset's length if its own is unknown, the remaining indices are drawn when needed, from the process's generators
-in their current state.
+Samplers and batch samplers keep their meaning. One with a generator draws from one that is seeded for the epoch; while
+the order of another is drawn, the process's generators are seeded. One with `set_epoch` receives the epoch. If one
+continues beyond its length, or the dataset's if its own is unknown, the remaining indices are drawn when needed, from
+the process's generators in their current state.
 
 No sample is loaded here, so resuming late in an epoch costs no more than drawing the order.
 """
@@ -31,14 +30,8 @@ _AT_ONCE = 1 << 22  # indices; some seconds and 100 MB
 class Batches:
     """The batches of indices of one epoch after its first `offset` samples; drawn once, to be iterated over once.
 
-    A user's batch that the offset cuts loses its first samples.
-
-    Args:
-        batch_sampler: None for a loader without batches: each index is a batch of one.
-        length: that of the dataset; 0 if unknown.
-
-    Attributes:
-        nominal: the size of a complete batch; None if it is not known in advance.
+    A user's batch that the offset cuts loses its first samples. Without a batch sampler each index is a batch of one.
+    `nominal` is the size of a complete batch; None if it is not known in advance.
     """
 
     def __init__(

@@ -35,17 +35,13 @@ _Slot = tuple[int, int, torch.dtype, tuple[int, ...]]
 
 _MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
 _ALIGNED = 64  # bytes; torch's own alignment on the CPU
-_TOO_MANY = "Too many open files"
 _FULL = "unable to allocate shared memory"  # torch's words
 _LITTLE, _FEW_FILES = 1 << 30, 1024  # bytes, and files
 
 
 class Packed:
     """A batch of `whose`, or the exception raised instead, already pickled; it arrives in the parent as an `Outcome`.
-
-    Tensors go through shared memory that ends with the loader worker, so it is unpacked as soon as it is received, even
-    if it is not the next batch in order.
-    """
+    The shared memory ends with the loader worker, so it is unpacked as soon as it is received, even out of order."""
 
     def __init__(self, value: Any = None, whose: str = "", error: Exception | None = None) -> None:
         if error is None:
@@ -134,16 +130,9 @@ def is_tight() -> bool:
 
 
 def explain(error: BaseException) -> None:
-    """Add a note to torch's error about missing shared memory or descriptors: the limit, and what to do."""
+    """Add a note to torch's error about missing shared memory: how much there is, and what to do."""
     if any(_FULL in str(each) for each in chain_of(error)):
         add_note_once(error, why_full())
-    if resource is not None and any(_TOO_MANY in str(each) for each in chain_of(error)):
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        add_note_once(
-            error,
-            f"this process may have {limit} files open (ulimit -n), and each tensor from a loader worker takes some; "
-            "raise that limit, send fewer and larger tensors, or pass fewer num_workers or a smaller prefetch_factor",
-        )
 
 
 def why_full() -> str:

@@ -37,8 +37,8 @@ from unisono.world import World, current_world
 
 _JOIN_S = 5.0
 _NO_COPY = (
-    "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for "
-    "example in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
+    "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for example "
+    "in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
 )
 _OF_THE_LOADER = frozenset(
     ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
@@ -65,18 +65,16 @@ class ParallelLoader:
     Every device takes the same number of steps, and no sample is lost: `sharding.py` defines which samples go where.
 
     Args:
-        loader: a DataLoader or any other iterable of batches. A DataLoader over a map-style dataset is read in an order
-            that depends on (seed, epoch) alone. A user-defined sampler, and any other iterable, must yield the same on
-            every rank.
+        loader: a DataLoader or any other iterable of batches; a user-defined sampler, and any other iterable, must
+            yield the same on every rank.
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
         batch_dim: the sample dimension of a batch (0), along which loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
             A batch of unknown size is a ValueError.
         prefetch: loaded batches (8) that may wait, per device, and half as many (at least one) that are moved already.
-            A loop over one device, without loader workers, reads for itself while a batch costs less than a change of
-            thread. 0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as from a
-            bare DataLoader. With several devices, more may wait for one while none waits for another, unless the loops
-            are replicas: one thread may loop over one device after another.
+            0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as it does
+            anyway, without loader workers, while a batch costs less than a change of thread. With several devices,
+            more may wait for one while none waits for another, so that one thread may loop over them in turn.
         split: the meaning of a batch of `loader`. "rank" (if not given): one rank's batch; a global batch consists of
             one per rank. "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
@@ -109,8 +107,7 @@ class ParallelLoader:
     ) -> None:
         if isinstance(loader, ParallelLoader | DeviceLoader | DeviceIterator):
             raise TypeError(
-                f"loader={loader!r} is of type {type(loader).__name__}, which is sharded and moved already; "
-                "pass its DataLoader"
+                f"loader={loader!r} is of type {type(loader).__name__}, which is sharded already; pass its DataLoader"
             )
         if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping | torch.Tensor):
             raise TypeError(
@@ -155,11 +152,7 @@ class ParallelLoader:
 
     def per_device_loader(self, device: str | int | torch.device) -> DeviceIterator:
         """The iterator of one device; the first call starts the pass. Two iterators of a device share its batches.
-
-        Raises:
-            ValueError: the device is not one of this loader's.
-            ClosedError: the loader is closed.
-        """
+        ValueError if the device is not one of this loader's, ClosedError if the loader is closed."""
         iterator = self.iterator(device)
         self._begin_pass()
         return iterator
@@ -204,7 +197,7 @@ class ParallelLoader:
         begun = self._source.begin(self._rule)
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
-        self._bookmark.open(self._begun, self._progress())
+        self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
         # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
         pipeline, lane = self._pipeline, self._pipeline.lanes[0]
         may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
@@ -231,9 +224,6 @@ class ParallelLoader:
     def _loop_world(self, place: int) -> World:
         return self._loops[place] if self._loops else self._world
 
-    def _progress(self) -> list[Progress]:
-        return [lane.progress for lane in self._pipeline.lanes]
-
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
         """Return a loader for the next pass over the same source; this one's `state_dict` covers it, too."""
         twin = object.__new__(type(self))
@@ -243,21 +233,14 @@ class ParallelLoader:
         return twin
 
     def state_dict(self) -> State:
-        """Return the position of the loops: after the last round of which every device has received its batch.
-
-        Prefetched batches do not count. When all loops have reached the end, it is the beginning of the next epoch. The
-        state is the same on every rank, and can be loaded by a loader with another number of ranks or devices, another
-        batch size, and another number of loader workers.
-        """
+        """Return the position of the loops: after the last round of which every device has received its batch. When all
+        loops have reached the end, it is the beginning of the next epoch. The state is the same on every rank, and can
+        be loaded by a loader with other numbers of ranks or devices, another batch size, and other loader workers."""
         return self._bookmark.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the pass, which must not have begun, continue from a state.
-
-        Raises:
-            StateError: this is not the state of such a loader; its `reason` says why.
-            BusyError: the pass has begun.
-        """
+        """Let the pass continue from a state; StateError, whose `reason` says why, if it is not the state of such a
+        loader; BusyError if the pass has begun."""
         self._refuse_begun("load_state_dict")
         self._bookmark.load(state)
 
@@ -267,11 +250,7 @@ class ParallelLoader:
         return int(self.state_dict()["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the pass, which must not have begun. Epochs advance automatically: this is for jumps.
-
-        Raises:
-            BusyError: the pass has begun.
-        """
+        """Set the epoch of the pass; BusyError if it has begun. Epochs advance automatically: this is for jumps."""
         self._refuse_begun("set_epoch")
         check_integer(epoch, "epoch", 0)
         self._bookmark.jump(epoch)
@@ -306,10 +285,8 @@ class ParallelLoader:
         return self._rule.rounds_of(position.get("batches", taken))
 
     def close(self) -> None:
-        """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
-
-        A source that is producing a batch cannot be interrupted; its thread ends when the source returns.
-        """
+        """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent. A source
+        that is producing a batch cannot be interrupted; its thread ends when the source returns."""
         self._is_closed = True
         self._pipeline.stop()
         self._finalizer.detach()  # it keeps the lanes alive, with all that they reference
@@ -327,8 +304,7 @@ class DeviceLoader:
     """A loader that delivers its batches on one device, and can be looped over any number of times.
 
     In a world of several processes each rank gets its share of every round, so every rank must loop over it equally
-    often. Each loop is the next epoch, counted by this object, so create it once: a DeviceLoader that is created for
-    each epoch begins at epoch 0 each time. Others over the same DataLoader count their own epochs.
+    often. Each loop is the next epoch, counted by this object: one made for each epoch begins at 0 each time.
 
     Args:
         device: the device on which batches are delivered; None uses the world's device.
@@ -380,7 +356,8 @@ class DeviceLoader:
                 "batches only once; pass an iterable that can be iterated again, such as a list or a DataLoader"
             )
         parallel = self._never_begun.again()
-        self._loops = [each for each in self._loops if each.rounds and not each.is_over] + parallel._progress()
+        open_loops = [each for each in self._loops if each.rounds and not each.is_over]
+        self._loops = [*open_loops, parallel._pipeline.lanes[0].progress]
         return parallel.iterator(self._device)
 
     def __len__(self) -> int:

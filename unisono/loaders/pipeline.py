@@ -5,8 +5,8 @@
 A lane to a device to which nothing has to be moved has no transfer: the reader puts its batches directly into the
 outbox.
 
-The pipeline owns the lanes and the threads. The bounds apply per lane: to the number of loaded batches in its inbox,
-and to that of moved ones from the start of their move until the loop takes them.
+The bounds apply per lane: to the number of loaded batches in its inbox, and to that of moved ones from the start of
+their move until the loop takes them.
 
 *Threads:* `unisono-reader` runs `read`, `unisono-transfer-K` runs `transfer` for lane K. They hold the pipeline and
 the source, never the loader object that the user holds, so dropping that object ends them.
@@ -14,8 +14,7 @@ the source, never the loader object that the user holds, so dropping that object
 Invariants:
 1. Every lane gets the same rounds, in order.
 2. An error of the source, or of a transfer, closes the lane after the preceding batches, and keeps its type.
-3. A lane whose loop has ended is cancelled: its batches are discarded, and the other lanes continue. Batches after one
-   that could not be moved are discarded, too.
+3. A lane whose loop has ended is cancelled: its batches are discarded, and the other lanes continue.
 4. One thread may drain one lane after another, unless each lane has a thread of its own: while another lane is empty,
    a full one grows beyond its bounds.
 """
@@ -53,10 +52,8 @@ _started: WeakSet[Pipeline] = WeakSet()
 
 
 class Stamps(NamedTuple):
-    """The times when the reader requested a round, when it received it, and when the lane had room for its piece.
-
-    `ready_at` is when the batch had arrived and the loop began to wait for other ranks, if it did.
-    """
+    """The times when the reader requested a round, when it received it, and when the lane had room for its piece; and
+    when the batch had arrived and the loop began to wait for other ranks, if it did."""
 
     asked_at: int = 0
     loaded_at: int = 0
@@ -64,11 +61,9 @@ class Stamps(NamedTuple):
     ready_at: int = 0
 
     def divide(self, began: int, ended: int) -> Waits:
-        """Split the time that a loop waited for this round, by cause, in nanoseconds.
-
-        It waited for its peers until the round was requested, and again while the reader waited for room in their lanes
-        before this one's turn came; for the source in between; for the transfer; and for other ranks at the end.
-        """
+        """Split the time that a loop waited for this round, by cause, in nanoseconds: for its peers until the round was
+        requested, and again while the reader waited for room in their lanes before this one's turn came; for the source
+        in between; for the transfer; and for other ranks at the end."""
         if self.ready_at:
             ready = max(self.ready_at, began)
             source, transfer, peers = self._replace(ready_at=0).divide(began, ready)
@@ -103,15 +98,12 @@ class Lane:
 
     Attributes:
         sent, received: the numbers of batches that were put in, and that its loop took out.
-        progress: the progress of its loop.
         is_direct: whether nothing has to be moved, or the loop does it, so that the reader delivers batches itself.
         entry: the channel into which the reader puts.
     """
 
     def __init__(self, pipeline: Pipeline, device: torch.device, backend: Backend, timeline: Timeline) -> None:
-        self.device = device
-        self.backend = backend
-        self.timeline = timeline
+        self.device, self.backend, self.timeline = device, backend, timeline
         self.progress = Progress()
         self.sent = self.received = 0
         self._pipeline = pipeline
@@ -124,8 +116,6 @@ class Lane:
         moved = self._most_waiting if self.is_direct else self._most_moved
         self.outbox: Channel[Delivery] = Channel(pipeline.lock, self._on_receipt, moved // 2)
         self.entry: Channel[Delivery] = self.outbox if self.is_direct else self.inbox
-
-    # The reader's end.
 
     def send(self, piece: Piece, asked_at: int, loaded_at: int) -> bool:
         """Put the piece of the next round in, waiting for room; return False if nothing is received here any more."""
@@ -156,8 +146,6 @@ class Lane:
             return True
         return self._pipeline.may_overflow and any(lane.is_empty for lane in self._pipeline.lanes)
 
-    # The transfer's end.
-
     def move(self, batch: Any, _: None, *rest: Any) -> Delivery:
         """Move a batch to the device, or start its move; the arguments are the fields of its delivery."""
         try:
@@ -175,8 +163,6 @@ class Lane:
         self.outbox.close(end)
         self.inbox.cancel()
 
-    # The loop's end.
-
     def receive(self) -> Delivery:
         """Return the next batch; as `Channel.receive`."""
         delivery = self.outbox.receive()
@@ -190,7 +176,7 @@ class Lane:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in transit to a loop that may still receive here."""
+        """Whether a loop that may still receive here would wait."""
         return self.sent == self.received and not self.inbox.is_cancelled
 
     def _on_receipt(self) -> None:
@@ -208,19 +194,10 @@ class Lane:
         self.inbox.cancel()
         self.outbox.cancel()
 
-    def thread(self, place: int) -> list[threading.Thread]:
-        """Return the thread that moves its batches, not started, if there is one; `place` is the lane's."""
-        name = f"unisono-transfer-{place}"
-        return [] if self.is_direct else [threading.Thread(target=transfer, args=(self,), name=name, daemon=True)]
-
 
 class Pipeline:
-    """The lanes and threads of one pass over a source.
-
-    Args:
-        prefetch: loaded batches that may wait, per lane; half as many moved ones, at least one.
-        may_overflow: whether one thread may empty several lanes, one after another.
-    """
+    """The lanes and threads of one pass over a source: `prefetch` loaded batches may wait per lane, and half as many
+    moved ones, at least one. `may_overflow`: one thread may empty several lanes, one after another."""
 
     def __init__(self, prefetch: int, may_overflow: bool = False) -> None:
         self.prefetch = prefetch
@@ -238,7 +215,9 @@ class Pipeline:
         """Start the threads; `source` yields one piece per lane and round."""
         bodies = [threading.Thread(target=read, args=(source, self), name="unisono-reader", daemon=True)]
         for place, lane in enumerate(self.lanes):
-            bodies += lane.thread(place)
+            if not lane.is_direct:
+                name = f"unisono-transfer-{place}"
+                bodies.append(threading.Thread(target=transfer, args=(lane,), name=name, daemon=True))
         self.threads = bodies
         # Before the start: after an interrupt within it, `_end_all` still finds the threads that run.
         _started.add(self)
@@ -326,10 +305,9 @@ def transfer(lane: Lane) -> None:
 class Unthreaded:
     """The batches of one lane without threads: its loop reads and moves them, when it requests them.
 
-    With `prefetch=0` it stays so: the dataset runs in the loop's own thread, as debuggers and database connections
-    expect. Otherwise it stays so while a batch costs less than a change of thread would; then `read_ahead` starts the
-    threads for what is left of the source. Until then the source is read as it would be there: in a context of its own,
-    with gradients enabled.
+    With `prefetch=0` it stays so, as debuggers and database connections expect. Otherwise it stays so while a batch
+    costs less than a change of thread would; then `read_ahead` starts the threads for what is left of the source. Until
+    then the source is read as it would be there: in a context of its own, with gradients enabled.
 
     *Threads:* the loop's. `close` from another one takes effect when the source has returned the round it is reading.
     """

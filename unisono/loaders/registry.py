@@ -26,13 +26,8 @@ _first: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Source]]] = weakre
 
 
 class Sources:
-    """The sources of the DataLoaders that an owner of several passes has read, each kept as long as its DataLoader.
-
-    So the epochs continue, and persistent workers stay, if each pass is made by a separate ParallelLoader. A
-    DataLoader that its source holds (by a collate_fn that is its own method) is kept as long as this is.
-
-    *Threads:* any.
-    """
+    """The sources of the DataLoaders that an owner of several passes has read, each kept as long as its DataLoader. So
+    the epochs continue, and persistent workers stay, if each pass is made by a separate ParallelLoader."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -45,28 +45,16 @@ _SEEN = 64  # values of an array
 
 @dataclass(frozen=True)
 class Rule:
-    """How the rounds of a sequence of batches are distributed.
+    """How the rounds of a sequence of batches are distributed."""
 
-    Attributes:
-        count: the number of ranks, or lanes.
-        kept: which of them belong to this process.
-        split: "rank" gives each rank whole batches, "global" a part of every batch.
-        tail: what happens to the incomplete last round.
-        fixed_batch_size: end before the first round that is incomplete or whose batches have another size than the
-            first batch of all.
-        is_cut: the sequence is one shard of several, which were cut before.
-        shards: the number of shards; with more than one, the whole rounds are not known.
-        shard: the number of this one; its sample i is sample `i * shards + shard` of all.
-    """
-
-    count: int = 1
-    kept: tuple[int, ...] = (0,)
+    count: int = 1  # of ranks, or lanes
+    kept: tuple[int, ...] = (0,)  # which of them belong to this process
     split: Split = "rank"
     tail: Tail = "split"
-    fixed_batch_size: bool = False
-    is_cut: bool = False
-    shards: int = 1
-    shard: int = 0
+    fixed_batch_size: bool = False  # end before a round that is incomplete, or of other sizes than the first batch
+    is_cut: bool = False  # the sequence is one shard of several, which were cut before
+    shards: int = 1  # with more than one, the whole rounds are not known
+    shard: int = 0  # its sample i is sample `i * shards + shard` of all
 
     def __post_init__(self) -> None:
         assert all(0 <= place < self.count for place in self.kept)
@@ -110,7 +98,6 @@ class Part(NamedTuple):
 
     @property
     def repeated(self) -> int:
-        """How many of the delivered samples only repeat others."""
         own = self.samples if self.is_sized else (self.stop - self.start) * self.samples
         return self.stop - self.start + self.padding - own
 
@@ -177,18 +164,14 @@ def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     is_sized = not any(size.unsized for size in sizes)
     total = sum(size.samples for size in sizes) if is_sized else len(sizes)
     if len(sizes) == count and is_sized:
-        whole = enumerate(sizes)
-        parts = [Part(batch, 0, size.samples, size.samples, total) for batch, size in whole]
+        parts = [Part(batch, 0, size.samples, size.samples, total) for batch, size in enumerate(sizes)]
     else:
         parts = [_share(sizes, rank, count, total, is_sized) for rank in range(count)]
-    if not fill_to:
-        return parts
-    return [
-        part._replace(padding=max(fill_to - (part.stop - part.start), 0))
-        if sizes[part.batch].can_be_cut and part.start < part.stop
-        else part
-        for part in parts
-    ]
+    for rank, part in enumerate(parts):
+        own = part.stop - part.start
+        if 0 < own < fill_to and sizes[part.batch].can_be_cut:
+            parts[rank] = part._replace(padding=fill_to - own)
+    return parts
 
 
 def _share(sizes: Sequence[Size], rank: int, count: int, total: int, is_sized: bool) -> Part:

@@ -17,12 +17,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader
 
+from unisono.arguments import check_integer
 from unisono.errors import StateError
 from unisono.loaders.sharding import Claim, Piece, Round, Rule, Size, cut, glimpse, mark_of, measure, rounds
 from unisono.tree import take
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _FACTS = ("version", "epoch", "seed", "length", "order")  # the keys of a state that are not part of the position
+
+T = TypeVar("T")
 
 State = dict[str, Any]
 
@@ -48,20 +50,14 @@ class Begun(NamedTuple):
 
 
 class Progress:
-    """The progress of one device's loop in a pass: the batches that it has received, not those prefetched.
-
-    Attributes:
-        rounds: the number of batches received.
-        position, claim: those of the last of them; the position is None before the first.
-        has_ended: whether the loop has reached the end of the data.
-        is_left: whether the loop was left, before or after that.
-    """
+    """The progress of one device's loop in a pass: the number of batches that it has received, and the position and
+    claim of the last one. Prefetched ones do not count."""
 
     def __init__(self) -> None:
         self.rounds = 0
         self.position: Any = None
         self.claim = Claim(0, None)
-        self.has_ended = False
+        self.has_ended = False  # at the end of the data
         self.is_left = False
 
     @property
@@ -98,18 +94,10 @@ def is_stateful(owner: Any) -> bool:
 
 
 class Source(ABC):
-    """Makes the pieces of a loader's passes; each begun pass is one epoch.
+    """Makes the pieces of a loader's passes; each begun pass is one epoch. `sized` has as many elements as there are
+    samples, if it has a length; `order` is the class of the sampler that is followed."""
 
-    Args:
-        sized: its length is the number of samples; a state without length is that of an object without.
-        seed: for everything random in a pass.
-        order: the class of the sampler that it follows; None without one.
-
-    Attributes:
-        is_uneven: whether the ranks' passes may differ in length, since each rank reads its own part.
-    """
-
-    is_uneven = False
+    is_uneven = False  # whether the ranks' passes may differ in length, since each rank reads its own part
 
     def __init__(self, sized: Any, seed: int, order: str | None = None) -> None:
         self.seed, self.order, self.epoch = seed, order, 0
@@ -157,7 +145,7 @@ class Bookmark:
         self._progress: Sequence[Progress] = ()
 
     def open(self, begun: Begun, progress: Sequence[Progress]) -> None:
-        """Note that a pass has begun, whose loops record their progress in `progress`."""
+        """Note that a pass has begun, with the progress of its loops."""
         self._begun, self._progress = begun._replace(pieces=iter(())), progress
 
     def state(self) -> State:
@@ -195,12 +183,8 @@ def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progres
 
 
 def check_state(state: Mapping[str, Any], source: Source) -> None:
-    """Check that a source can continue from a state.
-
-    Raises:
-        StateError: it is not a loader's state, or belongs to another version, dataset, seed or class of sampler;
-            checked in this order.
-    """
+    """Raise StateError if it is not a loader's state, or belongs to another version, dataset, seed or class of sampler,
+    in this order."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError(f"state={state!r:.200} is not what a loader's state_dict() returns")
     if state["version"] != _VERSION:
@@ -321,11 +305,6 @@ def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded
         )
 
 
-def _measure(dim: int, loaded: Loaded, is_cut: bool) -> Size:
-    batch, samples = loaded
-    return measure(batch, dim, samples, is_cut)
-
-
 def rounds_of_loaded(
     loaded: Iterator[Loaded],
     rule: Rule,
@@ -337,7 +316,6 @@ def rounds_of_loaded(
     """The pieces that this process keeps of each round of loaded batches.
 
     Args:
-        dim: the dimension along which batches are cut.
         offset: the number of the epoch's samples before these batches.
         behind: returns the position after a round, from three arguments: the number of the epoch's samples up to its
             end, the number of these batches read so far, and the size of the epoch's first batch.
@@ -347,7 +325,8 @@ def rounds_of_loaded(
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    for dealt in rounds(loaded, rule, partial(_measure, dim), None, start, first):
+    size_of: Callable[[Loaded, bool], Size] = lambda each, is_cut: measure(each[0], dim, each[1], is_cut)  # noqa: E731
+    for dealt in rounds(loaded, rule, size_of, None, start, first):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)
@@ -358,3 +337,27 @@ def rounds_of_loaded(
         if rule.shards > 1:  # no rank knows the whole round's size, so this rank's claim has no total
             pieces = [piece._replace(claim=piece.claim._replace(total=None)) for piece in pieces]
         yield pieces
+
+
+class SampleGenerator(Generic[T]):
+    """Yields `data`, the same object, `sample_count` times in each loop over it, as PyTorch/XLA's: it is an iterable
+    with a length, and also an iterator with its own counter, which loops do not change. TypeError or ValueError if
+    `sample_count` is not an integer of at least 0."""
+
+    def __init__(self, data: T, sample_count: int) -> None:
+        check_integer(sample_count, "sample_count", 0)
+        self._data = data
+        self._sample_count = sample_count
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return self._sample_count
+
+    def __iter__(self) -> Iterator[T]:
+        return (self._data for _ in range(self._sample_count))
+
+    def __next__(self) -> T:
+        if self._taken >= self._sample_count:
+            raise StopIteration
+        self._taken += 1
+        return self._data

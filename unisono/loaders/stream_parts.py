@@ -179,10 +179,9 @@ class SameStream:
         if self._marks.setdefault((row.start, position.taken), position).is_of_another(position):
             raise RuntimeError(
                 "the ranks or loader workers read different streams (their samples differ), so cutting them by stride "
-                "would lose some samples and repeat others; shuffle by the epoch (set_epoch), or with the global "
-                "generators in loader workers (num_workers=1), which are seeded alike; or let the dataset cut itself, "
-                "by get_worker_info() or by shard(num_shards, index); where each has its own part already, pass "
-                "already_sharded=True"
+                "would lose samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators "
+                "in loader workers (num_workers=1), which are seeded alike; or let the dataset cut itself, by "
+                "get_worker_info() or shard(num_shards, index); or pass already_sharded=True if each has its own part"
             )
         if len(self._marks) > _REMEMBERED:
             del self._marks[next(iter(self._marks))]
@@ -227,10 +226,8 @@ class PartReader(IterableDataset[Packed]):
         return self.taken.parts_of(self.rank)[worker]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the workers' next pass, before they begin it.
-
-        The dataset's, too: workers that share its memory (HuggingFace's) would change it all at once, and add it up.
-        """
+        """Set the epoch of the workers' next pass, before they begin it. The dataset's, too: workers that share its
+        memory (HuggingFace's) would change it all at once, and add it up."""
         self.cell.fill_(epoch)
         _set_epoch(self.dataset, epoch)
 
@@ -360,8 +357,7 @@ class PartSamples:
         elif by != self._by:
             raise RuntimeError(
                 f"the {type(self._dataset).__name__} asks get_worker_info() for the number of workers only after it "
-                "has yielded samples, so it is unknown whether it shards itself; let it ask before the first, or pass "
-                "already_sharded=True"
+                "has yielded samples; let it ask before the first, or pass already_sharded=True"
             )
 
     def _is_own(self, sample: Any) -> bool:
@@ -398,9 +394,8 @@ class PartSamples:
     def _explain_other(self, part: int) -> str:
         return (
             f"the state was saved over another stream: what was delivered of its part {part} is not what is read now, "
-            "so samples would be lost and others repeated; load the state over the same data in the same order: "
-            "shuffle by the epoch (set_epoch), with the global generators in loader workers (num_workers=1), or with a "
-            "generator of a fixed seed; or restart the epoch with set_epoch"
+            "so samples would be lost and others repeated; load it over the same data in the same order (shuffle by "
+            "the epoch, or with the global generators in loader workers), or restart the epoch with set_epoch"
         )
 
 

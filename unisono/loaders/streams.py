@@ -2,10 +2,9 @@
 
 The stream is cut into parts by the first of these that can:
 1. the caller: with `already_sharded=True` every rank and every worker reads its stream unchanged;
-2. the dataset's own `shard` method, into one part for each rank; for a stream of HuggingFace's `datasets`, its
-   `split_dataset_by_node`;
-3. the dataset itself, if it asks `torch.utils.data.get_worker_info()` for the number of workers before it yields its
-   first sample: the answer counts the workers of all ranks as one row;
+2. the dataset's own `shard` method (HuggingFace's `split_dataset_by_node`), into one part for each rank;
+3. the dataset itself, if it asks `get_worker_info()` for the number of workers before it yields its first sample: the
+   answer counts the workers of all ranks as one row;
 4. the stride: part p of P takes the samples p, P + p, 2P + p, ... of the stream that all of them read.
 
 The stride assumes that all parts read the same stream. So the workers' random number generators are seeded alike, and
@@ -72,12 +71,24 @@ class StreamSource(Source):
         drop_last = loader.drop_last or rule.tail == "drop"
         init = loader.worker_init_fn
         reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
-        reading = _Reading(self._make_batches(loader, reader, epoch), taken, self.is_uneven, self._dim)
-        full = size if rule.tail == "pad" else None
+        made, start, full = self._make_batches(loader, reader, epoch), taken, size if rule.tail == "pad" else None
+        read: Read | None = None  # of the last batch
+
+        def loaded() -> Iterator[Loaded]:
+            nonlocal taken, read
+            same = SameStream(start.here)
+            for batch, samples, read in made:
+                if not self.is_uneven:  # otherwise these are matters of all ranks
+                    same.compare(read)
+                    taken = taken.after([read])
+                yield batch, None if samples is None else num_rows(batch, samples, self._dim)
+
+        def behind(offset: int, *_: int) -> Any:
+            return read if self.is_uneven else taken.to_state(offset)
+
         # The ranks' rounds are made in lockstep.
-        own = Rule() if self.is_uneven else rule
-        pieces = rounds_of_loaded(reading, own, self._dim, offset, reading.position, full)
-        return Begun(epoch, taken.to_state(offset), pieces, full)
+        pieces = rounds_of_loaded(loaded(), Rule() if self.is_uneven else rule, self._dim, offset, behind, full)
+        return Begun(epoch, start.to_state(offset), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """As in `Source`: the position says how much was read of each part."""
@@ -120,11 +131,10 @@ class StreamSource(Source):
         if before is not None and taken is not before:
             taken.check_cut(by)
         if taken.is_begun and not all(part in taken.states for part in taken.parts_of(self._rank)):
-            logger.warning(
-                "rank %d resumes the stream by reading and discarding what was delivered before: the state holds no "
-                "state_dict of its dataset for these workers",
-                self._rank,
+            words = (
+                "rank %d resumes the stream by reading and discarding what was delivered before: no state_dict of it"
             )
+            logger.warning(words + " was saved for these workers", self._rank)
         return taken
 
     def _make_batches(self, loader: DataLoader[Any], reader: PartReader, epoch: int) -> Iterator[Made]:
@@ -140,28 +150,6 @@ class StreamSource(Source):
             self._persistent = (key, pool, reader) if loader.persistent_workers and not is_begun else None
         reader.set_epoch(epoch)
         return pool.serve(seed_of(self.seed, epoch, "workers"))
-
-
-class _Reading:
-    """The batches of a pass as they are read, and the position after them."""
-
-    def __init__(self, made: Iterator[Made], start: StreamPosition, is_uneven: bool, dim: int) -> None:
-        self._made, self._taken, self._is_uneven, self._dim = made, start, is_uneven, dim
-        self._same = SameStream(start.here)
-        self._read: Read | None = None  # of the last batch
-
-    def __iter__(self) -> _Reading:
-        return self
-
-    def __next__(self) -> Loaded:
-        batch, samples, self._read = next(self._made)
-        if not self._is_uneven:  # otherwise these are matters of all ranks
-            self._same.compare(self._read)
-            self._taken = self._taken.after([self._read])
-        return batch, None if samples is None else num_rows(batch, samples, self._dim)
-
-    def position(self, offset: int, *_: int) -> Any:
-        return self._read if self._is_uneven else self._taken.to_state(offset)
 
 
 def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:

@@ -62,8 +62,7 @@ class RemoteFetcher:
 
 
 class WorkerStart:
-    """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code, also their own `init`, the
-    user's dataset."""
+    """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code the user's dataset."""
 
     def __init__(self, dataset: Any, init: Callable[[int], None] | None) -> None:
         self._dataset = dataset
@@ -87,14 +86,10 @@ def use_worker_info(info: Any) -> None:
 class WorkerPool:
     """The workers of a user's DataLoader over a dataset that returns packed values; always in order.
 
-    Nothing is pinned here: memory is pinned when a batch is moved to a device that benefits.
+    Nothing is pinned here: memory is pinned when a batch is moved to a device that benefits. `start` is the
+    worker_init_fn, which calls the user's.
 
     *Threads:* any. Passes may overlap: persistent workers serve the next pass only if the one before has ended.
-
-    Args:
-        loader: the user's loader, for its options.
-        dataset: the dataset that the workers read.
-        start: the worker_init_fn, which calls the user's.
     """
 
     def __init__(self, loader: DataLoader[Any], dataset: Any, start: Callable[[int], None]) -> None:
@@ -127,11 +122,7 @@ class WorkerPool:
         describe: Callable[[], str] = lambda: "a stream",
     ) -> Served:
         """Begin one pass; return the workers' values, unpacked. Workers are started here, in the calling thread.
-
-        Args:
-            requests: what each value is asked of the dataset by; None for an iterable one.
-            describe: gives the words for the samples of the awaited batch.
-        """
+        `requests` ask a map-style dataset for each value; `describe` names the samples of the awaited one."""
         wait = _Wait(self._timeout_s, describe)
         loader: Any = self._idle.pop() if self._idle else None
         if loader is None or not _revive(loader):
@@ -175,7 +166,6 @@ class _Wait:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to wait."""
         self._asked_at, self._has_warned = time.monotonic(), False
 
     def look(self, values: Any) -> None:
@@ -242,10 +232,7 @@ class Served:
             if code == -signal.SIGBUS:
                 why = why_full()
             elif code is not None and code > 0:
-                why = (
-                    "what it has printed says why; with a multiprocessing_context that is not 'fork', the script runs "
-                    "there once more, and its calls must stand below `if __name__ == '__main__':`"
-                )
+                why = "what it has printed says why"
             raise RuntimeError(f"a DataLoader worker {how} before its batch was received; {why}") from error
 
 
@@ -276,11 +263,8 @@ def _look_often(values: Any, wait: _Wait) -> None:
 
 
 def _dead_worker(values: Any, within_s: float) -> Any:
-    """The first worker with a nonzero exit code, else None. One that is just ending is awaited for `within_s` seconds.
-
-    Its sockets close before the process ends, and until then, persistent workers would get the next pass as if it were
-    alive.
-    """
+    """The first worker with a nonzero exit code, else None. One that is just ending, whose sockets close before it, is
+    awaited for `within_s` seconds."""
     workers = getattr(values, WORKERS, ())
     if within_s and not any(worker.exitcode for worker in workers):
         for sentinel in wait([worker.sentinel for worker in workers], within_s):
