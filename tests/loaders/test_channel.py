@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 from epochs import PATIENCE_S, CodedError, is_awaiting_item, is_awaiting_room
 from faults import until
-from hypothesis import given
-from hypothesis import strategies as st
 
 from unisono.errors import ClosedError
 from unisono.loaders.channel import Channel, EndOfChannel
@@ -204,20 +201,6 @@ def test_a_garbage_collection_inside_of_receiving_may_cancel():
     assert channel.receive() == 1
     with pytest.raises(ClosedError):
         channel.receive()
-
-
-@given(st.lists(st.one_of(st.integers(), st.just("receive")), max_size=30))
-def test_it_is_a_queue(steps):
-    channel, plain = Channel(), deque()
-    for step in steps:
-        if step != "receive":
-            channel.send(step)
-            plain.append(step)
-        elif plain:
-            assert channel.receive() == plain.popleft()
-        assert len(channel) == len(plain)
-    channel.close(Outcome())
-    assert drain(channel) == list(plain)
 
 
 @pytest.mark.parametrize("capacity", [1, 3])

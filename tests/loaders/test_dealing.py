@@ -133,11 +133,6 @@ def test_drop_last_drops_the_tail_unless_it_shall_be_split():
     assert [len(list(batches.per_device_loader(f"cpu:{index}"))) for index in range(4)] == [1] * 4 == [len(batches)] * 4
 
 
-def test_a_fixed_batch_size_ends_on_every_rank_before_the_same_round():
-    found = dealt(DataLoader(Numbers(23), batch_size=2), 3, fixed_batch_size=True)
-    assert found.global_batches == [list(range(6)), list(range(6, 12)), list(range(12, 18))]
-
-
 @pytest.mark.parametrize("samples", [12, 13])
 def test_a_loader_that_a_distributed_sampler_cuts_is_not_cut_again(samples):
     for rank, plain in enumerate(ranks_of([], 2)):

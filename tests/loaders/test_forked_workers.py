@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,14 +106,6 @@ def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
     assert set(psutil.Process().children()) <= before
 
 
-def test_a_loop_over_workers_leaves_no_file_open():
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", ResourceWarning)
-        assert len(list(DeviceLoader(DataLoader(list(range(4)), num_workers=1)))) == 4
-        gc.collect()
-    assert [str(each.message) for each in found if each.category is ResourceWarning] == []
-
-
 def test_other_start_methods_and_contexts_are_left_as_they_are():
     spawning = multiprocessing.get_context("spawn")
     assert forked_workers.context_of(spawning) is spawning
@@ -130,16 +120,8 @@ def seeded_pass() -> list[int]:
     return one_pass()
 
 
-def passes_of_two_replicas(times: int) -> None:
+@pytest.mark.parametrize("times", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_two_replicas_start_their_workers_at_once(times):
     for _ in range(times):
         found = THREADS_2.run(seeded_pass)
         assert sorted(sample for each in found for sample in each) == list(range(COUNT))
-
-
-def test_two_replicas_start_their_workers_at_once():
-    passes_of_two_replicas(4)
-
-
-@pytest.mark.slow
-def test_two_replicas_start_their_workers_at_once_forty_times():
-    passes_of_two_replicas(40)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from epochs import PATIENCE_S, Bucketed, Killed, Numbers, is_awaiting_room, join_own_threads, loader_workers, take
+from epochs import PATIENCE_S, Bucketed, Killed, Numbers, join_own_threads, loader_workers, take
 from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
 from streams import Stream
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -271,26 +271,6 @@ def test_early_ends_with_workers_leave_nothing(persistent):
     while num_files() > before:  # torch's queues close their pipes on threads of their own, a moment later
         threading.Event().wait(0.01)
     assert not loader_workers()
-
-
-def test_batches_of_many_tensors_do_not_use_up_the_descriptors():
-    class Scattered(Numbers):
-        def __getitem__(self, index: int) -> list[torch.Tensor]:
-            return [torch.full((1,), index) for _ in range(60)]
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
-    try:
-        loader = DeviceLoader(DataLoader(Scattered(30), batch_size=1, num_workers=1))
-        iterator = iter(loader)
-        first = next(iterator)
-        pipeline = iterator._lane._pipeline
-        while any(thread.is_alive() for thread in pipeline.threads) and not is_awaiting_room(iterator._lane.entry):
-            threading.Event().wait(0.01)
-        assert psutil.Process().num_fds() < 600, "what waits is in plain memory"
-        assert [int(each[0]) for each in (first, *iterator)] == list(range(30))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def many_of(samples: list[int]) -> dict[str, Any]:

@@ -11,14 +11,11 @@ import numpy
 import pytest
 import torch
 from dealing import COUNTS, EVERY, rule_of, size_of
-from epochs import Numbers, dealt
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader
-from unisono.loaders import sharding
 from unisono.loaders.sharding import Rule, Size, cut, deal, glimpse, measure, rounds
 
 
@@ -121,27 +118,6 @@ def test_an_unknown_split_or_tail_is_refused_with_the_choices(name, value):
     if value is not None:
         with pytest.raises(ValueError, match=re.escape(words)):
             DeviceLoader([], **{name: value})
-
-
-def documented_tables() -> list[list[list[list[int]]]]:
-    """Both tables: the rows of each, with the samples of rank 0, of rank 1 and of the global batch."""
-    lines = sharding.__doc__.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.split()[:2] == ["round", "rank"])
-    rows = list(itertools.takewhile(bool, lines[start + 1 :]))
-    cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
-    numbers = [[[int(number) for number in cell.split()] for cell in row[1:7]] for row in cells]
-    return [[row[:3] for row in numbers], [row[3:] for row in numbers]]
-
-
-@pytest.mark.parametrize(("table", "split", "size"), [(0, "rank", 2), (1, "global", 4)])
-def test_the_tables_in_the_module_text_are_true(table, split, size):
-    found = dealt(DataLoader(Numbers(10), batch_size=size), 2, split=split)
-    rows = [
-        [*(each.counted for each in deliveries), whole]
-        for deliveries, whole in zip(found.rounds, found.global_batches, strict=True)
-    ]
-    assert rows == documented_tables()[table]
-    assert len(rows) == 3
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,3 @@ def test_batches_are_copied_where_there_is_little_memory_or_few_files(monkeypatc
     monkeypatch.setattr(packing, "_free_and_size", lambda: size and (size, size))
     monkeypatch.setattr(packing.resource, "getrlimit", lambda _: (files, files))
     assert is_tight() == expected
-
-
-def test_where_there_is_no_such_place_no_sizes_are_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(packing, "SHM", tmp_path / "missing")
-    assert packing.why_full().startswith(f"{tmp_path}/missing had no room for the batches that loader workers send; ")

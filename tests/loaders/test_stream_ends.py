@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from epochs import PATIENCE_S
 from modes import PROCESSES_2, THREADS_2, THREADS_3
 from stand_ins import stand_ins
-from streams import COUNT, SIZE, ByEpoch, Stream, all_of, loader_of, loop, passes, refused
+from streams import COUNT, SIZE, Stream, all_of, loader_of, loop, passes, refused
 from torch import nn
 from torch.nn import functional as F
 
 from unisono import DeviceLoader, optimizer_step, rank
 from unisono.errors import BrokenWorldError
-from unisono.loaders.sharding import Rule
-from unisono.loaders.streams import StreamSource
 
 
 @pytest.mark.parametrize(("tail", "steps", "counted"), [("split", 4, 23), ("pad", 4, 23), ("drop", 3, 18)])
@@ -160,21 +156,3 @@ def test_a_loader_that_is_gone_keeps_nothing_alive(workers):
     del dataset, torch_loader, loader
     gc.collect()
     assert [each() for each in gone] == [None, None]
-
-
-def test_threads_that_begin_passes_at_once_have_an_epoch_each():
-    loader = loader_of(ByEpoch())
-    gate = threading.Barrier(4)
-    epochs: list[int] = []
-
-    def begin(source: StreamSource) -> None:
-        gate.wait(PATIENCE_S)
-        epochs.append(source.begin(Rule()).epoch)
-
-    source = StreamSource(loader, 0, 1, 0, None)
-    threads = [threading.Thread(target=begin, args=(source,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert sorted(epochs) == [0, 1, 2, 3]

@@ -183,14 +183,3 @@ def test_beside_a_batch_that_does_not_tell_all_count_as_one() -> None:
     assert (first, second) == (Part(0, 0, 4, 1, 2, is_sized=False), Part(1, 0, 1, 1, 2, is_sized=False))
     assert [part.samples for part in deal([unsized, told], 5)] == [1, 0, 0, 1, 0]
     assert [part.repeated for part in deal([unsized, told], 5)] == [0, 1, 1, 0, 4]
-
-
-@pytest.mark.parametrize("form", [as_object, as_dicts])
-def test_a_loop_continues_behind_batches_that_do_not_tell(form: Any) -> None:
-    loader = DeviceLoader(batches(form))
-    for number, _ in enumerate(loader, 1):
-        if number == 2:
-            break
-    later = DeviceLoader(batches(form))
-    later.load_state_dict(loader.state_dict())
-    assert [rows_of(batch).tolist() for batch in later] == plain_rows(form)[2:]
