@@ -128,7 +128,7 @@ class Channel(Generic[T]):
         self._item_bell.ring_unlocked()
 
     def wake_sender(self) -> None:
-        """Make a sender that waits for room check again. Called under the lock."""
+        """Let a sender that waits for room check again; under the lock."""
         self._room_bell.ring()
 
 

@@ -6,7 +6,7 @@ the process's random generators for each sample; in the parent the training loop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -29,6 +29,26 @@ class Request(NamedTuple):
     epoch: int
     seed: int
     step: int = 1  # between two consecutive samples in the order of all ranks, if their samplers shard it
+
+
+class Listed(NamedTuple):
+    """A list that a `collate_fn` has returned, where the samples show what it holds: themselves, or fields."""
+
+    batch: list[Any]
+    holds_samples: bool
+
+
+def collated(collate: Callable[[Any], Any], samples: Any) -> Any:
+    """The batch that a `collate_fn` makes of samples, as a `Listed` where these show what its list holds."""
+    batch = collate(samples)
+    if collate is default_collate or type(batch) is not list or type(samples) is not list or not batch:
+        return batch
+    own = {*map(id, samples)}
+    if all(id(each) in own for each in batch):
+        return Listed(batch, True)
+    # Of each field an element; samples, made anew, would be as many by accident.
+    fields = {len(each) if isinstance(each, tuple | list) else None for each in samples if each is not None}
+    return Listed(batch, False) if fields == {len(batch)} and len(samples) != len(batch) else batch
 
 
 class Fetcher:
@@ -106,7 +126,7 @@ class Fetcher:
         else:
             samples = self._samples(request, is_seeded, begun)
         try:
-            return self._collate(samples)
+            return collated(self._collate, samples)
         except Exception as error:
             error.add_note(f"while the samples with indices {few(request.indices)} were collated")
             raise
@@ -137,10 +157,8 @@ class Fetcher:
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:
-    """Whether batches are rows of plain tensors, to be indexed at once: those of a TensorDataset, or of its Subset.
-
-    The values equal those of fetching and collating sample by sample, in a fifth of the time.
-    """
+    """Whether batches are rows of plain tensors, of a TensorDataset or its Subset, to be indexed at once: in a fifth of
+    the time of fetching and collating sample by sample."""
     dataset = loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset

@@ -5,9 +5,7 @@ A lock that another thread held at the fork stays locked in the process forever.
 shares a tensor holds one of the locks that these need, for example a replica that seeds and begins its loop.
 
 So each worker renews the locks that it can reach, acquires the others once, and reports to its parent. One that does
-not report is killed, and forked again.
-
-*Threads:* any; one at a time starts workers. `LoaderWorker.run` runs in the forked process.
+not report is killed, and forked again. One thread at a time starts workers.
 """
 
 from __future__ import annotations
@@ -27,6 +25,8 @@ from unisono.backends.seeding import seeding_locks
 from unisono.torch_private import share_memory_lock, share_memory_map
 
 _PATIENCE_S = (1.0, 3.0, 10.0, 16.0)  # for each fork; a slow machine may exceed the first ones, without harm
+
+_RENEW = "_at_fork_reinit"  # of locks, as Python's own modules call it
 
 _Process: Any = getattr(context, "ForkProcess", object)  # Windows has none
 _Context: Any = getattr(context, "ForkContext", object)
@@ -55,10 +55,10 @@ class LoaderWorker(_Process):  # type: ignore[misc]
     def run(self) -> None:
         """Renew or acquire each lock that is needed before the user's code runs, report, and begin."""
         for lock in (share_memory_lock, *seeding_locks()):
-            lock._at_fork_reinit()
+            getattr(lock, _RENEW)()
         share_memory_map.clear()  # left by threads that do not exist here
         if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.get_bit_generator().lock._at_fork_reinit()
+            getattr(numpy.random.get_bit_generator().lock, _RENEW)()
             numpy.random.seed(0)  # no state is left half-written; torch seeds each worker again
         torch.manual_seed(0)  # acquires the generator's lock, which is not Python's
         for stream in (sys.stdout, sys.stderr):

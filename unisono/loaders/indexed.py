@@ -46,10 +46,6 @@ def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
     return False
 
 
-def drops_tail(loader: Any) -> bool:
-    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", False))
-
-
 class IndexedSource(Source):
     """A map-style DataLoader, epoch after epoch, which is not modified. If `seed` is None, it is that of the loader's
     generator, or 0; the rows of a batch lie along `dim`."""

@@ -34,7 +34,6 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
-
 _Ready = tuple[Size, Read]
 """A batch of a rank: its size, and what it leaves of the stream."""
 

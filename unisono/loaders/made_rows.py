@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.loaders.fetcher import Request, few
+from unisono.loaders.fetcher import Listed, Request, few
 from unisono.loaders.sharding import Claim, Piece, Rule
 from unisono.tree import can_cut, children, is_array, is_container, may_list_samples, pick, size_along, tensors
 
@@ -34,19 +34,26 @@ Made = tuple[Job, Any]
 """What was to be loaded, and the batch."""
 
 
+def unlisted(batch: Any) -> Any:
+    return batch.batch if type(batch) is Listed else batch
+
+
 def num_rows(batch: Any, samples: int, dim: int = 0) -> int | None:
     """The number of rows of a batch that was made of so many samples; None if it may be one or another.
 
     What a mapping, a dataclass, a tuple or a list holds are fields. All must agree, or most have a row of each sample;
     if none shows a size, there is a row of each sample. A list of records, or of lists, may hold samples instead.
     """
+    if type(batch) is Listed and batch.holds_samples:
+        return len(batch.batch)
     if batch is None or (is_container(batch) and not children(batch)):
         return 0
     held = children(batch) if type(batch) in (list, tuple) else []
+    batch = unlisted(batch)
     if held and (may_list_samples(batch) or all(type(each) in (list, tuple) for each in held)):
         return samples if samples in (len(held), *map(len, held)) else None
     sizes = Counter(_sizes_in_fields(batch, samples, dim))
-    if type(batch) is list and len(held) > 1 and {*sizes} != {samples} and len({*map(_kind, held)}) == 1:
+    if type(batch) is list and {*sizes} != {samples} and len({*map(_kind, held)}) == 1:
         return samples if len(held) == samples and len(sizes) > 1 else None  # of several sizes; or may be fields
     if len(sizes) > 1:
         return samples if 2 * sizes[samples] > max(sizes.total(), 3) else None
@@ -92,15 +99,15 @@ class RowCounter:
         self._spare: Piece | None = None  # a row, to be repeated where a batch has none
 
     def count(self, made: Iterator[list[Made]]) -> Iterator[list[Piece]]:
-        """The pieces of each round, with the rows that they have. On one of several ranks, a batch without any becomes
-        a row of another one, if there is any; it does not count. ValueError if the number of rows is not known, or not
-        allowed."""
+        """The pieces of each round, with the rows that they have; ValueError if their number is not allowed. On one of
+        several ranks, a batch without any becomes a row of another one, if there is any, that does not count."""
         waiting: list[list[Piece]] = []  # rounds in which a batch has no row, until there is one
         for jobs in made:
             waiting.append([self._count(job.request, job.piece(batch)) for job, batch in jobs])
-            if not self._is_alone:
-                rows = (self._one_row(each) for each in waiting[-1] if _has_rows(each))
-                self._spare = self._spare or next(rows, None)
+            if not self._is_alone and self._spare is None:
+                self._spare = next(filter(_has_rows, waiting[-1]), None)
+                if self._spare and can_cut(self._spare.batch, self._dim):
+                    self._spare = Piece(pick(self._spare.batch, [0], self._dim), Claim(1, None))
             if self._is_alone or self._spare is not None:
                 yield from map(self._finish, waiting)
                 waiting = []
@@ -117,6 +124,7 @@ class RowCounter:
     def _count(self, request: Request, piece: Piece) -> Piece:
         samples, claim = len(request.indices), piece.claim
         rows = num_rows(piece.batch, samples, self._dim)
+        piece = piece._replace(batch=unlisted(piece.batch))
         if rows == samples:
             return piece
         if rows is None:
@@ -131,10 +139,6 @@ class RowCounter:
             raise ValueError(f"{what}, as the dataset's __getitems__ did; drop or add rows in a collate_fn instead")
         counting = rows if claim.samples else 0
         return piece._replace(claim=claim._replace(samples=counting, repeated=rows - counting))
-
-    def _one_row(self, piece: Piece) -> Piece:
-        can = can_cut(piece.batch, self._dim)
-        return Piece(pick(piece.batch, [0], self._dim), Claim(1, None)) if can else piece
 
     def _fill(self, piece: Piece) -> Piece:
         if self._spare is None:

@@ -19,11 +19,6 @@ from typing import Any
 
 import torch
 
-try:
-    import resource
-except ImportError:  # Windows has no such limits
-    resource = None  # type: ignore[assignment]
-
 from unisono.errors import UnpicklableError
 from unisono.outcome import Outcome, add_note_once, chain_of
 from unisono.tree import tensors
@@ -36,7 +31,7 @@ _Slot = tuple[int, int, torch.dtype, tuple[int, ...]]
 _MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
 _ALIGNED = 64  # bytes; torch's own alignment on the CPU
 _FULL = "unable to allocate shared memory"  # torch's words
-_LITTLE, _FEW_FILES = 1 << 30, 1024  # bytes, and files
+_LITTLE = 1 << 30  # bytes
 
 
 class Packed:
@@ -122,11 +117,9 @@ def _tensor_in(whole: torch.Tensor, start: int, nbytes: int, dtype: torch.dtype,
 
 
 def is_tight() -> bool:
-    """Whether batches that wait for the loop should be copied out of shared memory: there is little, as in containers,
-    or this process may have few files open, of which each shared tensor takes one."""
+    """Whether batches that wait should be copied out of shared memory: there is little, as in containers."""
     found = _free_and_size()
-    few = resource is not None and 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FEW_FILES
-    return few or (found is not None and found[1] < _LITTLE)
+    return found is not None and found[1] < _LITTLE
 
 
 def explain(error: BaseException) -> None:

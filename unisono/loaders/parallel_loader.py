@@ -13,11 +13,11 @@ dropping the last reference stops the threads, and leaving a loop early leaks no
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -27,7 +27,7 @@ from unisono.backends import resolve_device, resolve_devices
 from unisono.backends.switches import is_as_in_a_new_thread
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.indexed import drops_tail, is_sharded
+from unisono.loaders.indexed import is_sharded
 from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Lane, Pipeline, Unthreaded
 from unisono.loaders.registry import Sources, source_of, warn_of_repetition
@@ -129,7 +129,10 @@ class ParallelLoader:
         self._rule = make_rule(self._world, len(self._devices), loader, options)
         sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
-        self._source = find_source(loader, self._world, self._batch_dim, None if seed is None else _plain_seed(seed))
+        if seed is not None:
+            check_type(seed, "seed", "pass an integer, or None for the loader's own", Integral)
+            seed = int(seed)  # so that a state can be written to any file format
+        self._source = find_source(loader, self._world, self._batch_dim, seed)
         if not self._prefetch and (len(self._devices) > 1 or self._source.is_uneven):
             raise ValueError(
                 "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one stream, "
@@ -394,15 +397,6 @@ class DeviceLoader:
         self._never_begun.set_epoch(epoch)
 
 
-def _plain_seed(seed: Any) -> int:
-    """The seed as a Python int, so that a state can be written to any file format."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(
-            f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None for the loader's own"
-        )
-    return operator.index(seed)
-
-
 def rule_of(loader: Any) -> Rule | None:
     """How a DeviceLoader cuts batches; None for any other object."""
     return loader._never_begun._rule if isinstance(loader, DeviceLoader) else None
@@ -413,7 +407,8 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     ranks, split = world.world_size, options.get("split", "rank")
     is_fixed = bool(options.get("fixed_batch_size", False))
     is_cut = options.get("already_sharded", False) or is_sharded(loader, world.rank, ranks)
-    tail = options.get("tail") or ("drop" if drops_tail(loader) and not is_cut else "split")
+    drops = getattr(getattr(loader, "batch_sampler", None), "drop_last", False)
+    tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))

@@ -136,7 +136,7 @@ class Lane:
         return self.entry.send(item)
 
     def close(self, end: Outcome[None]) -> None:
-        """Close the lane after the last round: the source has ended, or failed with the error of `end`."""
+        """Close the lane after the last round, with the end or the source's error."""
         # Each lane raises its own copy: two threads must never raise the same exception object.
         self.entry.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
 
@@ -208,7 +208,6 @@ class Pipeline:
         self.asked_at = 0  # when the reader last requested a round; 0 while no lane can have waited for another
 
     def add_lane(self, device: torch.device, backend: Backend, timeline: Timeline) -> None:
-        """Add a lane, before the start."""
         self.lanes.append(Lane(self, device, backend, timeline))
 
     def start(self, source: Iterator[list[Piece]]) -> None:

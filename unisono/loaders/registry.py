@@ -56,8 +56,8 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 
 
 def warn_of_repetition(loader: Iterable[Any], source: Source) -> None:
-    """Warn once that a pass over a shuffled DataLoader begins at epoch 0, as did that of another source before, which
-    is gone: its reader was created again for each epoch. Evaluation may repeat its order."""
+    """Warn once that a pass over a shuffled DataLoader begins at epoch 0, as did that of another source, which is gone:
+    its reader was created again for each epoch. Evaluation may repeat its order."""
     if not makes_batches_alike(loader) or source.order == "SequentialSampler" or not torch.is_grad_enabled():
         return
     epoch, position = source.next_position()

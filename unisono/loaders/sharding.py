@@ -71,7 +71,6 @@ class Rule:
 
     @property
     def shares_batches(self) -> bool:
-        """Whether each batch is a global one, of which each rank takes a part."""
         return self.split == "global"
 
     def rounds_of(self, batches: int) -> int:
@@ -127,12 +126,10 @@ class Claim(NamedTuple):
 
     @property
     def valid_samples(self) -> int | None:
-        """How many samples of the batch count, from the front; None if unknown."""
         return self.samples if self.is_sized or not self.samples else None
 
     @property
     def weight(self) -> float | None:
-        """Their fraction of the round; None if unknown."""
         return self.samples / self.total if self.total else None
 
 

@@ -62,7 +62,6 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more batches will be delivered."""
         return self.has_ended or self.is_left
 
     def advance(self, position: Any, claim: Claim) -> None:

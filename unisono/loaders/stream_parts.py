@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
+from unisono.loaders.fetcher import collated
 from unisono.loaders.packing import Packed
 from unisono.loaders.sharding import glimpse, mark_of, spread
 from unisono.loaders.sources import State, is_stateful
@@ -121,7 +122,6 @@ class StreamPosition:
 
     @property
     def here(self) -> Layer:
-        """The layer of the current ranks and workers."""
         return self.layers[-1]
 
     @property
@@ -135,7 +135,6 @@ class StreamPosition:
         return sorted(own, key=lambda part: self.here.parts[part].taken)
 
     def after(self, reads: Iterable[Read]) -> StreamPosition:
-        """The position after these batches."""
         parts, states, by = list(self.here.parts), dict(self.states), self.by
         for read in reads:
             by, parts[read.part] = read.by, read.position
@@ -262,7 +261,7 @@ class PartReader(IterableDataset[Packed]):
                 return
             read = samples.read()
             try:
-                batch = self.collate(chunk[0] if self.size is None else chunk)
+                batch = self.collate(chunk[0]) if self.size is None else collated(self.collate, chunk)
             except Exception as error:
                 error.add_note(f"while samples up to number {samples.number} of the stream were collated")
                 raise

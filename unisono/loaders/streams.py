@@ -24,7 +24,7 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono.loaders.made_rows import num_rows
+from unisono.loaders.made_rows import num_rows, unlisted
 from unisono.loaders.sharding import Rule
 from unisono.loaders.sources import Begun, Loaded, Source, State, makes_batches_alike, rounds_of_loaded
 from unisono.loaders.stream_parts import Cutter, Made, PartReader, Read, SameStream, StreamPosition
@@ -81,7 +81,7 @@ class StreamSource(Source):
                 if not self.is_uneven:  # otherwise these are matters of all ranks
                     same.compare(read)
                     taken = taken.after([read])
-                yield batch, None if samples is None else num_rows(batch, samples, self._dim)
+                yield unlisted(batch), None if samples is None else num_rows(batch, samples, self._dim)
 
         def behind(offset: int, *_: int) -> Any:
             return read if self.is_uneven else taken.to_state(offset)

@@ -97,7 +97,7 @@ class WorkerPool:
         self._timeout_s: float = loader.timeout
         self._copies = is_tight()
         self._is_persistent = loader.persistent_workers
-        self._idle: list[DataLoader[Any]] = []
+        self._idle: list[DataLoader[Any]] = []  # with persistent workers that have served a pass to its end
         self._options: dict[str, Any] = {
             "dataset": dataset,
             "batch_size": None,
@@ -112,7 +112,6 @@ class WorkerPool:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there are persistent workers that have served a pass to its end."""
         return bool(self._idle)
 
     def serve(
