@@ -47,9 +47,9 @@ def test_a_state_is_plain_data():
         assert torch.load(file, weights_only=True) == json.loads(json.dumps(state)) == state
 
 
-@pytest.mark.parametrize("seed", [numpy.int64(5), torch.tensor(5)], ids=["numpy", "torch"])
-def test_a_seed_of_another_kind_of_number_is_written_as_plain_one(seed):
-    assert json.loads(json.dumps(DeviceLoader(shuffled(), seed=seed).state_dict())) == {**STATE, "offset": 0}
+def test_a_seed_of_another_kind_of_number_is_written_as_plain_one():
+    state = DeviceLoader(shuffled(), seed=numpy.int64(5)).state_dict()
+    assert json.loads(json.dumps(state)) == {**STATE, "offset": 0}
 
 
 def test_before_the_first_batch_the_state_is_the_beginning_of_the_pass():
