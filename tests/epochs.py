@@ -106,7 +106,6 @@ class Dealt(NamedTuple):
     """One epoch, as all ranks were given it."""
 
     pieces: list[list[Piece]]
-    left_out: list[int]  # by rank
 
     @property
     def rounds(self) -> list[list[Delivery]]:
@@ -143,16 +142,8 @@ def worlds(count: int) -> list[World]:
 
 def dealt(loader: DataLoader, count: int, seed: int | None = None, **rule: Any) -> Dealt:
     """One epoch of a map-style loader as `count` ranks take it, one rank after another and without any thread."""
-    left_out = [0] * count
-    pieces = []
-    for rank in range(count):
-
-        def tell(samples: Sequence[int], rank: int = rank) -> None:
-            left_out[rank] += sum(samples)
-
-        begun = IndexedSource(loader, seed).begin(Rule(count, (rank,), **rule), tell)
-        pieces.append([piece for (piece,) in begun.pieces])
-    return Dealt(pieces, left_out)
+    begun = [IndexedSource(loader, seed).begin(Rule(count, (rank,), **rule)) for rank in range(count)]
+    return Dealt([[piece for (piece,) in each.pieces] for each in begun])
 
 
 def ranks_of(loader: Any, count: int, **options: Any) -> list[DeviceLoader]:

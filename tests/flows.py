@@ -63,10 +63,9 @@ class Flow:
         backend: CpuBackend,
         lanes: int = 1,
         prefetch: int = 8,
-        limit: int | None = None,
         may_overflow: bool = True,
     ) -> None:
-        self.pipeline = Pipeline(prefetch, limit, may_overflow)
+        self.pipeline = Pipeline(prefetch, may_overflow)
         self.worlds: list[World] = [solo_world() for _ in range(lanes)]
         for place, world in enumerate(self.worlds):
             self.pipeline.add_lane(torch.device("cpu", place), backend, world.timeline)

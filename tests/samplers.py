@@ -38,7 +38,7 @@ def orders(loader: DataLoader, epochs: int, seed: int | None = None, most: int |
     source = IndexedSource(loader, seed)
     found = []
     for _ in range(epochs):
-        pieces = source.begin(Rule(), lambda samples: None).pieces
+        pieces = source.begin(Rule()).pieces
         found.append(list(itertools.islice((each for (piece,) in pieces for each in piece.batch.tolist()), most)))
     return found
 

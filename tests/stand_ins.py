@@ -44,8 +44,11 @@ class StandIns:
         self._parts = reader, start
         self._workers: list[_Worker] = []
 
-    def serve(self, seed: int, before: Callable[[], Any]) -> Iterator[Made]:
-        before()
+    @property
+    def is_idle(self) -> bool:
+        return bool(self._workers) and self._is_persistent
+
+    def serve(self, seed: int) -> Iterator[Made]:
         if not self._workers or not self._is_persistent:
             self._workers = [_Worker(*self._parts, worker, self._count, seed) for worker in range(self._count)]
         return _in_turn([worker.batches() for worker in self._workers])

@@ -12,7 +12,7 @@ phases as the device went through them. A stamp is read about two steps later, a
 
 The causes of waiting are counted besides the phases (`Waits`): "wait_source_ns" and so on. The other counters are
 "samples", "batches", "steps"; "bytes" of the batches; "repeated" samples in them, which only repeat others; and
-"queued", the sum of the batches that waited in the loader at each receipt. A "reader" counts "dropped" samples.
+"queued", the sum of the batches that waited in the loader at each receipt.
 
 *Threads:* a `Track` has one writer, the thread that requested it, and acquires no lock; others may read it at any time
 and see it up to the last completed span. The timeline's table of tracks is locked.

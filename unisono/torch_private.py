@@ -120,7 +120,6 @@ NAMES = {  # ours: (torch's, what we do by it)
     # DataLoaders and their workers.
     "loader_worker": (_WORKER, "shows loader workers the user's dataset"),
     "WORKER_INFO": (f"{_WORKER}._worker_info", "shows loader workers the user's dataset"),
-    "WORKER_LOOP": (f"{_WORKER}._worker_loop", "shows the user's part of a loader worker's stack"),
     "remove_worker_pids": (
         "torch.utils.data._utils.signal_handling._remove_worker_pids",
         "notices dead loader workers itself",

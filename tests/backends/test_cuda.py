@@ -68,7 +68,7 @@ def test_an_error_of_pinning_says_how_much_was_asked_for_and_what_bounds_it():
         pin_leaf(torch.zeros(1000).as_subclass(Locked))
     (note,) = caught.value.__notes__
     assert note.startswith("while 4,000 bytes were put into page-locked memory")
-    assert "prefetch_bytes" in note
+    assert "a smaller `prefetch`" in note
 
 
 def test_a_stream_is_told_to_every_tensor_that_a_leaf_holds():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.loaders import unthreaded
+from unisono.loaders import pipeline
 
 
 @pytest.fixture
 def reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops read ahead from their first batch on, as they do where batches are slow."""
-    monkeypatch.setattr(unthreaded, "_SWITCH_NS", -1)
-    monkeypatch.setattr(unthreaded, "_LONG_NS", -1)
+    monkeypatch.setattr(pipeline, "_SWITCH_NS", -1)
+    monkeypatch.setattr(pipeline, "_LONG_NS", -1)

@@ -22,7 +22,7 @@ def order_of(samples: int, size: int, drop_last: bool) -> list[int]:
 
 
 @given(**EVERY, tail=st.sampled_from(["split", "pad", "drop"]), drop_last=st.booleans())
-def test_an_epoch_is_cut_into_global_batches_and_what_is_left_out_is_told(samples, count, size, split, tail, drop_last):
+def test_an_epoch_is_cut_into_global_batches(samples, count, size, split, tail, drop_last):
     loader = DataLoader(Numbers(samples), batch_size=size, drop_last=drop_last)
     found = dealt(loader, count, split=split, tail=tail)
     whole = size if split == "global" else size * count
@@ -30,7 +30,6 @@ def test_an_epoch_is_cut_into_global_batches_and_what_is_left_out_is_told(sample
     if tail == "drop":
         expected = [chunk for chunk in expected if len(chunk) == whole]
     assert found.global_batches == expected
-    assert sum(found.left_out) == samples - len(list(itertools.chain(*expected)))
 
 
 @given(**EVERY, shuffle=st.booleans(), tail=st.sampled_from(["split", "pad"]))
@@ -70,42 +69,12 @@ def test_padded_batches_have_one_size(samples, count, size, split):
         assert all(piece.claim.repeated == full - piece.claim.samples for piece in pieces)
 
 
-@given(**EVERY, drop_last=st.booleans())
-def test_a_tail_that_is_an_error_is_one_before_anything_is_loaded(samples, count, size, split, drop_last):
-    dataset = Numbers(samples)
-    source = IndexedSource(DataLoader(dataset, batch_size=size, drop_last=drop_last), None)
-    rule = rule_of(count, split=split, tail="error")
-    left = len(order_of(samples, size, drop_last))
-    whole = size if split == "global" else size * count
-    if left % whole == 0:
-        assert len(list(source.begin(rule, lambda samples: None).pieces)) == left // whole
-        return
-    batches = 1 if split == "global" else count
-    with pytest.raises(
-        ValueError, match=f"tail='error': {left} samples do not divide into rounds of {batches} batches"
-    ):
-        source.begin(rule, lambda samples: None)
-    assert not dataset.asked
-    assert source.next_position() == (0, {"offset": 0}), "the epoch was not spent"
-
-
-def test_a_tail_is_an_error_when_it_comes_where_no_length_is_known():
-    loader = DataLoader(Numbers(9), batch_sampler=Bucketed([[0, 1], [2], [3, 4, 5], [6, 7], [8]]))
-    first = ranks_of(loader, 2, tail="error")[0]
-    found = []
-    with pytest.raises(ValueError, match=r"9 samples do not divide into rounds of 2 batches, .*: 1 samples are left"):
-        for batch in first:
-            found.append(batch.tolist())  # noqa: PERF401 - what came before the error is kept
-    assert found == [[0, 1], [3, 4, 5]]
-
-
 @given(**EVERY, tail=st.sampled_from(["split", "pad", "drop"]), drop_last=st.booleans(), is_fixed=st.booleans())
 def test_the_length_is_the_number_of_rounds(samples, count, size, split, tail, drop_last, is_fixed):
     loader = DataLoader(Numbers(samples), batch_size=size, drop_last=drop_last)
     rule = {"split": split, "tail": tail, "fixed_batch_size": is_fixed}
     found = dealt(loader, count, **rule)
     assert {len(pieces) for pieces in found.pieces} == {IndexedSource(loader, None).num_rounds(rule_of(count, **rule))}
-    assert sum(found.left_out) == samples - sum(map(len, found.global_batches))
 
 
 @given(
@@ -124,7 +93,6 @@ def test_batches_of_ones_own_are_dealt_in_their_order(sizes, count, split, tail)
         groups = groups[:-1]
     assert found.global_batches == groups
     assert len(groups) == IndexedSource(loader, None).num_rounds(rule_of(count, split=split, tail=tail))
-    assert sum(found.left_out) == sum(sizes) - sum(map(len, groups))
 
 
 def chunks_of(sizes: list[int]) -> list[list[int]]:
@@ -163,11 +131,6 @@ def test_drop_last_drops_the_tail_unless_it_shall_be_split():
         assert rest == [[([8], 1)], [([9], 1)], [([10, 11], 2)], [([12, 13], 2)]]
     batches = ParallelLoader(loader, [f"cpu:{index}" for index in range(4)])
     assert [len(list(batches.per_device_loader(f"cpu:{index}"))) for index in range(4)] == [1] * 4 == [len(batches)] * 4
-
-
-def test_a_fixed_batch_size_ends_on_every_rank_before_the_same_round():
-    found = dealt(DataLoader(Numbers(23), batch_size=2), 3, fixed_batch_size=True)
-    assert found.global_batches == [list(range(6)), list(range(6, 12)), list(range(12, 18))]
 
 
 @pytest.mark.parametrize("samples", [12, 13])

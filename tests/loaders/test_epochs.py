@@ -1,21 +1,25 @@
-"""Each loader counts its own epochs, whoever else reads the same DataLoader."""
+"""Each loader counts its own epochs; samplers and datasets are given them; one created for each epoch is warned of."""
 
 from __future__ import annotations
 
 import gc
 import io
+import logging
 import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import tqdm
 import tqdm.auto
 from epochs import Numbers
 from modes import PROCESSES_2, SOLO, THREADS_2, devices
 from rereading import COUNT, loop_of, plain, shuffled, taken
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from unisono import DataParallel, DeviceLoader, ParallelLoader
+from unisono.loaders import registry
 
 
 def test_each_loader_over_a_dataloader_counts_epochs_of_its_own():
@@ -60,15 +64,6 @@ def test_an_evaluation_within_each_epoch_moves_no_epoch_of_the_training():
             if number == 2:
                 assert taken(evaluation) == plain(epoch)
         assert seen == plain(epoch)
-
-
-def test_folds_of_one_dataset_each_begin_at_epoch_zero():
-    data = Numbers(COUNT)
-    folds = [
-        DeviceLoader(DataLoader(Subset(data, range(start, start + 6)), batch_size=2, shuffle=True)) for start in (0, 6)
-    ]
-    found = [[taken(loader) for _ in range(2)] for loader in folds]
-    assert [[sample + 6 for sample in epoch] for epoch in found[0]] == found[1]
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
@@ -123,3 +118,157 @@ def test_persistent_workers_serve_each_call_of_a_data_parallel():
     source = DataLoader(Pid(4), batch_size=2, num_workers=1, persistent_workers=True)
     replicas = DataParallel(nn.Identity(), devices(2))
     assert len({pid for _ in range(2) for part in replicas(loop_of, source) for pid in part}) == 1
+
+
+class ByEpoch(Dataset):
+    """Sample i of epoch e is 100 e + i."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class StreamByEpoch(ByEpoch, IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter([100 * self.epoch + index for index in range(4)])
+
+
+class Persistent:
+    """A sampler whose order is its epoch's, and that keeps it until it is told another one."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch] * 4)
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_a_sampler_that_threads_share_is_told_the_epoch_of_each_loop(mode):
+    source = DataLoader(Numbers(COUNT), batch_size=1, sampler=Persistent())
+
+    def body() -> list[list[int]]:
+        train, evaluation = DeviceLoader(source), DeviceLoader(source)
+        train.set_epoch(3)
+        return [taken(loader) for loader in (train, evaluation, train, evaluation)]
+
+    assert mode.run(body) == [[[3, 3], [0, 0], [4, 4], [1, 1]]] * 2
+
+
+@pytest.mark.parametrize("is_within", [False, True], ids=["a sampler", "within a batch sampler"])
+def test_a_sampler_with_an_epoch_is_told_that_of_the_loop_each_time_one_begins(is_within):
+    sampler = Persistent()
+    batches = {"batch_sampler": BatchSampler(sampler, 2, False)} if is_within else {"sampler": sampler, "batch_size": 2}
+    source = DataLoader(Numbers(COUNT), **batches)
+    train, evaluation = DeviceLoader(source), DeviceLoader(source)
+    found = []
+    for loader in (train, train, evaluation, train, evaluation):
+        sampler.set_epoch(99)  # whoever has told it another one
+        found.append(taken(loader))
+    assert found == [[epoch] * 4 for epoch in (0, 1, 0, 2, 1)]
+
+
+@pytest.mark.parametrize("kind", [ByEpoch, StreamByEpoch])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_a_dataset_with_an_epoch_is_told_that_of_each_loop(kind, options):
+    source = DataLoader(kind(), batch_size=2, **options)
+    train, evaluation = DeviceLoader(source), DeviceLoader(source)
+    found = [taken(loader)[0] for loader in (train, train, evaluation, train, evaluation, evaluation)]
+    assert found == [0, 100, 0, 200, 100, 200]
+    train.set_epoch(7)
+    assert taken(train) == [700, 701, 702, 703]
+
+
+@pytest.fixture
+def told(caplog) -> Callable[[], list[str]]:
+    registry.say_repetition.cache_clear()
+
+    def warnings() -> list[str]:
+        return [each.message for each in caplog.records if each.levelno == logging.WARNING]
+
+    return warnings
+
+
+@pytest.mark.parametrize(
+    "make", [DeviceLoader, lambda source: ParallelLoader(source, ["cpu"]).per_device_loader("cpu")]
+)
+def test_a_loader_made_again_for_each_epoch_is_told_of_once(told, make):
+    source = shuffled()
+    assert [taken(make(source)) for _ in range(4)] == [plain(0)] * 4
+    (words,) = told()
+    assert "a DataLoader is read in the order of epoch 0 again" in words
+    assert "set_epoch" in words
+
+
+def in_training_and_validation(source: DataLoader) -> None:
+    train, validation = DeviceLoader(source), DeviceLoader(source)
+    for _ in range(3):
+        taken(train)
+        taken(validation)
+
+
+def in_evaluations_of_their_own(source: DataLoader) -> None:
+    train = DeviceLoader(source)
+    for _ in range(3):
+        taken(train)
+        with torch.no_grad():
+            taken(DeviceLoader(source))
+
+
+def in_order(source: DataLoader) -> None:
+    for _ in range(3):
+        taken(DeviceLoader(DataLoader(source.dataset, batch_size=2)))
+
+
+def with_set_epoch(source: DataLoader) -> None:
+    for _ in range(2):  # the second time, epoch 0 comes after epoch 2
+        for epoch in range(3):
+            loader = DeviceLoader(source)
+            loader.set_epoch(epoch)
+            taken(loader)
+
+
+def with_states(source: DataLoader) -> None:
+    state = None
+    for _ in range(4):
+        loader = DeviceLoader(source)
+        if state is not None:
+            loader.load_state_dict(state)
+        for number, _ in enumerate(loader):
+            if number == 3:
+                break
+        state = loader.state_dict()
+
+
+def with_seeds_that_differ(source: DataLoader) -> None:
+    for epoch in range(3):
+        taken(DeviceLoader(source, seed=epoch))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        in_training_and_validation,
+        in_evaluations_of_their_own,
+        in_order,
+        with_set_epoch,
+        with_states,
+        with_seeds_that_differ,
+    ],
+)
+def test_a_loader_that_is_read_by_several_without_repetition_is_not_told_of(told, read):
+    read(shuffled())
+    assert told() == []

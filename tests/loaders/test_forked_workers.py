@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,19 +69,12 @@ class Sticky:
             self._lock.acquire()
 
 
-def share_at_length() -> None:
-    with torch.storage._share_memory_lock:  # as `share_memory_` does
-        threading.Event().wait(0.01)
-    threading.Event().wait(0.001)
-
-
 @pytest.mark.parametrize(
     "work",
     [
         pytest.param(lambda: torch.randn(3_000_000), id="draws from torch's generator"),
         pytest.param(lambda: (numpy.random.rand(1_000_000), threading.Event().wait(0.001)), id="draws from numpy's"),
         pytest.param(lambda: (torch.manual_seed(1), threading.Event().wait(0.001)), id="seeds"),
-        pytest.param(share_at_length, id="shares tensors"),
     ],
 )
 def test_what_another_thread_does_all_the_time_does_not_stop_the_workers(work):
@@ -92,16 +83,9 @@ def test_what_another_thread_does_all_the_time_does_not_stop_the_workers(work):
             assert sorted(one_pass()) == list(range(COUNT))
 
 
-@pytest.mark.skipif(
-    torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="a CUDA build without a GPU seeds nothing in forked processes, so that they need no lock of CUDA's",
-)
-def test_a_lock_of_torchs_that_is_always_held_is_told_of(monkeypatch):
-    with monkeypatch.context() as within:
-        within.setattr(forked_workers, "_PATIENCE_S", (0.1, 0.1))
-        with torch.cuda._initialization_lock, pytest.raises(RuntimeError, match="did not begin"):
-            one_pass()
-    assert sorted(one_pass()) == list(range(COUNT))
+def test_a_lock_of_torchs_that_is_always_held_does_not_stop_the_workers():
+    with torch.cuda._initialization_lock:
+        assert sorted(one_pass()) == list(range(COUNT))
 
 
 def test_a_worker_that_is_stuck_is_forked_again(monkeypatch):
@@ -122,14 +106,6 @@ def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
     assert set(psutil.Process().children()) <= before
 
 
-def test_a_loop_over_workers_leaves_no_file_open():
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", ResourceWarning)
-        assert len(list(DeviceLoader(DataLoader(list(range(4)), num_workers=1)))) == 4
-        gc.collect()
-    assert [str(each.message) for each in found if each.category is ResourceWarning] == []
-
-
 def test_other_start_methods_and_contexts_are_left_as_they_are():
     spawning = multiprocessing.get_context("spawn")
     assert forked_workers.context_of(spawning) is spawning
@@ -144,16 +120,8 @@ def seeded_pass() -> list[int]:
     return one_pass()
 
 
-def passes_of_two_replicas(times: int) -> None:
+@pytest.mark.parametrize("times", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_two_replicas_start_their_workers_at_once(times):
     for _ in range(times):
         found = THREADS_2.run(seeded_pass)
         assert sorted(sample for each in found for sample in each) == list(range(COUNT))
-
-
-def test_two_replicas_start_their_workers_at_once():
-    passes_of_two_replicas(4)
-
-
-@pytest.mark.slow
-def test_two_replicas_start_their_workers_at_once_forty_times():
-    passes_of_two_replicas(40)

@@ -1,4 +1,4 @@
-"""Errors and early ends of a loader reach every loop, and nothing is left behind."""
+"""Errors, early ends and last batches of a loader reach every loop, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from epochs import PATIENCE_S, CodedError, is_awaiting_batch, is_awaiting_room, 
 from failing import Failing, caught
 from faults import until
 from loops import Paced, Stream, worlds
-from modes import FAMILY, devices
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_3, devices, scaling
 from torch.utils.data import DataLoader
 
-from unisono import DeviceLoader, ParallelLoader
+from unisono import DeviceLoader, ParallelLoader, current_world
 from unisono.errors import ClosedError
 from unisono.world import solo_world
 
@@ -97,19 +97,6 @@ def test_a_stop_iteration_while_moving_is_an_error_and_no_end(monkeypatch):
         list(DeviceLoader([1, Immovable.make()]))
 
 
-def test_a_source_that_was_closed_is_an_error_and_no_end():
-    inner = ParallelLoader(itertools.count(), ["cpu"])
-
-    def source() -> Iterator[int]:
-        for number in inner.per_device_loader("cpu"):
-            yield number
-            if number == 3:
-                inner.close()
-
-    delivered, error = caught(iter(DeviceLoader(source())))
-    assert (delivered, type(error)) == (4, ClosedError)
-
-
 def test_a_loader_that_cannot_be_iterated_says_so_each_time():
     class Broken:
         def __iter__(self) -> Iterator[int]:
@@ -119,13 +106,6 @@ def test_a_loader_that_cannot_be_iterated_says_so_each_time():
     for device in devices(2):
         with pytest.raises(OSError, match="the disk is gone"):
             parallel.per_device_loader(device)
-
-
-def test_a_batch_that_contains_itself_is_refused():
-    batch: list[Any] = []
-    batch.append(batch)
-    with pytest.raises(ValueError, match="contains itself"):
-        list(DeviceLoader([batch]))
 
 
 @pytest.mark.any_family
@@ -247,3 +227,67 @@ def test_a_script_that_ends_in_mid_epoch_ends_cleanly(tmp_path, source, times):
     (tmp_path / "ends.py").write_text(ENDS_IN_MID_EPOCH)
     for _ in range(times):
         assert warm_scripts.complete(tmp_path / "ends.py", source, takes_apart=True) == (0, "", "")
+
+
+NUMBERS = torch.arange(13)
+
+
+def ask_at_each(loader):
+    iterator = iter(loader)
+    assert iterator.is_last(), "before the loop"
+    found = [(len(batch), iterator.is_last(), iterator.is_last()) for batch in iterator]
+    assert iterator.is_last(), "and after it"
+    return found
+
+
+LOADERS = {
+    "map-style": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2)),
+    "no prefetching": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2), prefetch=0),
+    "stream": lambda: DeviceLoader(DataLoader(Stream(13), batch_size=2)),
+    "list": lambda: DeviceLoader([NUMBERS[:2]] * 7),
+    "drop": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2, drop_last=True)),
+    "pad": lambda: DeviceLoader(DataLoader(NUMBERS, batch_size=2), tail="pad"),
+}
+
+
+@pytest.mark.any_family
+@pytest.mark.parametrize("mode", scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
+@pytest.mark.parametrize("name", LOADERS)
+def test_only_the_last_batch_is_the_last_and_nothing_is_lost_by_asking(mode, name):
+    def body():
+        make = LOADERS[name]
+        return ask_at_each(make()), [len(batch) for batch in make()]
+
+    for asked, sizes in mode.run(body):
+        assert [size for size, _, _ in asked] == sizes
+        assert [first for _, first, _ in asked] == [second for _, _, second in asked]
+        assert [first for _, first, _ in asked] == [number == len(sizes) for number in range(1, len(sizes) + 1)]
+
+
+def test_the_state_is_behind_what_the_loop_received_not_behind_what_was_asked_for():
+    loader = DeviceLoader(DataLoader(torch.arange(8), batch_size=2))
+    iterator = iter(loader)
+    next(iterator)
+    state = iterator.state_dict()
+    assert not iterator.is_last()
+    assert iterator.state_dict() == state
+    resumed = DeviceLoader(DataLoader(torch.arange(8), batch_size=2))
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_an_error_of_the_source_comes_where_the_loop_comes_to_it():
+    iterator = iter(DeviceLoader(DataLoader(Stream(6, broken=4), batch_size=2)))
+    assert [next(iterator).tolist(), iterator.is_last()] == [[0, 1], False]
+    assert [next(iterator).tolist(), iterator.is_last()] == [[2, 3], False]
+    with pytest.raises(CodedError):
+        next(iterator)
+
+
+def test_a_delivered_batch_asks_its_loop_whether_it_is_the_last_and_does_not_keep_it():
+    loader = DeviceLoader([torch.arange(2)] * 2)
+    iterator = iter(loader)
+    [batch] = current_world().state.deliveries.find(next(iterator))
+    assert (batch.is_last(), batch.loop.is_open) == (False, True)
+    del iterator
+    assert (batch.is_last(), batch.loop.is_open) == (False, False)

@@ -47,9 +47,9 @@ def test_a_state_is_plain_data():
         assert torch.load(file, weights_only=True) == json.loads(json.dumps(state)) == state
 
 
-@pytest.mark.parametrize("seed", [numpy.int64(5), torch.tensor(5)], ids=["numpy", "torch"])
-def test_a_seed_of_another_kind_of_number_is_written_as_plain_one(seed):
-    assert json.loads(json.dumps(DeviceLoader(shuffled(), seed=seed).state_dict())) == {**STATE, "offset": 0}
+def test_a_seed_of_another_kind_of_number_is_written_as_plain_one():
+    state = DeviceLoader(shuffled(), seed=numpy.int64(5)).state_dict()
+    assert json.loads(json.dumps(state)) == {**STATE, "offset": 0}
 
 
 def test_before_the_first_batch_the_state_is_the_beginning_of_the_pass():
@@ -138,7 +138,7 @@ def test_the_state_of_an_outer_loop_is_its_own_and_what_counts_is_that_of_the_lo
 
 def test_a_state_in_another_samplers_order_is_refused():
     shuffled, plain = (DataLoader(Numbers(9), batch_size=2, shuffle=shuffle) for shuffle in (True, False))
-    with pytest.raises(StateError, match="the order of a RandomSampler, this loader's is that of a SequentialSampler"):
+    with pytest.raises(StateError, match="saved with order='RandomSampler', this loader has order='SequentialSampler'"):
         DeviceLoader(plain).load_state_dict(DeviceLoader(shuffled).state_dict())
 
 
@@ -157,10 +157,10 @@ def test_a_state_behind_the_end_of_a_plain_iterable_is_told_of():
         ("version", "the state has version 2, this loader reads version 1", {"version": 2}),
         ("version", "the state has version None", {"version": None}),
         ("version", "the state has version 2", {"version": 2, "length": 4, "seed": 6}),
-        ("length", f"saved over 24 samples, this loader's dataset has {SAMPLES}", {"length": 24}),
-        ("length", f"saved over None samples, this loader's dataset has {SAMPLES}", {"length": None}),
-        ("length", "saved over 24 samples", {"length": 24, "seed": 6}),
-        ("seed", "saved with seed 6, this loader has seed 5: .* pass seed=6", {"seed": 6}),
+        ("length", f"saved with length=24, this loader has length={SAMPLES}", {"length": 24}),
+        ("length", f"saved with length=None, this loader has length={SAMPLES}", {"length": None}),
+        ("length", "saved with length=24,", {"length": 24, "seed": 6}),
+        ("seed", "saved with seed=6, this loader has seed=5, .* pass seed=6", {"seed": 6}),
         ("state", "the state's epoch is -1; it must be an integer of at least 0", {"epoch": -1}),
         ("state", "the state's epoch is True", {"epoch": True}),
         ("state", "the state's epoch is '1'", {"epoch": "1"}),

@@ -17,16 +17,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from epochs import PATIENCE_S, Bucketed, Killed, Numbers, is_awaiting_room, join_own_threads, loader_workers, take
+from epochs import PATIENCE_S, Bucketed, Killed, Numbers, join_own_threads, loader_workers, take
 from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
 from streams import Stream
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono import DeviceLoader
-from unisono.errors import BusyError, UnpicklableError
-from unisono.loaders.indexed import IndexedSource
-from unisono.loaders.sharding import Rule
-from unisono.loaders.shm import explain
+from unisono.errors import UnpicklableError
 
 
 @pytest.mark.parametrize(
@@ -193,7 +190,7 @@ class Epochal(Numbers):
         return index + 100 * self.epoch, os.getpid()
 
 
-def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
+def test_persistent_workers_serve_epoch_after_epoch_and_an_early_end_begins_with_new_ones():
     loader = DeviceLoader(DataLoader(Epochal(12), num_workers=2, persistent_workers=True, collate_fn=list))
 
     def load() -> tuple[list[int], set[int]]:
@@ -207,17 +204,16 @@ def test_persistent_workers_serve_epoch_after_epoch_and_after_an_early_end():
     for _ in range(3):
         for _batch in loader:
             break
-    assert load() == (list(range(500, 512)), first)
+    numbers, new = load()
+    assert numbers == list(range(500, 512))
+    assert not new & first
+    assert load() == (list(range(600, 612)), new)
 
 
-def test_persistent_workers_serve_the_pass_that_was_begun_last():
-    source = IndexedSource(DataLoader(Numbers(9), num_workers=1, persistent_workers=True), None)
-    first = source.begin(Rule(), lambda samples: None)
-    next(first.pieces)
-    second = source.begin(Rule(), lambda samples: None)
-    assert [piece.batch.tolist() for (piece,) in second.pieces] == [[number] for number in range(9)]
-    with pytest.raises(BusyError, match="workers have begun another loop over the same loader"):
-        list(first.pieces)
+def test_two_loops_at_once_have_persistent_workers_of_their_own():
+    loader = DeviceLoader(DataLoader(Numbers(9), num_workers=1, persistent_workers=True))
+    first, second = ([each.tolist() for each in found] for found in zip(*zip(loader, loader, strict=True), strict=True))
+    assert first == second == [[number] for number in range(9)]
 
 
 class Blocks(Numbers):
@@ -229,14 +225,13 @@ class Blocks(Numbers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_warning_and_the_users_time_out_name_the_worker_the_sample_and_the_line(monkeypatch, caplog, persistent):
+def test_a_warning_and_the_users_time_out_name_the_worker_and_the_samples(monkeypatch, caplog, persistent):
     monkeypatch.setattr("unisono.loaders.workers._LONG_S", 1.0)
     data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=3, persistent_workers=persistent)
     with pytest.raises(RuntimeError) as told:
         list(DeviceLoader(data))
     (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
-    words = r"loader worker 1 \(pid \d+\) is at the sample with index 3, in \(most recent .*"
-    words += r"test_loader_workers.py\", line \d+ in __getitem__$"
+    words = r"loader worker 1 reads the samples with indices 2, 3; `py-spy dump --pid \d+` shows where$"
     for said in (
         (f"timed out after 3 seconds: {words}", str(told.value)),
         ("no batch has come for .*: " + words, warning),
@@ -270,38 +265,12 @@ def test_early_ends_with_workers_leave_nothing(persistent):
         del _batch  # it has a file of its own
         join_own_threads()
 
-    for number in range(21 if persistent else 6):
-        if number == persistent:  # persistent workers have pipes from the first loop on
-            before = num_files()
+    before = num_files()
+    for _ in range(6):
         leave_early(loader)
     while num_files() > before:  # torch's queues close their pipes on threads of their own, a moment later
         threading.Event().wait(0.01)
-        if persistent:
-            leave_early(loader)  # torch keeps a batch that came before its turn, with its file, until the next loop
-    assert len(loader_workers()) == (2 if persistent else 0)
-    del loader
-    gc.collect()
     assert not loader_workers()
-
-
-def test_batches_of_many_tensors_do_not_use_up_the_descriptors():
-    class Scattered(Numbers):
-        def __getitem__(self, index: int) -> list[torch.Tensor]:
-            return [torch.full((1,), index) for _ in range(60)]
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
-    try:
-        loader = DeviceLoader(DataLoader(Scattered(30), batch_size=1, num_workers=1))
-        iterator = iter(loader)
-        first = next(iterator)
-        pipeline = iterator._lane._pipeline
-        while any(thread.is_alive() for thread in pipeline.threads) and not is_awaiting_room(iterator._lane.entry):
-            threading.Event().wait(0.01)
-        assert psutil.Process().num_fds() < 600, "what waits is in plain memory"
-        assert [int(each[0]) for each in (first, *iterator)] == list(range(30))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def many_of(samples: list[int]) -> dict[str, Any]:
@@ -322,10 +291,3 @@ def test_many_tensors_take_few_descriptors(dataset):
     assert repr(found) == repr(wanted)
     found[0]["first"][0].fill_(7)
     assert repr(found[0]["first"][1:]) == repr(wanted[0]["first"][1:]), "they overlap"
-
-
-def test_too_many_open_files_name_the_limit():
-    error = RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)")
-    explain(error)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert f"{limit} files open (ulimit -n)" in error.__notes__[0]

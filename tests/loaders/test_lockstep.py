@@ -27,7 +27,7 @@ from unisono.loaders.lockstep import Lockstep
 from unisono.loaders.pipeline import Delivery, Stamps
 from unisono.loaders.sharding import Claim, Rule
 from unisono.loaders.sources import Begun
-from unisono.loaders.stream_position import Position, Read, StreamPosition
+from unisono.loaders.stream_parts import Position, Read, StreamPosition
 from unisono.world import World, thread_worlds
 
 
@@ -144,10 +144,6 @@ def drained(lockstep: Lockstep) -> tuple[list[Delivery], Exception]:
             return found, end
 
 
-def dropped(world: World) -> int:
-    return world.timeline.loop().counts["dropped"]
-
-
 some_sizes = st.lists(st.lists(st.integers(1, 4), max_size=5), min_size=1, max_size=3)
 
 
@@ -204,20 +200,6 @@ def test_a_wait_for_another_rank_counts_as_one_for_peers():
 def test_drop_ends_before_the_first_round_that_is_incomplete(sizes, ahead):
     ranks = Ranks(numbered(sizes), ahead, tail="drop")
     assert [len(each) for each in ranks.drain()] == [min(map(len, sizes))] * len(sizes)
-
-
-def test_drop_counts_what_has_come_here_of_the_rest():
-    ranks = Ranks(numbered([[4] * 5, [4] * 2]), 8, tail="drop")
-    assert ranks.run(lambda rank, lockstep: drained(lockstep) and dropped(ranks.worlds[rank])) == [12, 0]
-    assert ranks.shelves[0].is_cancelled
-
-
-def test_an_uneven_end_that_is_an_error_is_one_on_all_ranks():
-    ranks = Ranks(numbered([[2] * 3, [2] * 2, [2] * 3]), tail="error")
-    for steps, end in ranks.ends():
-        assert steps == 2
-        assert type(end) is ValueError
-        assert str(end).startswith("tail='error': the data of rank(s) 1 has ended, others have batches; pass tail=")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import itertools
 import random
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -33,7 +31,6 @@ from unisono import DeviceLoader
 from unisono.loaders.indexed import is_indexed
 from unisono.loaders.order import Batches
 from unisono.randomness import seed_of
-from unisono.world import World, thread_worlds
 
 GENERATED: dict[str, Callable[[torch.Generator | None], Sampler]] = {
     "shuffle": lambda generator: RandomSampler(range(COUNT), generator=generator),
@@ -79,15 +76,6 @@ def test_a_sampler_gives_the_order_that_it_gives_itself_by_a_generator_seeded_so
         assert list(itertools.chain(*Batches(sampler, BatchSampler(sampler, 4, False), 9, epoch))) == plain
 
 
-@pytest.mark.parametrize("kind", GENERATED)
-def test_a_new_epoch_is_a_new_order_and_a_new_loader_draws_the_same_again(kind):
-    first = orders(loader_of(GENERATED[kind](None)), 3, seed=7)
-    torch.manual_seed(random.getrandbits(32))
-    assert orders(loader_of(GENERATED[kind](None)), 3, seed=7) == first
-    others = orders(loader_of(GENERATED[kind](None)), 3, seed=8)
-    assert len({tuple(order) for order in first + others}) == 6
-
-
 @pytest.mark.parametrize("kind", GLOBAL)
 @pytest.mark.parametrize("sampler", [Own, Sized])
 def test_a_sampler_that_draws_from_the_process_is_a_function_of_seed_and_epoch_too(kind, sampler):
@@ -125,11 +113,6 @@ def test_the_users_loader_is_not_touched():
     assert [batch.tolist() for batch in loader] == plain
 
 
-def test_an_order_without_shuffling_stays():
-    assert orders(DataLoader(Numbers(9), batch_size=2), 2) == [list(range(9))] * 2
-    assert orders(DataLoader(Numbers(9), batch_size=2, sampler=[3, 1, 4, 1, 5]), 2) == [[3, 1, 4, 1, 5]] * 2
-
-
 def test_a_loader_without_batches_keeps_seed_and_epoch_on_every_rank():
     def load(loader: DeviceLoader, rank: int) -> list[list[int]]:
         torch.manual_seed(rank)
@@ -159,11 +142,10 @@ def test_a_late_beginning_is_the_rest_of_the_order_in_whole_batches(samples, siz
     sampler: Any = SequentialSampler(order) if is_sized else Own(lambda: order)
     batches = Batches(sampler, BatchSampler(sampler, size, drop_last), 0, 0, offset)
     expected = chunks(order[offset:], size)
-    left_out = len(expected.pop()) if drop_last and expected and len(expected[-1]) < size else 0
+    if drop_last and expected and len(expected[-1]) < size:
+        expected.pop()
     assert list(batches) == expected
-    assert batches.left_out == left_out
     assert batches.nominal == size
-    assert batches.samples == (sum(map(len, expected)) if is_sized or not samples else None)
 
 
 class Subclass(DataLoader):
@@ -204,29 +186,6 @@ def test_passes_begun_by_several_threads_at_once_are_each_complete(batch_size):
         sys.setswitchinterval(interval)
     assert [sorted(order) for order in found] == [list(range(20))] * 40
     assert len({tuple(order) for order in found}) == 40
-
-
-def test_ranks_on_threads_that_draw_at_once_draw_the_same():
-    class Drawn(Sampler):
-        def __len__(self) -> int:
-            return 500
-
-        def __iter__(self):
-            return iter([random.randrange(500) for _ in range(500)])
-
-    loader = DataLoader(Numbers(500), batch_size=10, sampler=Drawn())
-    state = random.getstate()
-
-    def draw(world: World) -> list[int]:
-        return [sample for batch in DeviceLoader(loader, world=world) for sample in batch.tolist()]
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(draw, thread_worlds([torch.device("cpu", rank) for rank in range(4)])))
-    rounds = itertools.zip_longest(*(chunks(each, 10) for each in found), fillvalue=[])
-    order = [sample for each in rounds for part in each for sample in part]
-    alone = DeviceLoader(DataLoader(Numbers(500), 10, sampler=Drawn()))
-    assert Counter(order) == Counter(sample for batch in alone for sample in batch.tolist())
-    assert random.getstate() == state
 
 
 @pytest.mark.parametrize("name", [*GENERATED, "stream"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from multiprocessing import resource_sharer
@@ -18,7 +17,6 @@ from samplers import COUNT, Own, Sized, loader_of, orders, random_states
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from unisono import DeviceLoader
-from unisono.loaders import order as order_module
 from unisono.loaders.order import Batches
 from unisono.randomness import seed_of
 
@@ -42,29 +40,6 @@ def test_the_generator_of_a_sampler_of_ones_own_is_that_of_the_epoch_and_its_own
     plain = [torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed_of(4, epoch))) for epoch in range(2)]
     assert found == [order.tolist() for order in plain]
     assert own is None or torch.equal(own.get_state(), state)
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    generator: torch.Generator | None = None
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(COUNT, generator=self.generator).tolist())
-
-    def __len__(self) -> int:
-        return COUNT
-
-
-class Locked(Frozen):
-    @property
-    def generator(self) -> None:
-        """There is none, and it cannot be set."""
-
-
-def test_a_sampler_whose_generator_cannot_be_set_is_seeded_all_the_same():
-    plain = torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed_of(4, 0))).tolist()
-    for sampler in (Frozen(), object.__new__(Locked)):
-        assert orders(loader_of(sampler), 1, seed=4) == [plain]
 
 
 class Paired(BatchSampler):
@@ -114,42 +89,10 @@ def test_an_endless_sampler_makes_an_endless_epoch_and_the_same_on_every_rank(sa
     assert sorted(found[:COUNT]) == list(range(COUNT))
 
 
-class Long(Own):
-    """Tells a length beyond all bounds, as samplers without an end do."""
-
-    def __len__(self) -> int:
-        return 1 << 60
-
-
-@pytest.mark.parametrize("sampler", [Own, Long])
-def test_no_more_is_drawn_of_a_sampler_without_an_end_than_is_needed_to_seed_it(sampler, monkeypatch):
-    monkeypatch.setattr(order_module, "_AT_ONCE", 100)
-    drawn = []
-
-    def endless() -> Iterator[Any]:
-        for number in itertools.count():
-            drawn.append(number)
-            yield number % COUNT
-
-    batches = Batches(endless_sampler := sampler(endless), BatchSampler(endless_sampler, 4, False), 0, 0, length=COUNT)
-    most = COUNT if sampler is Own else 100
-    assert len(drawn) == most + 1
-    first = list(itertools.islice(batches, 50))
-    assert list(itertools.chain(*first)) == [number % COUNT for number in range(200)]
-
-
 def test_a_sampler_that_gives_more_than_its_length_or_less_is_followed():
     assert orders(loader_of(Sized(lambda: range(5))), 1) == [[*range(5)]]
     longer = [*range(COUNT), *range(COUNT)]
     assert orders(loader_of(Sized(lambda: longer)), 1) == [longer]
-
-
-def test_what_drop_last_leaves_out_is_known_at_the_end_where_no_length_is():
-    batches = Batches(sampler := Own(lambda: range(11)), BatchSampler(sampler, 4, True), 0, 0)
-    assert list(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert batches.left_out == 3
-    found = dealt(DataLoader(Numbers(11), sampler=Own(lambda: range(11)), batch_size=4, drop_last=True), 2, tail="drop")
-    assert (found.global_batches, found.left_out) == ([list(range(8))], [2, 1])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -169,20 +112,6 @@ def test_a_sampler_that_raises_leaves_the_generators_and_the_epoch_as_they_were(
     assert random_states() == before
     assert device_loader.epoch == 0
     assert not dataset.asked
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_a_sampler_that_raises_late_does_so_behind_what_came_before(num_workers):
-    def late() -> Iterator[int]:
-        yield from itertools.chain(range(COUNT), range(COUNT))
-        raise OSError("no more today")
-
-    loader = DeviceLoader(DataLoader(Numbers(COUNT), sampler=Own(late), batch_size=5, num_workers=num_workers))
-    found = []
-    with pytest.raises(OSError, match="no more today"):
-        for batch in loader:
-            found.extend(batch.tolist())
-    assert found == [*range(COUNT)] * 2
 
 
 class Unsized(Dataset):
@@ -222,4 +151,4 @@ def test_a_late_beginning_cuts_a_batch_of_ones_own(sizes, offset):
     batches = Batches(None, Bucketed(own), 0, 0, offset)
     expected = [[each for each in batch if each >= offset] for batch in own]
     assert list(batches) == [batch for batch in expected if batch]
-    assert (batches.nominal, batches.samples) == (None, None)
+    assert batches.nominal is None

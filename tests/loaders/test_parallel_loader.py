@@ -11,10 +11,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from batches import CONTAINERS, Sample, same
 from epochs import Numbers, own_threads
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,40 +67,11 @@ def test_the_tail_is_split_and_nothing_is_lost(sizes, count, dim):
     assert torch.equal(found, batch(0, sum(sizes)))
 
 
-@pytest.mark.any_family
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_a_batch_keeps_its_containers(name):
-    make, look = CONTAINERS[name]
-    batch = make()
-    (found,) = batches_of([batch], 1)[0]
-    assert type(found) is type(batch)
-    assert same(look(found), look(batch))
-
-
 @pytest.mark.parametrize("batch", [None, 0, "", [], (), {}, False, "text", 3.5, b"bytes"], ids=repr)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_batch_may_be_anything(batch, count):
     assert rounds_of([batch] * 4, count) == [[(batch, None)] * (4 // count)] * count
     assert rounds_of([batch] * 3, 2) == [[(batch, None)] * 2, [(batch, None), (batch, 0)]]
-
-
-def test_what_holds_no_tensor_passes_through_untouched():
-    array = numpy.arange(3)
-    batch = {"array": array, "name": "a", "nothing": None, "number": 1, "object": object()}
-    (found,) = batches_of([batch], 1)[0]
-    assert found is batch
-
-
-def test_a_tail_of_mixed_structure_is_split_where_it_has_samples():
-    tail = Sample(
-        torch.arange(4), "whole", {"array": numpy.arange(4), "names": list("abcd"), "scale": torch.tensor(2.0)}
-    )
-    first, second = (each[0] for each in batches_of([tail], 2))
-    assert (first.image.tolist(), second.image.tolist()) == ([0, 1], [2, 3])
-    assert (first.extra["array"].tolist(), second.extra["array"].tolist()) == ([0, 1], [2, 3])
-    assert (first.extra["names"], second.extra["names"]) == (["a", "b"], ["c", "d"])
-    assert first.label == second.label == "whole"
-    assert torch.equal(first.extra["scale"], second.extra["scale"])
 
 
 def test_a_tail_that_cannot_be_cut_with_certainty_is_taken_whole_by_one_and_only_repeated_by_the_others():
@@ -171,14 +140,6 @@ def test_the_passes_of_one_parallel_loader_are_the_epochs_of_one_device_loader()
     assert len({tuple(order) for order in found}) == 3
 
 
-def test_the_first_batch_arrives_when_one_was_produced():
-    source = Paced(free=1)
-    with ParallelLoader(source, ["cpu"]) as parallel:
-        assert next(parallel.per_device_loader("cpu")) == 0
-        assert source.given == [0]
-        source.let()
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_source_that_waits_for_the_round_before_to_be_consumed_goes_on(count):
     source = Paced(free=count)
@@ -202,15 +163,6 @@ def test_threads_that_ask_at_once_start_one_pass():
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(drain, devices(2), [parallel] * 2, [together] * 2))
         assert found == [[0, 2, 4], [1, 3, 5]]
-
-
-@pytest.mark.any_family
-def test_a_device_loader_is_looped_over_again_with_a_new_order_each_time():
-    loader = DeviceLoader(DataLoader(Numbers(30), batch_size=4, shuffle=True))
-    epochs = [torch.cat(list(loader)).tolist() for _ in range(3)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(30))] * 3
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert len(loader) == 8
 
 
 def test_a_device_loader_tells_the_valid_samples_of_the_running_loop():

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from epochs import PATIENCE_S, CodedError, is_awaiting_batch
-from flows import Moving, failing, flow
+from epochs import PATIENCE_S, CodedError
+from flows import Moving, flow
 from tracing import interrupting
 
 from unisono.backends.cpu import CpuBackend
@@ -22,15 +22,6 @@ from unisono.errors import ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.pipeline import Pipeline
 from unisono.timeline import Timeline
-
-
-@pytest.mark.parametrize("prefetch", [1, 5, 14])
-@pytest.mark.parametrize("count", [0, 1, 50])
-def test_batches_arrive_in_order_through_any_number_of_places(prefetch, count):
-    with flow(Moving(), prefetch=prefetch) as made:
-        (iterator,) = made.start(range(count))
-        assert list(iterator) == list(range(count))
-        assert list(iterator) == []
 
 
 def test_two_iterators_of_one_device_share_its_batches():
@@ -41,18 +32,6 @@ def test_two_iterators_of_one_device_share_its_batches():
             found = list(pool.map(list, [first, second]))
     assert sorted(itertools.chain(*found)) == list(range(200))
     assert all(each == sorted(each) for each in found)
-
-
-def test_the_position_behind_the_last_delivered_batch_is_known_whatever_was_prefetched():
-    with flow(Moving()) as made:
-        (iterator,) = made.start(range(9))
-        progress = made.lane.progress
-        assert (progress.rounds, progress.position) == (0, None)
-        for number in range(9):
-            next(iterator)
-            assert (progress.rounds, progress.position, progress.has_ended) == (number + 1, number, False)
-        assert list(iterator) == []
-        assert progress.has_ended
 
 
 @pytest.mark.parametrize(("loaded", "moved"), [(1, 1), (4, 2), (9, 4)])
@@ -86,54 +65,12 @@ def test_a_lane_is_refilled_in_one_go_when_half_of_it_is_empty():
 
 
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])
-def test_no_more_bytes_wait_than_allowed_loaded_and_moved_together(backend):
-    with flow(backend(), limit=50) as made:
-        (iterator,) = made.start(b"0123456789" for _ in itertools.count())
-        for taken in range(30):
-            made.wait_given(taken + 5 + 1)  # one more is in the reader's hands
-            made.wait_full()
-            assert made.given == taken + 5 + 1
-            next(iterator)
-
-
-@pytest.mark.parametrize("backend", [Moving, CpuBackend])
-def test_a_batch_that_is_larger_than_the_bound_passes_alone(backend):
-    sizes = [10, 500, 10, 10, 700, 700, 10]
-    with flow(backend(), limit=25) as made:
-        (iterator,) = made.start(bytes(size) for size in sizes)
-        ahead = {0: 2, 1: 3, 2: 5, 3: 5, 4: 6, 5: 7}  # given when so many were taken: what fits, and one in hand
-        for taken, given in ahead.items():
-            made.wait_given(given)
-            if given < 7:
-                made.wait_full()
-                assert made.given == given
-            assert len(next(iterator)) == sizes[taken]
-        assert [len(batch) for batch in iterator] == sizes[6:]
-
-
-@pytest.mark.parametrize("backend", [Moving, CpuBackend])
 @pytest.mark.parametrize("lanes", [2, 3])
-@pytest.mark.parametrize("limit", [1, 25, None])
-def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend, lanes, limit):
-    with flow(backend(), lanes=lanes, prefetch=1, limit=limit) as made:
+def test_one_thread_may_drain_one_lane_after_another_whatever_the_bounds(backend, lanes):
+    with flow(backend(), lanes=lanes, prefetch=1) as made:
         iterators = made.start(bytes([number]) * 10 for number in range(60))
         for place, iterator in enumerate(iterators):
             assert [batch[0] for batch in iterator] == list(range(place, 60, lanes))
-
-
-@pytest.mark.parametrize("count", range(6))
-@pytest.mark.parametrize("where", ["source", "transfer"])
-def test_an_error_comes_behind_the_rounds_before_it_at_each_call(count, where):
-    note, backend, source = f"in round {count} of the loader", Moving(), failing(count)
-    if where == "transfer":
-        note, backend, source = "while a batch was moved to cpu:0", Moving(broken=[count]), range(40)
-    with flow(backend) as made:
-        (iterator,) = made.start(source)
-        assert [next(iterator) for _ in range(count)] == list(range(count))
-        for _ in range(2):
-            with pytest.raises(CodedError, match=f"code {count}") as caught:
-                next(iterator)
-            assert caught.value.__notes__ == [note]
 
 
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])
@@ -189,26 +126,6 @@ def test_closing_wakes_the_transfer_and_the_reader():
         assert made.pipeline.join(PATIENCE_S)
         with pytest.raises(ClosedError):
             next(iterator)
-
-
-def test_a_loop_that_waits_is_woken_by_closing():
-    with flow(Moving(held=[1])) as made:
-        (iterator,) = made.start(range(2))
-        assert next(iterator) == 0
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(next, iterator)
-            while not is_awaiting_batch(made.lane):
-                threading.Event().wait(0.001)
-            made.pipeline.stop()
-            with pytest.raises(ClosedError):
-                waiting.result(PATIENCE_S)
-        made.lane.backend.let(1)
-
-
-def test_an_end_before_the_first_round_starts_and_ends_every_transfer():
-    with flow(Moving(), lanes=2) as made:
-        assert [list(each) for each in made.start([])] == [[], []]
-        assert made.pipeline.join(PATIENCE_S)
 
 
 def test_a_batch_that_was_delivered_is_the_loops_alone():

@@ -94,22 +94,6 @@ def test_a_tail_that_is_dropped_is_less_than_a_round_after_a_resume_too(samples,
         assert (len(found) - len(delivered)) % (again * count) == 0
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_it_may_be_left_and_resumed_again_and_again(num_workers):
-    state = None
-    found: list[int] = []
-    for step in itertools.count():
-        loaders = ranks_of(shuffled(num_workers=num_workers), 1 + step % 3, seed=5)
-        if state is not None:
-            resumed(loaders, state)
-        if loaders[0].epoch == 1:
-            break
-        found += counted([take(loader, 1) if len(found) < SAMPLES else take(loader) for loader in loaders])
-        state = common_state(loaders)
-    assert found == order(SAMPLES, 5, 0)
-    assert step == 6 + 1  # 2, 4, 6, 2, 4 and the last 5 samples, and the end
-
-
 @pytest.mark.parametrize("make", [shuffled, lambda: list(torch.arange(SAMPLES).split(2))], ids=["dataset", "iterable"])
 @pytest.mark.parametrize("before", [0, 3], ids=["new", "resumed"])
 def test_a_loop_whose_threads_could_not_be_started_has_drawn_nothing_and_is_tried_again(monkeypatch, make, before):

@@ -107,7 +107,7 @@ def test_the_first_batchs_size_outlives_a_resume():
 
 def test_a_loader_of_this_package_is_not_cut_again():
     for loader in (DeviceLoader([1]), ParallelLoader([1], ["cpu"]), iter(DeviceLoader([1]))):
-        with pytest.raises(TypeError, match="which is sharded and moved already; pass its DataLoader"):
+        with pytest.raises(TypeError, match="which is sharded already; pass its DataLoader"):
             DeviceLoader(loader)
 
 

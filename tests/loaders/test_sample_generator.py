@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
-from unisono import DeviceLoader, SampleGenerator
+from unisono import SampleGenerator
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
@@ -31,22 +29,7 @@ def test_it_is_an_iterator_with_a_counter_of_its_own():
     assert list(generator) == ["x", "x"]
 
 
-def test_it_is_a_loader():
-    loader = DeviceLoader(SampleGenerator(torch.ones(4), 7))
-    assert len(loader) == 7
-    for _ in range(2):
-        assert [len(batch) for batch in loader] == [4] * 7
-
-
-@pytest.mark.parametrize(
-    ("error", "words", "count"),
-    [
-        (TypeError, "sample_count=True is of type bool; pass an integer", True),
-        (TypeError, "sample_count=2.5 is of type float", 2.5),
-        (TypeError, "sample_count=None is of type NoneType", None),
-        (ValueError, "sample_count=-1 is too small; pass an integer of at least 0", -1),
-    ],
-)
-def test_a_wrong_count_is_refused(error, words, count):
-    with pytest.raises(error, match=re.escape(words)):
+@pytest.mark.parametrize(("error", "count"), [(TypeError, 2.5), (ValueError, -1)])
+def test_a_wrong_count_is_refused(error, count):
+    with pytest.raises(error, match=f"sample_count={count} is "):
         SampleGenerator("x", count)

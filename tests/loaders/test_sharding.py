@@ -11,14 +11,11 @@ import numpy
 import pytest
 import torch
 from dealing import COUNTS, EVERY, rule_of, size_of
-from epochs import Numbers, dealt
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader
-from unisono.loaders import sharding
 from unisono.loaders.sharding import Rule, Size, cut, deal, glimpse, measure, rounds
 
 
@@ -98,19 +95,10 @@ def test_rounds_read_no_further_than_the_round_they_give():
 
 
 def test_what_a_fixed_size_leaves_out_is_logged(caplog):
-    told = []
     with caplog.at_level(logging.WARNING, "unisono"):
-        list(rounds([[1, 2], [3, 4], [5]], rule_of(2, fixed_batch_size=True), size_of, left_out=told.append))
+        list(rounds([[1, 2], [3, 4], [5]], rule_of(2, fixed_batch_size=True), size_of))
     assert "fixed_batch_size=True ends the epoch at sample 4: the next round has batches of [1] samples" in caplog.text
     assert "and not 2 of size 2" in caplog.text
-    assert told == [[1, 0]]
-
-
-@pytest.mark.parametrize("tail", ["split", "pad"])
-def test_a_batch_that_does_not_tell_its_size_is_one_sample_that_all_who_share_it_get_whole(tail):
-    (found,) = rounds(["text"], rule_of(3, tail=tail), lambda batch, is_cut: measure(batch, 0, None, is_cut))
-    pieces = [cut(found, rank, 0) for rank in range(3)]
-    assert [(piece.batch, *piece.claim[:2]) for piece in pieces] == [("text", 1, 1), ("text", 0, 1), ("text", 0, 1)]
 
 
 def test_a_loaded_batch_is_padded_with_its_own_samples():
@@ -123,34 +111,13 @@ def test_a_loaded_batch_is_padded_with_its_own_samples():
 
 @pytest.mark.parametrize(("name", "value"), [("split", "devices"), ("tail", "cut"), ("tail", None), ("split", 2)])
 def test_an_unknown_split_or_tail_is_refused_with_the_choices(name, value):
-    choices = {"split": "'rank', 'global'", "tail": "'split', 'drop', 'pad', 'error'"}[name]
+    choices = {"split": "'rank', 'global'", "tail": "'split', 'drop', 'pad'"}[name]
     words = f"{name}={value!r} is unknown; choose one of {choices}"
     with pytest.raises(ValueError, match=re.escape(words)):
         Rule(**{name: value})
     if value is not None:
         with pytest.raises(ValueError, match=re.escape(words)):
             DeviceLoader([], **{name: value})
-
-
-def documented_tables() -> list[list[list[list[int]]]]:
-    """Both tables: the rows of each, with the samples of rank 0, of rank 1 and of the global batch."""
-    lines = sharding.__doc__.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.split()[:2] == ["round", "rank"])
-    rows = list(itertools.takewhile(bool, lines[start + 1 :]))
-    cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
-    numbers = [[[int(number) for number in cell.split()] for cell in row[1:7]] for row in cells]
-    return [[row[:3] for row in numbers], [row[3:] for row in numbers]]
-
-
-@pytest.mark.parametrize(("table", "split", "size"), [(0, "rank", 2), (1, "global", 4)])
-def test_the_tables_in_the_module_text_are_true(table, split, size):
-    found = dealt(DataLoader(Numbers(10), batch_size=size), 2, split=split)
-    rows = [
-        [*(each.counted for each in deliveries), whole]
-        for deliveries, whole in zip(found.rounds, found.global_batches, strict=True)
-    ]
-    assert rows == documented_tables()[table]
-    assert len(rows) == 3
 
 
 @pytest.mark.parametrize(

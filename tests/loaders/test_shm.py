@@ -11,16 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from epochs import Numbers
 from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader
-from unisono.loaders import shm
-from unisono.loaders.shm import is_tight, share
+from unisono.loaders import packing
+from unisono.loaders.packing import is_tight
 
 MB = 1_000_000
-PLACE = shm.SHM
+PLACE = packing.SHM
 
 SCRIPT = """
 import json, logging, mmap, sys
@@ -138,25 +137,7 @@ def test_a_bus_error_is_told_of_wherever_it_comes_from():
         list(DeviceLoader(DataLoader(Bussed(6), num_workers=1)))
 
 
-@pytest.mark.parametrize(
-    ("size", "files", "expected"),
-    [(64 * MB, 4096, True), (2000 * MB, 4096, False), (2000 * MB, 256, True), (None, 4096, False)],
-)
-def test_batches_are_copied_where_there_is_little_memory_or_few_files(monkeypatch, size, files, expected):
-    monkeypatch.setattr(shm, "_free_and_size", lambda: size and (size, size))
-    monkeypatch.setattr(shm.resource, "getrlimit", lambda _: (files, files))
+@pytest.mark.parametrize(("size", "expected"), [(64 * MB, True), (2000 * MB, False), (None, False)])
+def test_batches_are_copied_where_there_is_little_memory(monkeypatch, size, expected):
+    monkeypatch.setattr(packing, "_free_and_size", lambda: size and (size, size))
     assert is_tight() == expected
-
-
-def test_where_there_is_no_such_place_no_sizes_are_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(shm, "SHM", tmp_path / "missing")
-    assert shm.why_full().startswith(f"{tmp_path}/missing had no room for the batches that loader workers send; ")
-
-
-def test_sharing_keeps_what_the_tensors_hold():
-    whole = torch.arange(12.0)
-    batch = [whole[3:5], {"rows": whole.reshape(3, 4).t()}, torch.empty(0), torch.empty(2, device="meta"), "text", 3]
-    share(batch)
-    assert batch[0].is_shared()
-    assert batch[0].tolist() == [3, 4]
-    assert batch[1]["rows"].tolist() == torch.arange(12.0).reshape(3, 4).t().tolist()

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from epochs import PATIENCE_S
 from modes import PROCESSES_2, THREADS_2, THREADS_3
 from stand_ins import stand_ins
-from streams import COUNT, SIZE, ByEpoch, Stream, all_of, loader_of, loop, passes, refused
+from streams import COUNT, SIZE, Stream, all_of, loader_of, loop, passes, refused
 from torch import nn
 from torch.nn import functional as F
 
-from unisono import DeviceLoader, current_world, optimizer_step, rank
+from unisono import DeviceLoader, optimizer_step, rank
 from unisono.errors import BrokenWorldError
-from unisono.loaders.sharding import Rule
-from unisono.loaders.streams import StreamSource
 
 
 @pytest.mark.parametrize(("tail", "steps", "counted"), [("split", 4, 23), ("pad", 4, 23), ("drop", 3, 18)])
@@ -31,16 +27,6 @@ def test_the_tail_of_uneven_parts(tail, steps, counted):
     assert len(all_of(found)) == counted
     if tail == "pad":
         assert {len(batch) for each in found for batch in each[0].batches} == {SIZE}
-
-
-def test_error_ends_before_a_round_that_not_all_ranks_have():
-    errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=1)
-    assert len(errors) == 2
-    assert all(str(error).startswith("tail='error': the data of rank(s) 1 has ended") for error in errors)
-    errors = refused(THREADS_2, lambda: Stream(13), None, tail="error", size=2)
-    assert any(
-        str(each).startswith("tail='error': 7 samples do not divide into rounds of 1 batches of 2") for each in errors
-    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -53,19 +39,6 @@ def test_one_device_keeps_the_tail_policies_of_a_stream(workers):
     assert sizes("split") == short + whole
     assert sizes("drop") == whole
     assert sizes("pad") == [4] * len(short) + whole
-    with pytest.raises(ValueError, match=r"tail='error': \d+ samples do not divide into rounds of 1 batches of 4"):
-        sizes("error")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_drop_last_leaves_out_is_counted(workers):
-    def body() -> tuple[int, int, int]:
-        got = loop(DeviceLoader(loader_of(Stream(14), workers, drop_last=True)))
-        timeline = current_world().timeline
-        counts = [track.counts["dropped"] for track in timeline.tracks()]
-        return sum(map(len, got.batches)), sum(counts), len(got.batches)
-
-    assert THREADS_2.run(body) == [(6, 1, 2), (6, 1, 2)]
 
 
 class Pairs(Stream):
@@ -183,21 +156,3 @@ def test_a_loader_that_is_gone_keeps_nothing_alive(workers):
     del dataset, torch_loader, loader
     gc.collect()
     assert [each() for each in gone] == [None, None]
-
-
-def test_threads_that_begin_passes_at_once_have_an_epoch_each():
-    loader = loader_of(ByEpoch())
-    gate = threading.Barrier(4)
-    epochs: list[int] = []
-
-    def begin(source: StreamSource) -> None:
-        gate.wait(PATIENCE_S)
-        epochs.append(source.begin(Rule(), lambda samples: None).epoch)
-
-    source = StreamSource(loader, 0, 1, 0, None)
-    threads = [threading.Thread(target=begin, args=(source,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert sorted(epochs) == [0, 1, 2, 3]

@@ -38,8 +38,7 @@ from torch.utils.data import get_worker_info
 from unisono import DeviceLoader
 from unisono.errors import StateError
 from unisono.loaders.made_rows import unlisted
-from unisono.loaders.stream_parts import PartReader
-from unisono.loaders.stream_position import Layer, Position, StreamPosition
+from unisono.loaders.stream_parts import Layer, PartReader, Position, StreamPosition
 
 
 @given(data=st.data(), count=st.integers(0, 40), size=st.integers(1, 4))
@@ -56,7 +55,7 @@ def test_what_was_left_is_dealt_anew_with_any_numbers_again_and_again(data, coun
         for part in range(row):
             reader = PartReader(Stream(count), list, size, False, None, part // workers, "stride", 0, taken)
             made = list(reader.made(0, part % workers))
-            assert [sample for each in made for sample in unlisted(each.batch)[0]] == parts[part]
+            assert [sample for each in made for sample in unlisted(each.batch)] == parts[part]
             delivered = made[: data.draw(st.integers(0, len(made)))]
             numbers.append(sum(each.samples for each in delivered))
             reads += [each.read for each in delivered[-1:]]

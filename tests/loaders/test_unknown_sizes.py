@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono import Accelerator, DeviceLoader, ParallelLoader
+from unisono import Accelerator, DeviceLoader
 from unisono.loaders.sharding import Part, Size, deal, measure
 
 
@@ -80,29 +80,68 @@ class Stream(IterableDataset):
         return iter(batches(self.form))
 
 
+def streamed(form: Any) -> Any:
+    return DataLoader(Stream(form), None)
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
-@pytest.mark.parametrize("source", [batches, lambda form: DataLoader(Stream(form), None)], ids=["list", "stream"])
+@pytest.mark.parametrize(
+    ("mode", "source"),
+    [
+        (SOLO, batches),
+        (THREADS_3, batches),
+        (PROCESSES_2, batches),
+        (SOLO, streamed),
+    ],
+    ids=["solo", "threads", "processes", "solo, a stream"],
+)
 def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: Any, mode: Mode, source: Any) -> None:
-    def body() -> tuple[list[Any], str]:
-        loader = DeviceLoader(source(form))
-        found = [(rows_of(batch).tolist(), loader.valid_samples, loader.weight) for batch in loader]
-        try:
-            return found, str(list(DeviceLoader(source(form), fixed_batch_size=True)))
-        except ValueError as error:
-            return found, str(error)
+    def body() -> tuple[list[Any], set[str], list[Any]]:
+        accelerator, loader, found, told, gathered = Accelerator(), DeviceLoader(source(form)), [], set(), []
+        with torch.no_grad():
+            for batch in loader:
+                rows, valid = rows_of(batch).clone(), loader.valid_samples
+                found.append((rows.tolist(), valid, loader.weight))
+                try:
+                    accelerator.gather_for_metrics(rows, valid or None)
+                except ValueError as error:
+                    told.add(str(error))
+                count = 0 if valid == 0 else len(rows)
+                gathered += accelerator.gather_for_metrics(rows, valid_samples=count).tolist()
+        return found, told, gathered
 
     ranks = mode.run(body)
-    found = list(zip(*[each for each, _ in ranks], strict=True))
-    kept = [rows for each in found for rows, valid, _ in each if valid != 0]
-    assert kept == plain_rows(form)
+    found = list(zip(*[each for each, *_ in ranks], strict=True))
+    assert [rows for each in found for rows, valid, _ in each if valid != 0] == plain_rows(form)
     assert {valid for each in found for _, valid, _ in each} <= {None, 0}
     for each in found:
         counting = [weight for _, valid, weight in each if valid is None]
         assert counting == [1 / len(counting)] * len(counting), "each counts the same"
         assert sum(weight for *_, weight in each) == 1
-    words = f"compares the sizes of batches, and one of class {type(form(torch.zeros(4, 3))).__name__} does not say"
-    assert all(words in error for _, error in ranks)
+    for _, told, gathered in ranks:
+        assert all("do not say how many samples they hold" in each and "pass valid_samples" in each for each in told)
+        assert bool(told) == (mode.ranks > 1)  # on one device every row counts
+        assert gathered == [row for rows in plain_rows(form) for row in rows]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("mode", "source", "options"),
+    [
+        (SOLO, batches, {"fixed_batch_size": True}),
+        (THREADS_2, batches, {"fixed_batch_size": True}),
+        (THREADS_2, streamed, {}),
+    ],
+    ids=["solo, a fixed size", "a fixed size", "a stream of several ranks"],
+)
+def test_a_fixed_size_and_a_stream_of_several_ranks_refuse_them(form, mode, source, options) -> None:
+    def body() -> str:
+        with pytest.raises(ValueError, match="does not say how many samples it holds") as caught:
+            list(DeviceLoader(source(form), **options))
+        return str(caught.value)
+
+    words = f"a batch of class {type(form(torch.zeros(4, 3))).__name__} does not say how many samples"
+    assert all(words in error for error in mode.run(body))
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
@@ -129,54 +168,6 @@ def test_the_gradient_of_a_step_is_the_mean_over_its_batches(mode: Mode) -> None
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), torch.stack(expected))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mode", [SOLO, THREADS_3, PROCESSES_2], ids=str)
-def test_metrics_are_refused_on_all_ranks_until_the_rows_that_count_are_given(form: Any, mode: Mode) -> None:
-    def body() -> tuple[set[str], list[Any]]:
-        accelerator = Accelerator()
-        loader = DeviceLoader(batches(form))
-        told, gathered = set(), []
-        with torch.no_grad():
-            for batch in loader:
-                rows = rows_of(batch).clone()
-                try:
-                    accelerator.gather_for_metrics(rows, loader.valid_samples if loader.valid_samples else None)
-                except ValueError as error:
-                    told.add(str(error))
-                count = 0 if loader.valid_samples == 0 else len(rows)
-                gathered += accelerator.gather_for_metrics(rows, valid_samples=count).tolist()
-        return told, gathered
-
-    for told, gathered in mode.run(body):
-        assert all("do not say how many samples they hold" in each and "pass valid_samples" in each for each in told)
-        assert bool(told) == (mode.ranks > 1)  # on one device every row counts
-        assert gathered == [row for rows in plain_rows(form) for row in rows]
-
-
-def test_rows_are_not_taken_for_those_of_an_earlier_loop() -> None:
-    def body() -> None:
-        accelerator = Accelerator()
-        told, unsized = DeviceLoader([torch.ones(4, 3)] * 2), DeviceLoader(batches(as_object))
-        with torch.no_grad():
-            for _ in told:
-                pass
-            for batch in unsized:
-                with pytest.raises(ValueError, match="do not say how many samples"):
-                    accelerator.gather_for_metrics(batch.rows.clone())
-            for batch in told:
-                assert len(accelerator.gather_for_metrics(batch.clone())) == 8, "the loop that is read now tells"
-
-    THREADS_2.run(body)
-
-
-def test_samples_in_a_list_are_not_cut_along_their_features() -> None:
-    (batch,) = [as_dicts(torch.arange(12.0).reshape(4, 3))]
-    with ParallelLoader([batch], ["cpu:0", "cpu:1"]) as loader:
-        for device in loader.devices:
-            (given,) = loader.per_device_loader(device)
-            assert rows_of(given).tolist() == rows_of(batch).tolist()
-
-
 def test_two_views_of_a_batch_whose_size_is_known_are_still_cut() -> None:
     views = [{"x": torch.arange(4.0)}, {"x": -torch.arange(4.0)}]
     assert measure(views, 0, known=4) == Size(4, can_be_cut=True)
@@ -192,14 +183,3 @@ def test_beside_a_batch_that_does_not_tell_all_count_as_one() -> None:
     assert (first, second) == (Part(0, 0, 4, 1, 2, is_sized=False), Part(1, 0, 1, 1, 2, is_sized=False))
     assert [part.samples for part in deal([unsized, told], 5)] == [1, 0, 0, 1, 0]
     assert [part.repeated for part in deal([unsized, told], 5)] == [0, 1, 1, 0, 4]
-
-
-@pytest.mark.parametrize("form", [as_object, as_dicts])
-def test_a_loop_continues_behind_batches_that_do_not_tell(form: Any) -> None:
-    loader = DeviceLoader(batches(form))
-    for number, _ in enumerate(loader, 1):
-        if number == 2:
-            break
-    later = DeviceLoader(batches(form))
-    later.load_state_dict(loader.state_dict())
-    assert [rows_of(batch).tolist() for batch in later] == plain_rows(form)[2:]

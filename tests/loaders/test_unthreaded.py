@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as MapDataset
 
 from unisono import DeviceLoader, ParallelLoader
 from unisono.errors import ClosedError
-from unisono.loaders import unthreaded as reading
+from unisono.loaders import pipeline as reading
 from unisono.world import solo_world, thread_worlds
 
 
@@ -59,13 +59,6 @@ def test_the_batches_the_epochs_and_the_states_are_those_of_a_loader_that_reads_
         return found, first, take(resumed)
 
     assert passes(0) == passes(8)
-
-
-@pytest.mark.parametrize(
-    "source", [[1, 2, 3], DataLoader(Stream(), batch_size=3), DataLoader(Numbers(4), batch_size=None)]
-)
-def test_any_source_is_read(source):
-    assert list(map(str, unthreaded(source))) == list(map(str, DeviceLoader(source)))
 
 
 def test_the_loops_own_thread_reads_and_no_other_is_started():
@@ -137,12 +130,6 @@ def test_an_error_comes_in_its_turn_and_again():
         assert "in the sample with index 5" in caught.value.__notes__
 
 
-def test_an_end_stays_one():
-    iterator = iter(unthreaded([1, 2]))
-    assert list(iterator) == [1, 2]
-    assert list(iterator) == []
-
-
 def test_a_closed_iterator_says_so():
     iterator = iter(unthreaded([1, 2, 3]))
     next(iterator)
@@ -159,13 +146,6 @@ def test_a_loop_that_is_left_leaves_nothing():
     del dataset
     gc.collect()
     assert gone() is None
-
-
-def test_ranks_take_their_share():
-    source = DataLoader(Numbers(10), batch_size=2)
-    worlds = thread_worlds([torch.device("cpu", rank) for rank in range(2)])
-    found = [[batch.tolist() for batch in unthreaded(source, world=world)] for world in worlds]
-    assert found == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
 
 
 def test_what_it_waited_for_is_the_source():

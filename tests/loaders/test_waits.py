@@ -1,9 +1,9 @@
-"""What a loop waited for is divided by its cause, and what it received is counted."""
+"""What a loop waits for is told by cause, and its phases are those that it is in."""
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,11 +12,12 @@ from flows import Moving, failing, flow
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono import DeviceLoader
 from unisono.backends.cpu import CpuBackend
 from unisono.loaders.pipeline import Stamps
 from unisono.loaders.sharding import Claim, Piece
-from unisono.timeline import FETCH, Waits
-from unisono.world import World
+from unisono.timeline import COMPUTE, FETCH, Waits
+from unisono.world import World, solo_world
 
 
 def slow_twin(stamps: Stamps, began: int, ended: int) -> Waits:
@@ -83,20 +84,54 @@ def test_bytes_repeated_samples_and_the_depth_of_the_queue_are_counted(backend):
     }
 
 
-def test_samples_that_are_left_out_are_counted_for_each_lanes_rank():
-    with flow(CpuBackend(), lanes=2) as made:
-
-        def source() -> Iterator[list[Piece]]:
-            yield [Piece(number, Claim(1, 2)) for number in range(2)]
-            made.pipeline.count_left_out([3, 0])
-            made.pipeline.count_left_out([1, 2])
-
-        made.pipeline.start(source())
-        for lane in made.pipeline.lanes:
-            list(made.iterator(lane))
-        dropped = [_dropped(world) for world in made.worlds]
-    assert dropped == [[("reader", 4)], [("reader", 2)]]
+def phase_of(world: World) -> str | None:
+    """The phase in which the calling thread's loop is; it is outside of any afterwards."""
+    return world.timeline.loop().switch(None)
 
 
-def _dropped(world: World) -> Sequence[tuple[str, int]]:
-    return [(track.name, track.counts["dropped"]) for track in world.timeline.tracks() if track.counts["dropped"]]
+def test_a_loop_computes_between_its_batches_and_is_outside_after_its_end():
+    world = solo_world()
+    for _ in DeviceLoader(range(3), world=world):
+        track = world.timeline.loop()
+        track.switch(before := track.switch(None))
+        assert before == COMPUTE
+    assert phase_of(world) is None
+    assert (track.counts["samples"], track.counts["batches"]) == (3, 3)
+    assert {span.phase for span in track.spans} == {FETCH, COMPUTE}
+
+
+def test_a_loop_that_is_left_early_is_over():
+    world = solo_world()
+    for _ in DeviceLoader(range(3), world=world):
+        break
+    assert phase_of(world) is None
+    with pytest.raises(ZeroDivisionError):
+        for number in DeviceLoader(range(3), world=world):
+            1 / number
+    gc.collect()
+    assert phase_of(world) is None
+    iterator = iter(DeviceLoader(range(3), world=world))
+    next(iterator)
+    iterator.close()
+    assert phase_of(world) is None
+
+
+def test_a_loop_within_a_loop_gives_the_time_back_to_the_outer_one():
+    world = solo_world()
+    for _ in DeviceLoader(range(2), world=world):
+        for _ in DeviceLoader(range(2), world=world):
+            pass
+        assert world.timeline.loop().switch(COMPUTE) == COMPUTE
+        for _ in DeviceLoader(range(2), world=world):
+            break
+        assert world.timeline.loop().switch(COMPUTE) == COMPUTE
+    assert phase_of(world) is None
+
+
+def test_a_loop_that_is_dropped_during_the_next_one_does_not_end_that():
+    world = solo_world()
+    old = iter(DeviceLoader(range(3), world=world))
+    next(old)
+    for _ in DeviceLoader(range(3), world=world):
+        old = None
+        assert world.timeline.loop().switch(COMPUTE) == COMPUTE

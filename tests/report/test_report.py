@@ -82,7 +82,6 @@ def test_rank_zero_gets_every_ranks_numbers_and_each_sample_counts_once(mode: Mo
         assert {name for name, _ in each.spans} == lanes
         assert sum(each.waits.values()) == pytest.approx(each.seconds[FETCH])
         assert each.nbytes == sum(samples * 4 for samples in (each.samples, each.repeated))
-        assert each.dropped == 0
         assert 0 <= each.mean_queue <= 8 + 4 + 1
     assert report.samples_per_second == pytest.approx(66 / max(each.loop_seconds for each in report.ranks))
 
@@ -215,8 +214,6 @@ def a_timeline(clock: Iterator[int], source: int, transfer: int, peers: int) -> 
         for _ in range(9):
             next(clock)
         loop.end()
-    with world.timeline.helper("reader") as reader:
-        reader.count("dropped", 13)
     return world
 
 
@@ -233,7 +230,7 @@ def test_the_numbers_of_a_rank_are_those_of_its_timeline(monkeypatch: pytest.Mon
         TRANSFER: 40,
         PEERS: 20,
     }
-    assert (each.samples, each.repeated, each.dropped, each.batches) == (8, 2, 13, 2)
+    assert (each.samples, each.repeated, each.batches) == (8, 2, 2)
     assert (each.nbytes, each.mean_queue) == (160, 3.0)
     assert each.bytes_per_second == pytest.approx(160 / 200e-9)
     report = Report([each])
@@ -325,7 +322,7 @@ def test_the_table_names_every_phase_and_the_rate(capsys: pytest.CaptureFixture[
     assert "50.0%" in words
     assert "200 samples/s over 2 rank(s)" in output
     assert "compute-bound: 0% of the step waits for data, 12% for other ranks" in " ".join(words)
-    assert "dropped" not in output
+    assert "repeated" not in output
     assert "repeated" not in output
     table = output[: output.index("200 samples/s")]
     assert max(map(len, table.splitlines())) <= 80
@@ -351,10 +348,10 @@ def test_steps_that_nothing_was_learned_from_are_told(capsys: pytest.CaptureFixt
         assert f"{skipped} steps were skipped: none of their samples, or tokens, counted" in capsys.readouterr().out
 
 
-def test_dropped_and_repeated_samples_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_samples_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = REPORT.ranks
-    Report([replace(first, dropped=1300, repeated=3), second]).print()
-    assert "1,300 samples were dropped with the tail, 3 repeated to pad" in capsys.readouterr().out.splitlines()
+    Report([replace(first, repeated=1300), second]).print()
+    assert "1,300 samples were repeated to pad" in capsys.readouterr().out.splitlines()
 
 
 @pytest.fixture(scope="module")

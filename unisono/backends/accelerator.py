@@ -230,6 +230,6 @@ def pin_leaf(leaf: Any) -> Any:
     except RuntimeError as error:
         error.add_note(
             f"while {nbytes(leaf):,} bytes were put into page-locked memory, which is scarcer than other memory; "
-            "prefetch_bytes bounds what waits there"
+            "a smaller `prefetch` bounds what waits there"
         )
         raise

@@ -39,18 +39,15 @@ class Channel(Generic[T]):
 
     Args:
         lock: shared with other channels that are looked at together.
-        on_receipt: called under the lock with each item that is received, before a sender is woken.
+        on_receipt: called under the lock at each receipt, before a sender is woken.
         refill_at: a receipt wakes a sender only when at most this many items are left, so that it fills the channel in
             one go, without interrupting its receiver at each item; None wakes it at each.
-
-    Attributes:
-        is_cancelled: whether the receiving end is closed.
     """
 
     def __init__(
         self,
         lock: threading.Lock | None = None,
-        on_receipt: Callable[[T], None] | None = None,
+        on_receipt: Callable[[], None] = lambda: None,
         refill_at: int | None = None,
     ) -> None:
         self._items: deque[T] = deque()
@@ -66,10 +63,7 @@ class Channel(Generic[T]):
         return len(self._items)
 
     def wait_for_room(self, has_room: Callable[[], bool]) -> bool:
-        """Return True when `has_room()` does, or False when the receiver has ended.
-
-        It is called under the lock: now, after a receipt (see `refill_at`), and when the sender is woken.
-        """
+        """Return True when `has_room()` does, under the lock, or False when the receiver has ended."""
         while not self.is_cancelled:
             with self._lock:
                 # `cancel` acquires no lock, so it may run during this check.
@@ -100,13 +94,8 @@ class Channel(Generic[T]):
             self._item_bell.ring()
 
     def receive(self) -> T:
-        """Take the next item out, waiting for one.
-
-        Raises:
-            EndOfChannel: there are no more items.
-            ClosedError: the receiving end was closed.
-            BaseException: the error that the sender closed with, at each further call.
-        """
+        """Take the next item out, waiting for one. After the last one: EndOfChannel, or the error that the sender
+        closed with; ClosedError if the receiving end was closed."""
         while True:
             with self._lock:
                 try:
@@ -115,8 +104,7 @@ class Channel(Generic[T]):
                 except IndexError:
                     pass
                 else:
-                    if self._on_receipt is not None:
-                        self._on_receipt(item)
+                    self._on_receipt()
                     if self._refill_at is None or len(self._items) <= self._refill_at:
                         self._room_bell.ring()
                     return item
@@ -131,10 +119,7 @@ class Channel(Generic[T]):
             self._item_bell.wait()
 
     def cancel(self) -> None:
-        """Close the receiving end: drop the waiting items, and those that are sent from now on.
-
-        May be called from any thread, at any moment.
-        """
+        """Close the receiving end, from any thread, at any moment: drop the items that wait and those to come."""
         # The flag comes first: a sender that appends after `clear` sees it, and clears again.
         self.is_cancelled = True
         self._items.clear()
@@ -143,7 +128,7 @@ class Channel(Generic[T]):
         self._item_bell.ring_unlocked()
 
     def wake_sender(self) -> None:
-        """Make a sender that waits for room check again. Called under the lock."""
+        """Let a sender that waits for room check again; under the lock."""
         self._room_bell.ring()
 
 

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from unisono.deliveries import Loop
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
-from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim
+from unisono.loaders.sources import State
 from unisono.outcome import Outcome
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
 from unisono.world import World
-
-
-class Epochs(Sized, Protocol):
-    """A loader: its length is that of an epoch."""
-
-    def lengths(self) -> tuple[int, int] | None:
-        """As `ParallelLoader.lengths`."""
 
 
 class DeviceIterator:
     """Iterates once over the batches of one device; returned by `ParallelLoader.per_device_loader`.
 
     Attributes:
-        valid_samples: how many samples of the last delivered batch count, from the front: all of them, unless it is
-            padded; 0 for a batch that only repeats a sample so that this rank keeps step with the others; None if it
-            cannot be known.
+        valid_samples: how many samples of the last delivered batch count, from the front: all, unless it is padded; 0
+            for one that only repeats a sample so that this rank keeps step with the others; None if it is unknown.
         weight: the fraction of the global batch that these are; None if unknown. If some batch of the round is of
             unknown size, all batches weigh the same.
         epoch: that of this loop, until its end; then the next.
@@ -41,7 +33,7 @@ class DeviceIterator:
 
     def __init__(
         self,
-        parent: Epochs,
+        parent: Any,
         lane: Lane,
         world: World,
         receive: Callable[[], Delivery],
@@ -107,10 +99,8 @@ class DeviceIterator:
         return delivery.batch
 
     def is_last(self) -> bool:
-        """Whether the batch that was delivered last is the last one; waits until that is known.
-
-        Ranks that read one stream determine it together, so either all of them must call this, or none.
-        """
+        """Whether the batch that was delivered last is the last one; waits until that is known. Ranks that read one
+        stream determine it together, so either all of them must call this, or none."""
         if self._loop is None:
             return True
         if self._ahead is None:

@@ -17,36 +17,22 @@ from unisono.outcome import Outcome
 from unisono.randomness import Watch, all_states, mixed, seed_all
 
 _SHOWN = 8
-_WATCHED = 8  # samples of a worker's first batch
-at: Any = [0]  # the number, in its batch or stream, of the sample being read; a loader worker's parent reads it, too
 _latest: object = None  # the mark of the last call of any dataset's `set_epoch` in this process
 
 
 class Request(NamedTuple):
-    """A request for a batch: which samples, and their positions in the epoch.
-
-    Attributes:
-        indices: the samples' indices in the dataset.
-        start: the position of the first one in the epoch's order.
-        own: how many are consecutive there; the remaining ones repeat them from the start.
-        epoch, seed: the epoch, and its seed.
-        step: the distance between two consecutive samples in the order of all ranks, if their samplers shard it.
-    """
+    """A request for a batch: which samples, and their positions in the epoch."""
 
     indices: Sequence[Any]
-    start: int
-    own: int
+    start: int  # the position of the first one in the epoch's order
+    own: int  # how many are consecutive there; the remaining ones repeat them from the start
     epoch: int
     seed: int
-    step: int = 1
+    step: int = 1  # between two consecutive samples in the order of all ranks, if their samplers shard it
 
 
 class Listed(NamedTuple):
-    """A list that a `collate_fn` has returned, where the samples show what it holds.
-
-    Attributes:
-        holds_samples: whether these are its elements; otherwise they are fields.
-    """
+    """A list that a `collate_fn` has returned, where the samples show what it holds: themselves, or fields."""
 
     batch: list[Any]
     holds_samples: bool
@@ -61,22 +47,13 @@ def collated(collate: Callable[[Any], Any], samples: Any) -> Any:
     if all(id(each) in own for each in batch):
         return Listed(batch, True)
     # Of each field an element; samples, made anew, would be as many by accident.
-    if len(samples) != len(batch) and {_num_fields(each) for each in samples if each is not None} == {len(batch)}:
-        return Listed(batch, False)
-    return batch
-
-
-def _num_fields(sample: Any) -> int | None:
-    return len(sample) if isinstance(sample, tuple | list) else None
+    fields = {len(each) if isinstance(each, tuple | list) else None for each in samples if each is not None}
+    return Listed(batch, False) if fields == {len(batch)} and len(samples) != len(batch) else batch
 
 
 class Fetcher:
-    """Makes batches from a map-style dataset, in the process that calls it.
-
-    Args:
-        loader: the loader whose dataset and collate_fn it uses. With batch_size=None a request is for one sample, which
-            is passed to collate_fn alone.
-    """
+    """Makes batches from a loader's map-style dataset, in the process that calls it. With batch_size=None a request is
+    for one sample, which is passed to collate_fn alone."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._dataset: Any = loader.dataset
@@ -88,15 +65,10 @@ class Fetcher:
         self._epoch: int | None = None
         self._epoch_mark: object = None  # the mark of this fetcher's last call of `set_epoch`
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
-        self._seeded: tuple[object, ...] | None = None  # their state after the last seed; used while `_draws` is None
 
     def batch(self, request: Request, is_seeded: bool = False) -> Any:
-        """Make the requested batch.
-
-        Args:
-            is_seeded: seed the process's generators for each sample from (seed, epoch, position), so that a
-                sample's augmentation depends on nothing else; with `__getitems__`, for each batch.
-        """
+        """Make the requested batch. `is_seeded`: the process's generators are seeded for each sample (with
+        `__getitems__`, each batch) from (seed, epoch, position), so that its augmentation depends on nothing else."""
         try:
             return self._make_seeded(request) if is_seeded else self._make(request, False)
         except StopIteration as stop:
@@ -107,48 +79,39 @@ class Fetcher:
     def _make_seeded(self, request: Request) -> Any:
         """Seed the generators for each sample, which takes as long as a small sample, only if something is drawn.
 
-        The first samples show that, one by one; where all are fetched at once, the first batch. If nothing is drawn,
-        the next ones are made without seeds, and a batch in which something is drawn after all is made again.
+        The first sample shows that; where all are fetched at once, the first batch. If nothing is drawn, the next ones
+        are made without seeds, and a batch in which something is drawn after all is made again.
         """
         begun: list[Any] = []
-        if self._draws is None and self._is_batched and not self._fetch_many and not self._has_rows:
+        if self._draws is None and request.indices:
             self._tell_epoch(request.epoch)
-            begun = [self._sample(request, place, True) for place in range(min(len(request.indices), _WATCHED))]
-            self._see_draws()
-            self._draws = bool(self._draws)
-        if self._draws is False:
+            self._seed(request, 0)
+            before = all_states()
+            if self._is_batched and not self._fetch_many and not self._has_rows:
+                begun = self._samples(request, True, stop=1)
+                self._draws = all_states() != before
+            else:
+                batch = self._make(request, True)
+                self._draws = all_states() != before
+                return batch
+        if not self._draws:
             watch = Watch(mixed(request.seed, request.start))
             # An error may come from numbers drawn without this sample's seed, so it counts only if nothing was drawn.
             made = Outcome.capture(self._make, request, False, begun)
             if not watch.is_drawn_from():
                 return made.unwrap()
             self._draws = True
-        is_first = self._draws is None
-        batch = self._make(request, True, begun)
-        if is_first:
-            self._see_draws()
-            self._draws = bool(self._draws)
-        return batch
+        return self._make(request, True, begun)
 
     def _seed(self, request: Request, place: int) -> None:
-        if self._draws is None:
-            self._see_draws()
         # A repeated sample gets the seed of the one that it repeats.
-        seed = mixed(request.seed, request.start + place % request.own * request.step)
-        seed_all(seed)
-        if self._draws is None:
-            self._seeded = all_states()
-
-    def _see_draws(self) -> None:
-        """Set `_draws` if something was drawn since the previous seed."""
-        if self._seeded is not None and all_states() != self._seeded:
-            self._draws = True
+        seed_all(mixed(request.seed, request.start + place % request.own * request.step))
 
     def _make(self, request: Request, is_seeded: bool, begun: Sequence[Any] = ()) -> Any:
         if self._set_epoch:
             self._tell_epoch(request.epoch)  # the epoch is part of the request, so persistent workers receive it, too
         if not self._is_batched:
-            return self._collate(self._sample(request, 0, is_seeded))
+            return self._collate(self._samples(request, is_seeded)[0])
         if self._has_rows:
             with suppress(Exception):  # an invalid index is reported below, with its sample
                 return _rows(self._dataset, request.indices)
@@ -160,13 +123,8 @@ class Fetcher:
             except Exception as error:
                 error.add_note(f"while the samples with indices {few(request.indices)} were fetched")
                 raise
-        elif is_seeded:
-            samples = [
-                *begun,
-                *(self._sample(request, place, True) for place in range(len(begun), len(request.indices))),
-            ]
         else:
-            samples = self._plain_samples(request.indices, begun)
+            samples = self._samples(request, is_seeded, begun)
         try:
             return collated(self._collate, samples)
         except Exception as error:
@@ -181,24 +139,16 @@ class Fetcher:
             self._epoch = epoch
             self._epoch_mark = _latest = object()
 
-    def _sample(self, request: Request, place: int, is_seeded: bool) -> Any:
-        index = request.indices[place]
-        at[0] = place
-        if is_seeded:
-            self._seed(request, place)
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            error.add_note(f"in the sample with index {index!r}")
-            raise
-
-    def _plain_samples(self, indices: Sequence[Any], begun: Sequence[Any]) -> list[Any]:
+    def _samples(self, request: Request, is_seeded: bool, begun: Sequence[Any] = (), stop: int | None = None) -> Any:
+        """The request's samples up to number `stop`, of which `begun` are the first."""
         dataset, index = self._dataset, None
+        indices = request.indices[len(begun) : stop]
         try:
-            if type(at) is list and not begun:  # in the parent, where nobody reads it
-                return [dataset[index := each] for each in indices]
+            if not is_seeded:
+                return [*begun, *[dataset[index := each] for each in indices]]
             samples = [*begun]
-            for at[0], index in enumerate(indices[len(begun) :], len(begun)):
+            for place, index in enumerate(indices, len(begun)):
+                self._seed(request, place)
                 samples.append(dataset[index])
             return samples
         except Exception as error:
@@ -207,10 +157,8 @@ class Fetcher:
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:
-    """Whether batches are rows of plain tensors, to be indexed at once: those of a TensorDataset, or of its Subset.
-
-    The values equal those of fetching and collating sample by sample, in a fifth of the time.
-    """
+    """Whether batches are rows of plain tensors, of a TensorDataset or its Subset, to be indexed at once: in a fifth of
+    the time of fetching and collating sample by sample."""
     dataset = loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -230,10 +178,7 @@ def _rows(dataset: Any, indices: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def fetches_many(dataset: Any) -> bool:
-    """Whether a dataset has its own method to fetch many samples.
-
-    torch's Subset and StackDataset forward it, and fetch sample by sample if there is none, as is done here anyway.
-    """
+    """Whether a dataset has its own method to fetch many samples; torch's Subset and StackDataset forward it."""
     if type(dataset) is Subset:
         return fetches_many(dataset.dataset)
     if type(dataset) is StackDataset:

@@ -5,7 +5,6 @@ The order depends on (seed, epoch) alone, and a pass may begin at any of its sam
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache, partial
@@ -16,12 +15,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from unisono.errors import StateError
-from unisono.loaders.fetcher import Fetcher, Request, fetches_many
+from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
-from unisono.loaders.resume import State
-from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds, tail_message
-from unisono.loaders.sources import Begun, LeftOut, makes_batches_alike
+from unisono.loaders.sharding import Claim, Part, Piece, Rule, Size, mark_of, rounds
+from unisono.loaders.sources import Begun, Source, State, makes_batches_alike
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.randomness import seed_of
 
@@ -32,13 +30,8 @@ def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
-    """Whether the loader's own sampler already gives each rank its part, so that it must not be sharded again.
-
-    This holds for torch's DistributedSampler, and for any sampler with its attributes `num_replicas` and `rank`.
-
-    Raises:
-        ValueError: it shards for another rank or number of ranks, which would lose or repeat samples.
-    """
+    """Whether the loader's own sampler already gives each rank its part, as torch's DistributedSampler, and any with
+    its attributes `num_replicas` and `rank`. ValueError if it shards for another rank or number of ranks."""
     batch_sampler: Any = getattr(loader, "batch_sampler", None)
     samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     for sampler in samplers:
@@ -53,21 +46,9 @@ def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
     return False
 
 
-def drops_tail(loader: Any) -> bool:
-    """Whether the loader was made with drop_last=True."""
-    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", False))
-
-
-class IndexedSource:
-    """A map-style DataLoader, epoch after epoch. The user's loader is not modified.
-
-    Args:
-        loader: the user's loader.
-        seed: for the order; None uses the seed of the loader's generator, or 0 if it has none.
-        dim: the dimension of a batch along which its rows lie.
-    """
-
-    is_uneven = False
+class IndexedSource(Source):
+    """A map-style DataLoader, epoch after epoch, which is not modified. If `seed` is None, it is that of the loader's
+    generator, or 0; the rows of a batch lie along `dim`."""
 
     def __init__(self, loader: DataLoader[Any], seed: int | None, dim: int = 0) -> None:
         self._batch_sampler: Any = loader.batch_sampler
@@ -76,13 +57,9 @@ class IndexedSource:
         if not type(self._sampler).__module__.startswith("torchdata."):  # they create one, seeded by each rank
             generator = getattr(self._sampler, "generator", None) or generator
         has_seed = isinstance(generator, torch.Generator)
-        self.seed = seed if seed is not None else generator.initial_seed() if has_seed else 0
+        own_seed = generator.initial_seed() if has_seed else 0
         follows = self._batch_sampler if type(self._batch_sampler) not in (BatchSampler, NoneType) else self._sampler
-        self.order: str | None = type(follows).__name__
-        self._dataset: Any = loader.dataset
-        self.epoch = 0
-        self._offset = 0
-        self._begins = threading.Lock()
+        super().__init__(loader.dataset, own_seed if seed is None else seed, type(follows).__name__)
         self._fetcher = Fetcher(loader)
         has_own = loader.collate_fn is not default_collate
         may_differ = loader.batch_sampler is not None and (has_own or fetches_many(loader.dataset))
@@ -90,54 +67,31 @@ class IndexedSource:
         self._pool: WorkerPool | None = None
         if loader.num_workers:
             start = WorkerStart(loader.dataset, loader.worker_init_fn)
-            self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start, has_requests=True)
+            self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start)
 
-    @property
-    def length(self) -> int | None:
-        """The current number of samples of the dataset; None if it is unknown, as it may be with a sampler."""
-        try:
-            return len(self._dataset)
-        except TypeError:
-            return None
-
-    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
-        """Begin the next epoch. Its order is drawn, and its loader workers are started, in the calling thread.
-
-        Raises:
-            ValueError: the epoch has a tail, and the rule forbids it.
-            BusyError: the loader's persistent workers serve another pass.
-        """
-        with self._begins:
-            epoch, offset = self.epoch, self._offset
-            first = _local(offset, rule.shards)
-            batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
-            check_tail(batches.samples, batches.nominal, rule)
-            jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"), left_out)
-            made: Iterator[list[Made]]
-            if self._pool is None:
-                made = ([(job, self._fetcher.batch(job.request)) for job in each] for each in jobs)
-            else:
-                own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
-                made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
-            rounds_of_pieces = self._counter(rule).count(made) if self._counter else map(_as_requested, made)
-            # Last: after an error, the same pass can be begun again.
-            self.epoch, self._offset = epoch + 1, 0
-        return Begun(epoch, {"offset": offset}, rounds_of_pieces)
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
+        """The order is drawn, and loader workers are started, in the calling thread."""
+        first = _local(position["offset"], rule.shards)
+        batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
+        jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"))
+        made: Iterator[list[Made]]
+        if self._pool is None:
+            made = ([(job, self._fetcher.batch(job.request)) for job in each] for each in jobs)
+        else:
+            own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
+            made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
+        pieces = self._counter(rule).count(made) if self._counter else map(_as_requested, made)
+        return Begun(epoch, position, pieces)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`; StateError if it is not a position of this source."""
+        """As in `Source`: the position lies within the epoch."""
         offset, samples = position["offset"], self._order_length()
         _local(offset, rule.shards)
         if samples is not None and offset > samples * rule.shards:
             raise StateError(f"the state's offset is {offset}, but an epoch has {samples * rule.shards} samples")
-        self.epoch, self._offset = epoch, offset
-
-    def next_position(self) -> tuple[int, State]:
-        """The epoch and the position where the next pass begins."""
-        return self.epoch, {"offset": self._offset}
+        super().seek(epoch, {"offset": offset}, rule)
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch. TypeError if the batch sampler has no length."""
         samples = self._order_length()
         if samples is None:
             return rule.rounds_of(len(self._batch_sampler))
@@ -160,30 +114,22 @@ class IndexedSource:
 
 
 def _as_requested(made: list[Made]) -> list[Piece]:
-    return [Piece(batch, job.claim, job.position) for job, batch in made]
+    return [job.piece(batch) for job, batch in made]
 
 
-def check_tail(samples: int | None, nominal: int | None, rule: Rule) -> None:
-    """Raise ValueError for a tail that the rule forbids before anything is loaded, if the sample count is known."""
-    if rule.tail == "error" and samples is not None and nominal is not None:
-        tail = samples % (nominal * rule.batches)
-        if tail:
-            raise ValueError(tail_message(samples, tail, rule, nominal))
-
-
-def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_out: LeftOut) -> Iterator[list[Job]]:
+def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int) -> Iterator[list[Job]]:
     """The pieces to load in a pass, round by round, for the places that the rule keeps."""
-
-    def leave_out(samples: list[int]) -> None:
-        left_out([samples[place] for place in rule.kept])
-
     parts: list[Part] = []
     # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
     shards, is_marked = rule.shards, rule.shards == 1 and rule.count > len(rule.kept)
-    for dealt in rounds(batches, rule, _num_indices, batches.nominal, start, leave_out):
+    for dealt in rounds(batches, rule, lambda indices, _: _size(len(indices)), batches.nominal, start):
         if dealt.parts is not parts:
             parts = dealt.parts
-            plans = [_plan(dealt, parts[place], rule) for place in rule.kept]
+            plans = []  # what is equal in all rounds that are dealt equally
+            for part in map(parts.__getitem__, rule.kept):
+                behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
+                total = part.total if shards == 1 else None  # with shards, no rank knows the size of the whole round
+                plans.append((part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))))
         position = {"offset": dealt.stop * shards}
         mark = 0
         if is_marked:
@@ -198,16 +144,6 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
             request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
-    if batches.left_out:
-        leave_out([part.samples for part in deal([Size(batches.left_out)], rule.count)])
-
-
-def _plan(dealt: Round[list[Any]], part: Part, rule: Rule) -> tuple[Part, int, Claim]:
-    """What is equal for a part of all rounds that are dealt equally: where in the round it begins, and its claim."""
-    behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
-    # With shards, no rank knows the size of the whole round.
-    total = part.total if rule.shards == 1 else None
-    return part, behind, Claim(part.samples, total, 0, part.repeated, len(dealt.batches))
 
 
 def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int) -> Iterator[list[Made]]:
@@ -235,16 +171,10 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: in
         if failed:
             raise failed.pop()
 
-    def describe(place: int) -> str:
-        indices = asked[0].request.indices
-        # The place may be left from the worker's previous batch, which may have been larger.
-        return f"the sample with index {indices[min(place, len(indices) - 1)]!r}"
+    def describe() -> str:
+        return f"the samples with indices {few(asked[0].request.indices)}"
 
-    return grouped(pool.serve(seed, requests(), describe=describe))
-
-
-def _num_indices(indices: list[Any], _: bool) -> Size:
-    return _size(len(indices))
+    return grouped(pool.serve(seed, requests(), describe))
 
 
 _size = lru_cache(Size)  # most batches have the same

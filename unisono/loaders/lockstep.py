@@ -1,9 +1,8 @@
 """Lockstep: ranks that read different parts of a stream take the same number of steps, though the parts end unevenly.
 
-Each rank announces which batches it has ready: at least one, or its end. So all ranks know how many rounds they can
-take before they must meet again, and how many samples each round has. A rank whose part has ended repeats a sample,
-which does not count, as long as another rank has batches. No rank waits for a batch that it does not need yet: the
-further the loader is ahead of the loop, the less often the ranks meet.
+Each rank announces which batches it has ready: at least one, or its end. So all know how many rounds they can take
+before they must meet again, and how many samples each has. A rank whose part has ended repeats a sample, which does not
+count, as long as another rank has batches. No rank waits for a batch that it does not need yet.
 
 *Threads:* the loop's. All ranks must loop over the loader equally often, and leave it at the same batch.
 
@@ -28,53 +27,37 @@ from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane, Stamps
 from unisono.loaders.sharding import Claim, Rule, Size, check_sizes_known, mark_of
 from unisono.loaders.sources import Begun
-from unisono.loaders.stream_position import Read, SameStream, StreamPosition
+from unisono.loaders.stream_parts import Read, SameStream, StreamPosition
 from unisono.outcome import copy_error
 from unisono.tree import batch_size, can_cut, pick, tree_map
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
-
 _Ready = tuple[Size, Read]
 """A batch of a rank: its size, and what it leaves of the stream."""
 
 
 class _Offer(NamedTuple):
-    """A rank's contribution to the next rounds.
+    """A rank's contribution to the next rounds."""
 
-    Attributes:
-        start: the number of the epoch's samples before these rounds.
-        batches: the batches that are ready; none if its part has ended, or its source has failed.
-        has_sample: whether it has a sample to repeat.
-        failure: the error that its source raised, as text.
-        workers: the number of its loader workers, at least 1.
-    """
-
-    start: int
-    batches: list[_Ready]
-    has_sample: bool
-    failure: str | None
-    workers: int
+    start: int  # the number of the epoch's samples before these rounds
+    batches: list[_Ready]  # those that are ready; none if its part has ended, or its source has failed
+    has_sample: bool  # to repeat
+    failure: str | None  # the error that its source raised
+    workers: int  # at least 1
 
 
 class Lockstep:
     """The batches of one rank's lane, in step with the other ranks'.
 
     Args:
-        world: the world of the loop.
         rule: its `tail` and `fixed_batch_size` determine what happens to rounds for which some rank has no batch.
-        dim: the batch dimension.
         ahead: the number of batches that may wait here, besides those in the lane.
-        begun: the pass.
     """
 
     def __init__(self, lane: Lane, world: World, rule: Rule, dim: int, ahead: int, begun: Begun) -> None:
-        self._lane = lane
-        self._world = world
-        self._rule = rule
-        self._dim = dim
-        self._ahead = ahead
+        self._lane, self._world, self._rule, self._dim, self._ahead = lane, world, rule, dim, ahead
         self._offset: int = begun.position["offset"]  # the same on every rank
         self._taken = StreamPosition.of_state(begun.position)  # the same, but for the states of the rank's own parts
         self._same = SameStream(self._taken.here)
@@ -86,15 +69,8 @@ class Lockstep:
         self._end: BaseException | None = None
 
     def receive(self) -> Delivery:
-        """Return the next batch, or a repeated sample; as `Lane.receive`.
-
-        Raises:
-            EndOfChannel: no rank has more batches.
-            BrokenWorldError: another rank's source failed.
-            CollectiveMismatchError: another rank is at another position of the stream.
-            RuntimeError: the ranks read different streams, or cut theirs in different ways.
-            ValueError: the rule forbids a round that some ranks have not, or batches of unknown size.
-        """
+        """Return the next batch, or a repeated sample; as `Lane.receive`. EndOfChannel if no rank has more; otherwise
+        an error is that of `check_offers`, or RuntimeError if the ranks read different streams."""
         if self._end is not None:
             raise copy_error(self._end)
         try:
@@ -107,14 +83,11 @@ class Lockstep:
 
     def _take_round(self, offered: list[_Ready | None], stamps: Stamps) -> Delivery:
         """Return this rank's batch of a round, or its substitute."""
-        there = [size for size, _ in filter(None, offered)]
-        sizes = [size.samples for size in there]
+        sizes = [size.samples for size, _ in filter(None, offered)]
         self._wanted = self._wanted or sizes[0]
-        if self._rule.fixed_batch_size:
-            check_sizes_known(there)
-            if None in offered or set(sizes) != {self._wanted}:
-                logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
-                self._leave_rest()
+        if self._rule.fixed_batch_size and (None in offered or set(sizes) != {self._wanted}):
+            logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
+            self._leave_rest()
         self._taken = self._taken.after(read for _, read in filter(None, offered))
         if offered[self._world.rank] is not None:
             own = self._own.popleft()
@@ -125,9 +98,7 @@ class Lockstep:
             own = self._one_sample_of(self._spare)
         self._offset += sum(sizes)
         batch, repeated = self._pad_to_full(own)
-        is_sized = not any(size.unsized for size in there)
-        samples, total = (own.claim.samples, sum(sizes)) if is_sized else (min(own.claim.samples, 1), len(there))
-        claim = Claim(samples, total, mark_of(self._offset), repeated, sum(map(bool, sizes)), is_sized)
+        claim = Claim(own.claim.samples, sum(sizes), mark_of(self._offset), repeated, sum(map(bool, sizes)))
         return own._replace(batch=batch, claim=claim, position=self._taken.to_state(self._offset), stamps=stamps)
 
     def _agree_on_rounds(self) -> Stamps:
@@ -148,13 +119,6 @@ class Lockstep:
             self._same.compare(read)
         if not going:
             raise EndOfChannel
-        if len(going) < len(offers) and self._rule.tail == "error":
-            ended = ", ".join(str(rank) for rank, offer in enumerate(offers) if not offer.batches)
-            self._lane.cancel()
-            raise ValueError(
-                f"tail='error': the data of rank(s) {ended} has ended, others have batches; pass tail='split' (the "
-                "default), which repeats a sample there that is not counted, or 'drop'"
-            )
         if len(going) < len(offers) and self._rule.tail == "drop":
             self._leave_rest()
         for place in range(min(len(offer.batches) for offer in going)):
@@ -191,20 +155,19 @@ class Lockstep:
     def _pad_to_full(self, own: Delivery) -> tuple[Any, int]:
         """Return the batch, padded if the rule says so, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
-        size = (batch_size(batch, self._dim) or 1) if own.claim.is_sized else 1
+        size = batch_size(batch, self._dim) or 1
         is_short = self._rule.tail == "pad" and size < self._full
-        if not is_short or not own.claim.is_sized or not can_cut(batch, self._dim):
+        if not is_short or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
         return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
 
     def _one_sample_of(self, own: Delivery) -> Delivery:
         """Return one sample of a batch, to be repeated, or the whole batch if it cannot be cut."""
-        batch, is_sized = own.batch, own.claim.is_sized
-        if is_sized and can_cut(batch, self._dim):
+        if can_cut(own.batch, self._dim):
             self._lane.backend.wait_ready(own.token)
-            batch = pick(batch, [0], self._dim)
-        return own._replace(batch=batch, claim=Claim(0, None, is_sized=is_sized), nbytes=0)
+            own = own._replace(batch=pick(own.batch, [0], self._dim))
+        return own._replace(claim=Claim(0, None), nbytes=0)
 
     def _share_sample(self, root: int) -> None:
         """Send one sample to the ranks that have never received any."""
@@ -214,24 +177,29 @@ class Lockstep:
             self._lane.backend.wait_ready(self._spare.token)
             # Via the host: a pickled tensor would name the root's device, and each rank moves it to its own.
             to_cpu = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples, self._spare.claim.is_sized
-        batch, size, is_sized = world.comm.broadcast_object(sample, root)
+            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples
+        batch, size = world.comm.broadcast_object(sample, root)
         if self._spare is None:
             batch, token = world.backend.to_device(batch, self._lane.device)
-            self._spare = Delivery(batch, token, Claim(0, None, is_sized=is_sized), {}, 0, Stamps())
+            self._spare = Delivery(batch, token, Claim(0, None), {}, 0, Stamps())
             self._full = max(self._full, size)
 
     def _leave_rest(self) -> NoReturn:
-        """End the loop. Batches received but not delivered count as dropped; none are read just to be counted."""
-        self._world.timeline.loop().count("dropped", sum(each.claim.samples for each in self._own))
+        """End the loop, though this rank may have more batches."""
         self._own.clear()
         self._lane.cancel()
         raise EndOfChannel
 
 
 def check_offers(offers: list[_Offer]) -> None:
-    """Check that the ranks can take these rounds; raises as `Lockstep.receive`. All of them see the same offers, so all
-    raise or none does."""
+    """Check that the ranks can take these rounds. All of them see the same offers, so all raise or none does.
+
+    Raises:
+        BrokenWorldError: another rank's source failed.
+        CollectiveMismatchError: another rank is at another position of the stream.
+        RuntimeError: the ranks cut their streams in different ways.
+        ValueError: a batch is of unknown size.
+    """
     for rank, offer in enumerate(offers):
         if offer.failure is not None:
             raise BrokenWorldError(f"the loader of rank {rank} failed with {offer.failure}")
@@ -240,6 +208,7 @@ def check_offers(offers: list[_Offer]) -> None:
                 f"rank 0 asks for what comes after {offers[0].start} samples of the stream, rank {rank} after "
                 f"{offer.start}; every rank must loop over the loader equally often, and leave it at the same batch"
             )
+    check_sizes_known([size for offer in offers for size, _ in offer.batches])
     cuts = [f"{offer.batches[0][1].by} for {offer.workers} worker(s)" for offer in offers if offer.batches]
     if len(set(cuts)) > 1:
         raise RuntimeError(

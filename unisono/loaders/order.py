@@ -1,10 +1,9 @@
 """The batches of indices of an epoch: a function of (seed, epoch), starting at any sample.
 
-Torch's samplers, and the user's own samplers and batch samplers, keep their meaning. A sampler with a generator draws
-from one that is seeded for the epoch. For a sampler that draws from the process's generators, these are seeded while
-its order is drawn. A sampler with `set_epoch` receives the epoch. If a sampler continues beyond its length, or beyond
-the dataset's length if its own is unknown, the remaining indices are drawn when needed, from the process's generators
-in their current state.
+Samplers and batch samplers keep their meaning. One with a generator draws from one that is seeded for the epoch; while
+the order of another is drawn, the process's generators are seeded. One with `set_epoch` receives the epoch. If one
+continues beyond its length, or the dataset's if its own is unknown, the remaining indices are drawn when needed, from
+the process's generators in their current state.
 
 No sample is loaded here, so resuming late in an epoch costs no more than drawing the order.
 """
@@ -31,16 +30,8 @@ _AT_ONCE = 1 << 22  # indices; some seconds and 100 MB
 class Batches:
     """The batches of indices of one epoch after its first `offset` samples; drawn once, to be iterated over once.
 
-    A user's batch that the offset cuts loses its first samples.
-
-    Args:
-        batch_sampler: None for a loader without batches: each index is a batch of one.
-        length: that of the dataset; 0 if unknown.
-
-    Attributes:
-        nominal: the size of a complete batch; None if it is not known in advance.
-        samples: the number of samples in these batches; None if it is not known in advance.
-        left_out: the number of samples that drop_last leaves out; if `samples` is None, known only at the end.
+    A user's batch that the offset cuts loses its first samples. Without a batch sampler each index is a batch of one.
+    `nominal` is the size of a complete batch; None if it is not known in advance.
     """
 
     def __init__(
@@ -48,8 +39,6 @@ class Batches:
     ) -> None:
         draw = _Draw(seed_of(seed, epoch), epoch, length)
         self.nominal: int | None = None
-        self.samples: int | None = None
-        self.left_out = 0
         self._batches: Iterator[list[Any]]
         if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
             self._batches = _behind(draw(batch_sampler, list), offset)
@@ -57,31 +46,21 @@ class Batches:
         size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
         self.nominal = size
         order = draw.indices(sampler)
-        if isinstance(order, Sequence | torch.Tensor):
-            behind = max(len(order) - offset, 0)
-            self.left_out = behind % size if drop_last else 0
-            self.samples = behind - self.left_out
-            self._batches = _slices(order, range(offset, offset + self.samples), size)
+        if isinstance(order, torch.Tensor):
+            order = chain.from_iterable(map(torch.Tensor.tolist, order[offset:].split(_CHUNK)))
         else:
-            self._batches = self._groups(islice(order, offset, None), size, drop_last)
+            order = order[offset:] if isinstance(order, Sequence) else islice(order, offset, None)
+        self._batches = _groups(iter(order), size, drop_last)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self._batches
 
-    def _groups(self, order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
-        while batch := list(islice(order, size)):
-            if drop_last and len(batch) < size:
-                self.left_out = len(batch)
-                return
-            yield batch
 
-
-def _slices(order: Sequence[Any] | torch.Tensor, places: range, size: int) -> Iterator[list[Any]]:
-    chunk = max(_CHUNK // size, 1) * size
-    for begin in places[::chunk]:
-        some = order[begin : min(begin + chunk, places.stop)]
-        indices = some.tolist() if isinstance(some, torch.Tensor) else list(some)
-        yield from (indices[start : start + size] for start in range(0, len(indices), size))
+def _groups(order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
+    while batch := list(islice(order, size)):
+        if drop_last and len(batch) < size:
+            return
+        yield batch
 
 
 def _behind(batches: Iterable[list[Any]], offset: int) -> Iterator[list[Any]]:
@@ -114,11 +93,8 @@ class _Draw:
         """The order of a sampler of single indices; a sequence or a tensor if its end is known."""
         if type(sampler) is SequentialSampler:
             return range(len(sampler.data_source))
-        if (
-            type(sampler) is RandomSampler
-            and not sampler.replacement
-            and sampler.num_samples == len(sampler.data_source)
-        ):
+        is_plain = type(sampler) is RandomSampler and not sampler.replacement
+        if is_plain and sampler.num_samples == len(sampler.data_source):
             generator = self._generator()
             return torch.randperm(sampler.num_samples, generator=generator, device=generator.device)  # as RandomSampler
         return self(sampler)

@@ -1,11 +1,9 @@
 """ParallelLoader and DeviceLoader: batches ready on the device when the loop requests them.
 
-`ParallelLoader` is one pass over a loader for the devices of one process, with one iterator for each device, as the
-threads of DataParallel need it. `DeviceLoader` is for one device and can be looped over repeatedly, as a plain script
-or a spawned worker needs it. In a world of several processes both take this rank's share of every round
-(`sharding.py`), unless the loader's own sampler already shards it. For a DataLoader over a map-style dataset the
-indices are sharded, so each rank loads its own samples only; one over an iterable dataset is cut by ranks and loader
-workers (`streams.py`); any other iterable is read by every rank, which keeps its part.
+In a world of several processes both take this rank's share of every round (`sharding.py`), unless the loader's own
+sampler already shards it. For a DataLoader over a map-style dataset the indices are sharded, so each rank loads its own
+samples only; one over an iterable dataset is cut by ranks and loader workers (`streams.py`); any other iterable is read
+by every rank, which keeps its part.
 
 Ownership: the loader owns a `Pipeline` with its threads. An iterator keeps its loader alive; the threads do not. So
 dropping the last reference stops the threads, and leaving a loop early leaks nothing.
@@ -15,11 +13,11 @@ dropping the last reference stops the threads, and leaving a loop early leaks no
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -29,30 +27,21 @@ from unisono.backends import resolve_device, resolve_devices
 from unisono.backends.switches import is_as_in_a_new_thread
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.indexed import drops_tail, is_sharded
+from unisono.loaders.indexed import is_sharded
 from unisono.loaders.lockstep import Lockstep
-from unisono.loaders.pipeline import Delivery, Lane, Pipeline
+from unisono.loaders.pipeline import Delivery, Lane, Pipeline, Unthreaded
 from unisono.loaders.registry import Sources, source_of, warn_of_repetition
-from unisono.loaders.resume import Progress, State
 from unisono.loaders.sharding import Rule, Split, Tail
-from unisono.loaders.sources import Begun, Bookmark, state_behind
-from unisono.loaders.unthreaded import Unthreaded
+from unisono.loaders.sources import Begun, Bookmark, Progress, State, state_behind
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
 _NO_COPY = (
-    "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for "
-    "example in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
+    "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for example "
+    "in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
 )
-_OF_THE_LOADER = (
-    "dataset",
-    "batch_size",
-    "sampler",
-    "batch_sampler",
-    "drop_last",
-    "num_workers",
-    "collate_fn",
-    "generator",
+_OF_THE_LOADER = frozenset(
+    ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
 )
 
 
@@ -62,7 +51,6 @@ class LoaderOptions(TypedDict, total=False):
     batch_dim: int
     fixed_batch_size: bool
     prefetch: int
-    prefetch_bytes: int | None
     split: Split
     tail: Tail | None
     seed: int | None
@@ -74,31 +62,25 @@ class LoaderOptions(TypedDict, total=False):
 class ParallelLoader:
     """One pass over `loader`, distributed to `devices`: batch i goes to `devices[i % len(devices)]`.
 
-    Batches keep the structure that the loader gives them. Every device takes the same number of steps, and no sample is
-    lost: `sharding.py` defines which samples go where.
+    Every device takes the same number of steps, and no sample is lost: `sharding.py` defines which samples go where.
 
     Args:
-        loader: a DataLoader or any other iterable of batches. A DataLoader over a map-style dataset is read in an order
-            that depends on (seed, epoch) alone. A user-defined sampler, and any other iterable, must yield the same on
-            every rank.
+        loader: a DataLoader or any other iterable of batches; a user-defined sampler, and any other iterable, must
+            yield the same on every rank.
         devices: the devices of this process, as strings, indices or `torch.device`s, without repetition.
         batch_dim: the sample dimension of a batch (0), along which loaded batches are cut.
         fixed_batch_size: deliver batches of the first one's size only, and end before the first round that has others.
             A batch of unknown size is a ValueError.
         prefetch: loaded batches (8) that may wait, per device, and half as many (at least one) that are moved already.
-            A loop over one device, without loader workers, reads for itself while a batch costs less than a change of
-            thread. 0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as from a
-            bare DataLoader.
-        prefetch_bytes: bytes of batches that may wait, loaded and moved together, per device; a larger batch passes
-            alone, and the one that is being read is not counted. Nor are the batches that DataLoader workers hold by
-            their `prefetch_factor`. With several devices, more may wait for one while none waits for another, unless
-            the loops are replicas: one thread may loop over one device after another.
+            0, for one device: nothing is read ahead, and no thread is started; the loop itself reads, as it does
+            anyway, without loader workers, while a batch costs less than a change of thread. With several devices,
+            more may wait for one while none waits for another, so that one thread may loop over them in turn.
         split: the meaning of a batch of `loader`. "rank" (if not given): one rank's batch; a global batch consists of
             one per rank. "global": the global batch, of which each rank gets its part.
         tail: what happens to the last round if it is incomplete. "split": it is split along the samples; a device for
             which none is left gets a repeated one that does not count. "drop": it is dropped. "pad": each batch is
-            padded with repeated samples, which come last and do not count. "error": raise a ValueError, before the
-            first batch if the length is known. None: "drop" for a DataLoader with drop_last=True, otherwise "split".
+            padded with repeated samples, which come last and do not count. None: "drop" for a DataLoader with
+            drop_last=True, otherwise "split".
         seed: seeds the order; None uses the seed of the DataLoader's generator, or 0 if it has none.
         already_sharded: the loader gives each rank its own part, and is not sharded again. A loader with a
             DistributedSampler is recognised anyway. This is also the way to get all data on one rank, except for an
@@ -125,8 +107,7 @@ class ParallelLoader:
     ) -> None:
         if isinstance(loader, ParallelLoader | DeviceLoader | DeviceIterator):
             raise TypeError(
-                f"loader={loader!r} is of type {type(loader).__name__}, which is sharded and moved already; "
-                "pass its DataLoader"
+                f"loader={loader!r} is of type {type(loader).__name__}, which is sharded already; pass its DataLoader"
             )
         if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping | torch.Tensor):
             raise TypeError(
@@ -134,9 +115,6 @@ class ParallelLoader:
                 "batches: a list of them, DataLoader(TensorDataset(tensor)) for a tensor, loader.values() for a dict"
             )
         self._prefetch = check_integer(options.get("prefetch", 8), "prefetch", 0)
-        self._prefetch_bytes = options.get("prefetch_bytes")
-        if self._prefetch_bytes is not None:
-            check_integer(self._prefetch_bytes, "prefetch_bytes", 1)
         self._batch_dim = options.get("batch_dim", 0)
         check_type(self._batch_dim, "batch_dim", "pass a dimension, 0 for the first", int)
         self._devices = resolve_devices(devices)
@@ -151,20 +129,22 @@ class ParallelLoader:
         self._rule = make_rule(self._world, len(self._devices), loader, options)
         sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
-        self._source = find_source(loader, self._world, self._batch_dim, None if seed is None else _plain_seed(seed))
+        if seed is not None:
+            check_type(seed, "seed", "pass an integer, or None for the loader's own", Integral)
+            seed = int(seed)  # so that a state can be written to any file format
+        self._source = find_source(loader, self._world, self._batch_dim, seed)
         if not self._prefetch and (len(self._devices) > 1 or self._source.is_uneven):
             raise ValueError(
-                "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one "
-                "stream, cannot do; pass a size of at least 1"
+                "prefetch=0 makes the loop itself read, which several devices, or ranks with parts of one stream, "
+                "cannot do; pass a size of at least 1"
             )
         self._bookmark = Bookmark(self._source, self._rule)
         self._prepare_pass()
 
     def _prepare_pass(self) -> None:
-        """Create the objects that serve one pass."""
         # Replicas have a thread each; other loops over several devices may be one after another.
         may_overflow = self._loops is None and len(self._devices) > 1
-        self._pipeline = Pipeline(self._prefetch, self._prefetch_bytes, may_overflow)
+        self._pipeline = Pipeline(self._prefetch, may_overflow)
         for place, (backend, device) in enumerate(self._devices):
             self._pipeline.add_lane(device, backend, self._loop_world(place).timeline)
         self._starting = threading.Lock()
@@ -175,11 +155,7 @@ class ParallelLoader:
 
     def per_device_loader(self, device: str | int | torch.device) -> DeviceIterator:
         """The iterator of one device; the first call starts the pass. Two iterators of a device share its batches.
-
-        Raises:
-            ValueError: the device is not one of this loader's; or tail="error", and the epoch is known to have a tail.
-            ClosedError: the loader is closed.
-        """
+        ValueError if the device is not one of this loader's, ClosedError if the loader is closed."""
         iterator = self.iterator(device)
         self._begin_pass()
         return iterator
@@ -221,19 +197,23 @@ class ParallelLoader:
                 raise
 
     def _start_pass(self) -> None:
-        begun = self._source.begin(self._rule, self._pipeline.count_left_out)
+        begun = self._source.begin(self._rule)
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
-        self._bookmark.open(self._begun, self._progress())
+        self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
         # `_receivers` is assigned last and whole: `_receive_for` reads it without the lock.
         pipeline, lane = self._pipeline, self._pipeline.lanes[0]
         may_stay = len(self._devices) == 1 and lane.is_direct and not self._source.is_uneven
         may_stay = may_stay and not getattr(self._loader, "num_workers", 0) and is_as_in_a_new_thread()
-        if self._prefetch and not may_stay:
-            pipeline.start(begun.pieces)
-            self._receivers = [self._receiver(lane, self._begun) for lane in pipeline.lanes]
-        else:
+        if not self._prefetch or may_stay:
             self._receivers = [Unthreaded(lane, begun.pieces, pipeline.start if self._prefetch else None).receive]
+            return
+        pipeline.start(begun.pieces)
+        if self._source.is_uneven:
+            ahead = max(self._prefetch // 2, 1)
+            self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, self._begun).receive]
+        else:
+            self._receivers = [lane.receive for lane in pipeline.lanes]
 
     def __iter__(self) -> Any:
         raise TypeError(
@@ -245,26 +225,10 @@ class ParallelLoader:
         raise TypeError(_NO_COPY.format(type(self).__name__))
 
     def _loop_world(self, place: int) -> World:
-        """The world in which the loop of device number `place` runs."""
         return self._loops[place] if self._loops else self._world
 
-    def _progress(self) -> list[Progress]:
-        return [lane.progress for lane in self._pipeline.lanes]
-
-    def _receiver(self, lane: Lane, begun: Begun) -> Callable[[], Delivery]:
-        """The function from which a lane's loop receives its batches."""
-        if not self._source.is_uneven:
-            return lane.receive
-        # What Lockstep holds has left the lane, and is no longer counted by its bound on bytes.
-        ahead = max(self._prefetch // 2, 1) if self._prefetch_bytes is None else 1
-        return Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun).receive
-
     def again(self, loops: Sequence[World] | None = None) -> ParallelLoader:
-        """Return a loader for the next pass over the same source; this one's `state_dict` covers it, too.
-
-        Args:
-            loops: as for the class.
-        """
+        """Return a loader for the next pass over the same source; this one's `state_dict` covers it, too."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._loops = loops or self._loops
@@ -272,21 +236,14 @@ class ParallelLoader:
         return twin
 
     def state_dict(self) -> State:
-        """Return the position of the loops: after the last round of which every device has received its batch.
-
-        Prefetched batches do not count. When all loops have reached the end, it is the beginning of the next epoch. The
-        state is the same on every rank, and can be loaded by a loader with another number of ranks or devices, another
-        batch size, and another number of loader workers.
-        """
+        """Return the position of the loops: after the last round of which every device has received its batch. When all
+        loops have reached the end, it is the beginning of the next epoch. The state is the same on every rank, and can
+        be loaded by a loader with other numbers of ranks or devices, another batch size, and other loader workers."""
         return self._bookmark.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the pass, which must not have begun, continue from a state.
-
-        Raises:
-            StateError: this is not the state of such a loader; its `reason` says why.
-            BusyError: the pass has begun.
-        """
+        """Let the pass continue from a state; StateError, whose `reason` says why, if it is not the state of such a
+        loader; BusyError if the pass has begun."""
         self._refuse_begun("load_state_dict")
         self._bookmark.load(state)
 
@@ -296,18 +253,13 @@ class ParallelLoader:
         return int(self.state_dict()["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the pass, which must not have begun. Epochs advance automatically: this is for jumps.
-
-        Raises:
-            BusyError: the pass has begun.
-        """
+        """Set the epoch of the pass; BusyError if it has begun. Epochs advance automatically: this is for jumps."""
         self._refuse_begun("set_epoch")
         check_integer(epoch, "epoch", 0)
         self._bookmark.jump(epoch)
 
     @property
     def devices(self) -> list[str]:
-        """The devices, as strings."""
         return [str(device) for _, device in self._devices]
 
     def _refuse_begun(self, what: str) -> None:
@@ -317,11 +269,7 @@ class ParallelLoader:
             )
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch for each device, which is the number of rounds.
-
-        Raises:
-            TypeError: the loader has no length.
-        """
+        """The number of batches of a whole epoch for each device; TypeError if the loader has no length."""
         return self._source.num_rounds(self._rule)
 
     def lengths(self) -> tuple[int, int] | None:
@@ -340,10 +288,8 @@ class ParallelLoader:
         return self._rule.rounds_of(position.get("batches", taken))
 
     def close(self) -> None:
-        """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent.
-
-        A source that is producing a batch cannot be interrupted; its thread ends when the source returns.
-        """
+        """End the pass: wake every waiting thread, drop what is prefetched, wait for the threads. Idempotent. A source
+        that is producing a batch cannot be interrupted; its thread ends when the source returns."""
         self._is_closed = True
         self._pipeline.stop()
         self._finalizer.detach()  # it keeps the lanes alive, with all that they reference
@@ -361,8 +307,7 @@ class DeviceLoader:
     """A loader that delivers its batches on one device, and can be looped over any number of times.
 
     In a world of several processes each rank gets its share of every round, so every rank must loop over it equally
-    often. Each loop is the next epoch, counted by this object, so create it once: a DeviceLoader that is created for
-    each epoch begins at epoch 0 each time. Others over the same DataLoader count their own epochs.
+    often. Each loop is the next epoch, counted by this object: one made for each epoch begins at 0 each time.
 
     Args:
         device: the device on which batches are delivered; None uses the world's device.
@@ -414,7 +359,8 @@ class DeviceLoader:
                 "batches only once; pass an iterable that can be iterated again, such as a list or a DataLoader"
             )
         parallel = self._never_begun.again()
-        self._loops = [each for each in self._loops if each.rounds and not each.is_over] + parallel._progress()
+        open_loops = [each for each in self._loops if each.rounds and not each.is_over]
+        self._loops = [*open_loops, parallel._pipeline.lanes[0].progress]
         return parallel.iterator(self._device)
 
     def __len__(self) -> int:
@@ -439,32 +385,16 @@ class DeviceLoader:
         return f"DeviceLoader({self._never_begun._loader!r}, {str(self._device)!r})"
 
     def state_dict(self) -> State:
-        """Return the position of the loop: after the last batch that it received, not counting prefetched ones.
-
-        At the end of an epoch it is the beginning of the next one. Otherwise as for `ParallelLoader`.
-        """
+        """Return the position of the loop, after the last batch that it received; as for `ParallelLoader`."""
         return self._never_begun.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop continue from a state.
-
-        Raises:
-            StateError: this is not the state of such a loader; its `reason` says why.
-        """
+        """Let the next loop continue from a state; StateError if it is not that of such a loader."""
         self._never_begun.load_state_dict(state)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next loop. Epochs advance automatically: this is for jumps."""
         self._never_begun.set_epoch(epoch)
-
-
-def _plain_seed(seed: Any) -> int:
-    """The seed as a Python int, so that a state can be written to any file format."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(
-            f"seed={seed!r} is of type {type(seed).__name__}; pass an integer, or None for the loader's own"
-        )
-    return operator.index(seed)
 
 
 def rule_of(loader: Any) -> Rule | None:
@@ -477,7 +407,8 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     ranks, split = world.world_size, options.get("split", "rank")
     is_fixed = bool(options.get("fixed_batch_size", False))
     is_cut = options.get("already_sharded", False) or is_sharded(loader, world.rank, ranks)
-    tail = options.get("tail") or ("drop" if drops_tail(loader) and not is_cut else "split")
+    drops = getattr(getattr(loader, "batch_sampler", None), "drop_last", False)
+    tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))

@@ -5,8 +5,8 @@
 A lane to a device to which nothing has to be moved has no transfer: the reader puts its batches directly into the
 outbox.
 
-The pipeline owns the lanes and the threads. The bounds apply per lane: to the number of loaded batches in its inbox, to
-the number of moved ones from the start of their move until the loop takes them, and to the bytes of both.
+The bounds apply per lane: to the number of loaded batches in its inbox, and to that of moved ones from the start of
+their move until the loop takes them.
 
 *Threads:* `unisono-reader` runs `read`, `unisono-transfer-K` runs `transfer` for lane K. They hold the pipeline and
 the source, never the loader object that the user holds, so dropping that object ends them.
@@ -14,20 +14,18 @@ the source, never the loader object that the user holds, so dropping that object
 Invariants:
 1. Every lane gets the same rounds, in order.
 2. An error of the source, or of a transfer, closes the lane after the preceding batches, and keeps its type.
-3. A lane whose loop has ended is cancelled: its batches are discarded, and the other lanes continue. Batches after one
-   that could not be moved are discarded, too.
+3. A lane whose loop has ended is cancelled: its batches are discarded, and the other lanes continue.
 4. One thread may drain one lane after another, unless each lane has a thread of its own: while another lane is empty,
    a full one grows beyond its bounds.
-5. A batch that is larger than the bound on bytes is admitted when its lane is empty.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from contextvars import Context
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -35,25 +33,27 @@ from weakref import WeakSet
 import torch
 
 from unisono.comm.thread_start import start_threads
+from unisono.errors import ClosedError
 from unisono.loaders.channel import Channel, EndOfChannel
-from unisono.loaders.resume import Progress
 from unisono.loaders.sharding import Claim, Piece
+from unisono.loaders.sources import Progress
 from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
 from unisono.timeline import MOVE, Timeline, Waits
 from unisono.tree import nbytes
 
-READING = "in round {} of the loader"  # a note to an error
+_READING = "in round {} of the loader"  # a note to an error
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
+_SWITCH_NS = 100_000  # a change of thread
+_LONG_NS = 100 * _SWITCH_NS
+_FEW, _MANY = 3, 8  # slow batches at the beginning of a loop after which the reader takes over; and more of them later
 
 _started: WeakSet[Pipeline] = WeakSet()
 
 
 class Stamps(NamedTuple):
-    """The times when the reader requested a round, when it received it, and when the lane had room for its piece.
-
-    `ready_at` is when the batch had arrived and the loop began to wait for other ranks, if it did.
-    """
+    """The times when the reader requested a round, when it received it, and when the lane had room for its piece; and
+    when the batch had arrived and the loop began to wait for other ranks, if it did."""
 
     asked_at: int = 0
     loaded_at: int = 0
@@ -61,11 +61,9 @@ class Stamps(NamedTuple):
     ready_at: int = 0
 
     def divide(self, began: int, ended: int) -> Waits:
-        """Split the time that a loop waited for this round, by cause, in nanoseconds.
-
-        It waited for its peers until the round was requested, and again while the reader waited for room in their lanes
-        before this one's turn came; for the source in between; for the transfer; and for other ranks at the end.
-        """
+        """Split the time that a loop waited for this round, by cause, in nanoseconds: for its peers until the round was
+        requested, and again while the reader waited for room in their lanes before this one's turn came; for the source
+        in between; for the transfer; and for other ranks at the end."""
         if self.ready_at:
             ready = max(self.ready_at, began)
             source, transfer, peers = self._replace(ready_at=0).divide(began, ready)
@@ -76,6 +74,9 @@ class Stamps(NamedTuple):
         asked, loaded, sent = max(asked, began), max(loaded, began), min(sent, ended)
         asked, loaded = min(asked, sent), min(loaded, sent)
         return Waits(source=loaded - asked, transfer=ended - sent, peers=asked - began + sent - loaded)
+
+
+_HERE = Stamps()  # if nothing is moved, all of a wait is for the source
 
 
 class Delivery(NamedTuple):
@@ -97,46 +98,34 @@ class Lane:
 
     Attributes:
         sent, received: the numbers of batches that were put in, and that its loop took out.
-        progress: the progress of its loop.
         is_direct: whether nothing has to be moved, or the loop does it, so that the reader delivers batches itself.
         entry: the channel into which the reader puts.
     """
 
     def __init__(self, pipeline: Pipeline, device: torch.device, backend: Backend, timeline: Timeline) -> None:
-        self.device = device
-        self.backend = backend
-        self.timeline = timeline
+        self.device, self.backend, self.timeline = device, backend, timeline
         self.progress = Progress()
         self.sent = self.received = 0
-        self._sent_bytes = self._received_bytes = 0
         self._pipeline = pipeline
         self.is_direct = not backend.moves_in_background or backend.moves_in_loop
         self._most_moved = max(pipeline.prefetch // 2, 1)
         self._most_waiting = pipeline.prefetch
         if self.is_direct:  # as many as in both channels, with the one that would be moved
             self._most_waiting += self._most_moved + 1
-        # The number of waiting batches does not show how full a lane is that is bounded by bytes.
-        is_counted = pipeline.prefetch_bytes is None
-        self.inbox: Channel[Delivery] = Channel(
-            pipeline.lock, refill_at=self._most_waiting // 2 if is_counted else None
-        )
+        self.inbox: Channel[Delivery] = Channel(pipeline.lock, refill_at=self._most_waiting // 2)
         moved = self._most_waiting if self.is_direct else self._most_moved
-        self.outbox: Channel[Delivery] = Channel(pipeline.lock, self._on_receipt, moved // 2 if is_counted else None)
+        self.outbox: Channel[Delivery] = Channel(pipeline.lock, self._on_receipt, moved // 2)
         self.entry: Channel[Delivery] = self.outbox if self.is_direct else self.inbox
-
-    # The reader's end.
 
     def send(self, piece: Piece, asked_at: int, loaded_at: int) -> bool:
         """Put the piece of the next round in, waiting for room; return False if nothing is received here any more."""
-        size = nbytes(piece.batch)
-        if self.inbox.is_cancelled:
-            return False
         # Checked without the lock first: only this thread takes up room.
-        if not self._has_room(size) and not self.entry.wait_for_room(partial(self._has_room, size)):
+        if self.inbox.is_cancelled or not (self._has_room() or self.entry.wait_for_room(self._has_room)):
             return False
         # `asked_at` is 0 if no other lane can have held up the reader: `divide` then finds no time for peers.
         sent_at = perf_counter_ns() if asked_at else loaded_at
-        item = Delivery(piece.batch, None, piece.claim, piece.position, size, Stamps(asked_at, loaded_at, sent_at))
+        stamps = Stamps(asked_at, loaded_at, sent_at)
+        item = Delivery(piece.batch, None, piece.claim, piece.position, nbytes(piece.batch), stamps)
         if self.is_direct and not self.backend.moves_in_loop:
             try:
                 item = self.move(*item)
@@ -144,24 +133,18 @@ class Lane:
                 self.fail(Outcome.failure(error))
                 return False
         self.sent += 1
-        self._sent_bytes += size
         return self.entry.send(item)
 
     def close(self, end: Outcome[None]) -> None:
-        """Close the lane after the last round: the source has ended, or failed with the error of `end`."""
+        """Close the lane after the last round, with the end or the source's error."""
         # Each lane raises its own copy: two threads must never raise the same exception object.
         self.entry.close(end if end.error is None else Outcome.failure(copy_error(end.error)))
 
-    def _has_room(self, size: int) -> bool:
+    def _has_room(self) -> bool:
         # Of two channels only the first: how many batches are moved ahead is bounded by the transfer.
-        is_full = len(self.entry) >= self._most_waiting
-        # One batch may always enter, however large: a bound below the size of a batch would block forever.
-        bound = self._pipeline.prefetch_bytes
-        if bound is not None and self.sent > self.received:
-            is_full = is_full or self._sent_bytes - self._received_bytes + size > bound
-        return not is_full or (self._pipeline.may_overflow and any(lane.is_empty for lane in self._pipeline.lanes))
-
-    # The transfer's end.
+        if len(self.entry) < self._most_waiting:
+            return True
+        return self._pipeline.may_overflow and any(lane.is_empty for lane in self._pipeline.lanes)
 
     def move(self, batch: Any, _: None, *rest: Any) -> Delivery:
         """Move a batch to the device, or start its move; the arguments are the fields of its delivery."""
@@ -180,8 +163,6 @@ class Lane:
         self.outbox.close(end)
         self.inbox.cancel()
 
-    # The loop's end.
-
     def receive(self) -> Delivery:
         """Return the next batch; as `Channel.receive`."""
         delivery = self.outbox.receive()
@@ -195,14 +176,11 @@ class Lane:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in transit to a loop that may still receive here."""
+        """Whether a loop that may still receive here would wait."""
         return self.sent == self.received and not self.inbox.is_cancelled
 
-    def _on_receipt(self, delivery: Delivery) -> None:
+    def _on_receipt(self) -> None:
         self.received += 1
-        self._received_bytes += delivery.nbytes
-        if self._pipeline.prefetch_bytes is not None:  # which spans both channels; each wakes its own sender
-            self.entry.wake_sender()
         if self._pipeline.may_overflow and self.is_empty:  # the reader may wait for room in another lane
             for lane in self._pipeline.lanes:
                 lane.entry.wake_sender()
@@ -216,25 +194,13 @@ class Lane:
         self.inbox.cancel()
         self.outbox.cancel()
 
-    def thread(self, place: int) -> list[threading.Thread]:
-        """Return the thread that moves its batches, not started, if there is one; `place` is the lane's."""
-        name = f"unisono-transfer-{place}"
-        return [] if self.is_direct else [threading.Thread(target=transfer, args=(self,), name=name, daemon=True)]
-
 
 class Pipeline:
-    """The lanes and threads of one pass over a source.
+    """The lanes and threads of one pass over a source: `prefetch` loaded batches may wait per lane, and half as many
+    moved ones, at least one. `may_overflow`: one thread may empty several lanes, one after another."""
 
-    Args:
-        prefetch: loaded batches that may wait, per lane; half as many moved ones, at least one.
-        prefetch_bytes: the bytes of loaded and moved batches that may wait, per lane; None for no such bound. The batch
-            that is being read is not counted.
-        may_overflow: whether one thread may empty several lanes, one after another.
-    """
-
-    def __init__(self, prefetch: int, prefetch_bytes: int | None = None, may_overflow: bool = False) -> None:
+    def __init__(self, prefetch: int, may_overflow: bool = False) -> None:
         self.prefetch = prefetch
-        self.prefetch_bytes = prefetch_bytes
         self.may_overflow = may_overflow
         self.lock = threading.Lock()
         self.lanes: list[Lane] = []
@@ -242,14 +208,15 @@ class Pipeline:
         self.asked_at = 0  # when the reader last requested a round; 0 while no lane can have waited for another
 
     def add_lane(self, device: torch.device, backend: Backend, timeline: Timeline) -> None:
-        """Add a lane, before the start."""
         self.lanes.append(Lane(self, device, backend, timeline))
 
     def start(self, source: Iterator[list[Piece]]) -> None:
         """Start the threads; `source` yields one piece per lane and round."""
         bodies = [threading.Thread(target=read, args=(source, self), name="unisono-reader", daemon=True)]
         for place, lane in enumerate(self.lanes):
-            bodies += lane.thread(place)
+            if not lane.is_direct:
+                name = f"unisono-transfer-{place}"
+                bodies.append(threading.Thread(target=transfer, args=(lane,), name=name, daemon=True))
         self.threads = bodies
         # Before the start: after an interrupt within it, `_end_all` still finds the threads that run.
         _started.add(self)
@@ -258,13 +225,6 @@ class Pipeline:
         except BaseException:
             self.stop()
             raise
-
-    def count_left_out(self, samples: Sequence[int]) -> None:
-        """Count samples of each lane's share that are not delivered. The source calls it, in the reader's thread."""
-        for lane, dropped in zip(self.lanes, samples, strict=True):
-            if dropped:
-                with lane.timeline.helper("reader") as track:
-                    track.count("dropped", dropped)
 
     def stop(self) -> None:
         """Wake all threads and let them end; from any thread, without waiting for them."""
@@ -296,9 +256,8 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
     round_number = lanes[0].sent  # the loop itself may have read some
     pieces: list[Piece] | None
     try:
-        if (
-            len(lanes) == 1 and not lanes[0].backend.moves_in_loop
-        ):  # tensors that the dataset itself moves by `.cuda()` go to the loop's device
+        # Tensors that the dataset itself moves by `.cuda()` go to the loop's device.
+        if len(lanes) == 1 and not lanes[0].backend.moves_in_loop:
             lanes[0].backend.activate(lanes[0].device)
         while (pieces := next(source, None)) is not None:
             loaded_at = perf_counter_ns()
@@ -314,7 +273,7 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
         end: Outcome[None] = Outcome()
     except BaseException as error:
         end = Outcome.failure(error)
-        error.add_note(READING.format(round_number))
+        error.add_note(_READING.format(round_number))
     pieces = None
     for lane in lanes:
         lane.close(end)
@@ -340,3 +299,80 @@ def transfer(lane: Lane) -> None:
         outbox.close(Outcome())
     except BaseException as error:  # ClosedError too: it is the source's own, or no loop receives it
         lane.fail(Outcome.failure(error))
+
+
+class Unthreaded:
+    """The batches of one lane without threads: its loop reads and moves them, when it requests them.
+
+    With `prefetch=0` it stays so, as debuggers and database connections expect. Otherwise it stays so while a batch
+    costs less than a change of thread would; then `read_ahead` starts the threads for what is left of the source. Until
+    then the source is read as it would be there: in a context of its own, with gradients enabled.
+
+    *Threads:* the loop's. `close` from another one takes effect when the source has returned the round it is reading.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        source: Iterator[list[Piece]],
+        read_ahead: Callable[[Iterator[list[Piece]]], None] | None = None,
+    ) -> None:
+        self._lane = lane
+        self._source = source
+        self._end: BaseException | None = None
+        self._context = Context()
+        self._read_ahead = read_ahead
+        self._is_ahead = False
+        self._slow = 0  # rises by slow batches, falls by others: a few that were interrupted decide nothing
+
+    def receive(self) -> Delivery:
+        """Return the next batch; as `Lane.receive`."""
+        if self._is_ahead:
+            return self._lane.receive()
+        if self._lane.outbox.is_cancelled and self._end is None:
+            # Frees the dataset and its workers: `close` cannot, since this thread may be reading.
+            self._source = iter(())
+            raise ClosedError("the loader was closed, so it yields no more batches")
+        if self._end is not None:
+            raise copy_error(self._end)
+        try:
+            return self._read()
+        except BaseException as error:
+            self._source = iter(())  # the source may hold loader workers, and the kept error must not hold its frames
+            self._end = copy_error(error).with_traceback(None)
+            raise
+
+    def _read(self) -> Delivery:
+        lane, began = self._lane, perf_counter_ns()
+        try:
+            if self._read_ahead is None:
+                pieces = next(self._source, None)
+            elif torch.is_grad_enabled():
+                pieces = self._context.run(next, self._source, None)
+            else:
+                with torch.enable_grad():
+                    pieces = self._context.run(next, self._source, None)
+        except BaseException as error:
+            error.add_note(_READING.format(lane.sent))
+            raise
+        if pieces is None:
+            raise EndOfChannel
+        (piece,) = pieces
+        batch, claim, position = piece
+        now = perf_counter_ns()
+        stamps = _HERE if lane.is_direct else Stamps(0, now, now)
+        lane.sent += 1
+        lane.received += 1
+        moved = lane.move(batch, None, claim, position, nbytes(batch), stamps)
+        if now - began > _SWITCH_NS:
+            self._slow += 1
+            if self._read_ahead and (self._slow >= _FEW or (lane.sent == 1 and now - began > _LONG_NS)):
+                source, self._source = self._source, iter(())
+                try:
+                    self._read_ahead(source)
+                    self._is_ahead = True
+                except Exception as error:  # after this batch, as an error of the source
+                    self._end = copy_error(error).with_traceback(None)
+        elif self._slow > -_MANY:
+            self._slow -= 1
+        return moved

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.loaders.indexed import IndexedSource, is_indexed
 from unisono.loaders.sources import ItemSource, PlainSource, Source, makes_batches_alike
@@ -22,18 +21,13 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
-first_epochs: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By dataset, and by the order: the source that was the last to begin epoch 0."""
+_first: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Source]]] = weakref.WeakKeyDictionary()
+"""By DataLoader: the seed of the source that was the last to begin epoch 0, and the source."""
 
 
 class Sources:
-    """The sources of the DataLoaders that an owner of several passes has read, each kept as long as its DataLoader.
-
-    So the epochs continue, and persistent workers stay, if each pass is made by a separate ParallelLoader. A
-    DataLoader that its source holds (by a collate_fn that is its own method) is kept as long as this is.
-
-    *Threads:* any.
-    """
+    """The sources of the DataLoaders that an owner of several passes has read, each kept as long as its DataLoader. So
+    the epochs continue, and persistent workers stay, if each pass is made by a separate ParallelLoader."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,32 +56,21 @@ def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -
 
 
 def warn_of_repetition(loader: Iterable[Any], source: Source) -> None:
-    """Warn once that a pass, of this source, begins in the order of epoch 0 again: its reader was created again for
-    each epoch.
-
-    That is the case if another source has begun epoch 0 over the same dataset in the same order, was the last to do so,
-    and is gone. Readers that exist side by side each count their own epochs, and evaluation may repeat its order.
-    """
-    if not makes_batches_alike(loader) or not torch.is_grad_enabled():
+    """Warn once that a pass over a shuffled DataLoader begins at epoch 0, as did that of another source, which is gone:
+    its reader was created again for each epoch. Evaluation may repeat its order."""
+    if not makes_batches_alike(loader) or source.order == "SequentialSampler" or not torch.is_grad_enabled():
         return
-    try:
-        sources: dict[Hashable, weakref.ref[Source]] = first_epochs.setdefault(loader.dataset, {})
-    except TypeError:  # a list, for example, which cannot be referenced weakly
-        return
-    order = source.seed, source.order, source.length
-    before = sources.pop(order, None)
     epoch, position = source.next_position()
-    if epoch:
-        return
-    sources[order] = weakref.ref(source)
-    is_shuffled = source.order != "SequentialSampler"
-    if before is not None and before() is None and not position["offset"] and is_shuffled:
-        say_repetition()
+    seed, before = _first.pop(loader, (None, None))
+    if epoch == 0:
+        _first[loader] = source.seed, weakref.ref(source)
+        if before is not None and before() is None and seed == source.seed and not position["offset"]:
+            say_repetition()
 
 
 @cache
 def say_repetition() -> None:
     logger.warning(
-        "a DataLoader is read in the order of epoch 0 again, by another loader over it or over its dataset: each "
-        "loader counts its own epochs; create one and loop over it again, or set its epoch by set_epoch"
+        "a DataLoader is read in the order of epoch 0 again, by another loader over it: each loader counts its own "
+        "epochs; create one and loop over it again, or set its epoch by set_epoch"
     )

@@ -14,9 +14,9 @@ alone, so the global batches do not depend on which rank loads them. Two ranks, 
 The tail is the last round if it is incomplete: short of batches, or of samples in its last batch. It is split so that
 every rank makes the same number of steps and every sample is delivered exactly once. A rank for which no sample is left
 gets a repeated one that counts as 0 samples. So does a rank that would get a part of a batch that cannot be cut with
-certainty: its neighbour takes the whole batch. If some batch of a round is of unknown size, each batch counts as one,
-and it is unknown which of its rows count. Other policies: "drop" leaves the tail out, so that all batches have one
-size; "pad" pads each rank's batch with repeated samples; "error" raises. Each gives the same result on any rank.
+certainty: its neighbour takes the whole batch. Other policies: "drop" leaves the tail out, so that all batches have one
+size; "pad" pads each rank's batch with repeated samples. If some batch of a round is of unknown size, each batch is
+taken whole and counts as one, and it is unknown which of its rows count.
 """
 
 from __future__ import annotations
@@ -38,35 +38,23 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B")
 
 Split = Literal["rank", "global"]
-Tail = Literal["split", "drop", "pad", "error"]
+Tail = Literal["split", "drop", "pad"]
 
 _SEEN = 64  # values of an array
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the rounds of a sequence of batches are distributed.
+    """How the rounds of a sequence of batches are distributed."""
 
-    Attributes:
-        count: the number of ranks, or lanes.
-        kept: which of them belong to this process.
-        split: "rank" gives each rank whole batches, "global" a part of every batch.
-        tail: what happens to the incomplete last round.
-        fixed_batch_size: end before the first round that is incomplete or whose batches have another size than the
-            first batch of all.
-        is_cut: the sequence is one shard of several, which were cut before.
-        shards: the number of shards; with more than one, the whole rounds are not known.
-        shard: the number of this one; its sample i is sample `i * shards + shard` of all.
-    """
-
-    count: int = 1
-    kept: tuple[int, ...] = (0,)
+    count: int = 1  # of ranks, or lanes
+    kept: tuple[int, ...] = (0,)  # which of them belong to this process
     split: Split = "rank"
     tail: Tail = "split"
-    fixed_batch_size: bool = False
-    is_cut: bool = False
-    shards: int = 1
-    shard: int = 0
+    fixed_batch_size: bool = False  # end before a round that is incomplete, or of other sizes than the first batch
+    is_cut: bool = False  # the sequence is one shard of several, which were cut before
+    shards: int = 1  # with more than one, the whole rounds are not known
+    shard: int = 0  # its sample i is sample `i * shards + shard` of all
 
     def __post_init__(self) -> None:
         assert all(0 <= place < self.count for place in self.kept)
@@ -83,7 +71,6 @@ class Rule:
 
     @property
     def shares_batches(self) -> bool:
-        """Whether each batch is a global one, of which each rank takes a part."""
         return self.split == "global"
 
     def rounds_of(self, batches: int) -> int:
@@ -97,7 +84,7 @@ class Part(NamedTuple):
 
     `samples` of the round's `total` samples are this rank's; 0 if the part only repeats a sample to keep step. They are
     followed by `padding` samples, which repeat the part from its start. If some batch of the round is of unknown size
-    (`is_sized` is False), these are numbers of batches, each of which is taken whole and counts as one.
+    (`is_sized` is False), these are numbers of batches.
     """
 
     batch: int
@@ -110,7 +97,6 @@ class Part(NamedTuple):
 
     @property
     def repeated(self) -> int:
-        """How many of the delivered samples only repeat others."""
         own = self.samples if self.is_sized else (self.stop - self.start) * self.samples
         return self.stop - self.start + self.padding - own
 
@@ -125,9 +111,8 @@ class Claim(NamedTuple):
 
     `mark` is the same on all ranks that are in the same round, and almost certainly different otherwise. `repeated`
     samples of the batch only repeat others, and come after those that count. `dealt` batches of the given loader make
-    the round. If `is_sized` is False, the samples are batches, each of which counts as one: some batch of the round
-    does not say how many samples it holds. If `is_summed`, the total is unknown only until a pass claims the batch: it
-    is then summed over the ranks. If `is_guess`, the batch may have another number of rows than samples were asked for.
+    the round. If `is_sized` is False, the samples are batches, each of which counts as one. If `is_summed`, the total
+    is summed over the ranks when a pass claims the batch. If `is_guess`, the batch may have other rows than samples.
     """
 
     samples: int
@@ -141,12 +126,10 @@ class Claim(NamedTuple):
 
     @property
     def valid_samples(self) -> int | None:
-        """How many samples of the batch count, from the front; None if unknown."""
         return self.samples if self.is_sized or not self.samples else None
 
     @property
     def weight(self) -> float | None:
-        """Their fraction of the round; None if unknown."""
         return self.samples / self.total if self.total else None
 
 
@@ -159,47 +142,42 @@ class Piece(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How many samples a batch holds, and whether it can be cut into them.
-
-    Attributes:
-        unsized: the class of a batch of unknown size, which counts as one sample.
-    """
+    """How many samples a batch holds, and whether it can be cut into them."""
 
     samples: int
     can_be_cut: bool = True
-    unsized: str = ""
+    unsized: str = ""  # the class of a batch of unknown size, which counts as one sample
 
 
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     """Distribute a round of `len(sizes)` batches, 1 to `count` of them, to `count` ranks.
 
     A full round gives each rank one whole batch. In a short round, neighbouring ranks share a batch as evenly as
-    possible, and the earlier ones take the larger parts; no part is larger than its batch. Parts of batches that can be
-    cut are padded to `fill_to` samples. If one batch is of unknown size, all are taken whole, and count as one each.
+    possible, and the earlier ones take the larger parts. Parts of batches that can be cut are padded to `fill_to`
+    samples. If one batch is of unknown size, all are taken whole, and count as one each.
     """
     if count == 1 and not sizes[0].unsized and not fill_to:  # most loops: spares the rest
         return [Part(0, 0, sizes[0].samples, sizes[0].samples, sizes[0].samples)]
-    if any(size.unsized for size in sizes):
-        return [_part_of_unknown_size(sizes, rank, count) for rank in range(count)]
-    total = sum(size.samples for size in sizes)
-    if len(sizes) == count:
-        whole = enumerate(sizes)
-        parts = [Part(batch, 0, size.samples, size.samples, total) for batch, size in whole]
+    is_sized = not any(size.unsized for size in sizes)
+    total = sum(size.samples for size in sizes) if is_sized else len(sizes)
+    if len(sizes) == count and is_sized:
+        parts = [Part(batch, 0, size.samples, size.samples, total) for batch, size in enumerate(sizes)]
     else:
-        parts = [_slice_evenly(sizes, rank, count, total) for rank in range(count)]
-    if not fill_to:
-        return parts
-    return [
-        part._replace(padding=max(fill_to - (part.stop - part.start), 0))
-        if sizes[part.batch].can_be_cut and part.start < part.stop
-        else part
-        for part in parts
-    ]
+        parts = [_share(sizes, rank, count, total, is_sized) for rank in range(count)]
+    for rank, part in enumerate(parts):
+        own = part.stop - part.start
+        if 0 < own < fill_to and sizes[part.batch].can_be_cut:
+            parts[rank] = part._replace(padding=fill_to - own)
+    return parts
 
 
-def _slice_evenly(sizes: Sequence[Size], rank: int, count: int, total: int) -> Part:
-    batch, first, after = _sharing(len(sizes), rank, count)
+def _share(sizes: Sequence[Size], rank: int, count: int, total: int, is_sized: bool) -> Part:
+    batch = rank * len(sizes) // count
+    # `-(-a // b)` rounds up: the first rank that shares this batch, and the first with the next one.
+    first, after = -(-batch * count // len(sizes)), -(-(batch + 1) * count // len(sizes))
     place, samples = rank - first, sizes[batch].samples
+    if not is_sized:
+        return Part(batch, 0, samples, int(place == 0), total, is_sized=False)
     if not sizes[batch].can_be_cut:
         return Part(batch, 0, samples, 0 if place else samples, total)
     share, more = divmod(samples, after - first)
@@ -208,23 +186,9 @@ def _slice_evenly(sizes: Sequence[Size], rank: int, count: int, total: int) -> P
     return Part(batch, start, stop, stop - start, total) if start < stop else Part(batch, 0, 1, 0, total)
 
 
-def _part_of_unknown_size(sizes: Sequence[Size], rank: int, count: int) -> Part:
-    batch, first, _ = _sharing(len(sizes), rank, count)
-    return Part(batch, 0, sizes[batch].samples, int(rank == first), len(sizes), is_sized=False)
-
-
-def _sharing(batches: int, rank: int, count: int) -> tuple[int, int, int]:
-    """Return the batch that a rank shares, the first rank that shares it, and the one after the last."""
-    batch = rank * batches // count
-    # `-(-a // b)` rounds up: the first rank with this batch, and the first with the next one.
-    return batch, -(-batch * count // batches), -(-(batch + 1) * count // batches)
-
-
 class Round(NamedTuple, Generic[B]):
-    """The batches of one round, their sizes, and each rank's part: samples `start` to `stop` of the epoch.
-
-    Rounds of equal sizes share one list of parts.
-    """
+    """The batches of one round, their sizes, and each rank's part: samples `start` to `stop` of the epoch. Rounds of
+    equal sizes share one list of parts."""
 
     batches: list[B]
     sizes: list[Size]
@@ -239,21 +203,15 @@ def rounds(
     size_of: Callable[[B, bool], Size],
     nominal: int | None = None,
     start: int = 0,
-    left_out: Callable[[list[int]], None] = lambda samples: None,
     first: int | None = None,
 ) -> Iterator[Round[B]]:
-    """Group a sequence of batches into rounds.
+    """Group a sequence of batches into rounds; ValueError if they must have one size, and one is of unknown size.
 
     Args:
         size_of: measures a batch; its second argument says whether the batch will be cut.
         nominal: the size of a complete batch; None if it is not known in advance.
         start: the number of the epoch's samples before this sequence.
-        left_out: receives the numbers of samples that the ranks would have got from a round that is left out.
         first: the size of the epoch's first batch, if that precedes this sequence.
-
-    Raises:
-        ValueError: the rule's tail is "error", and there is a tail; or batches must have one size, and one is of
-            unknown size.
     """
     source = iter(batches)
     # A resumed epoch began with a batch that is not seen here; a full one, unless its size was saved.
@@ -279,13 +237,8 @@ def rounds(
                 "%d of size %d; these samples and what follows are left out",
                 start, [size.samples for size in sizes], rule.batches, reference,
             )  # fmt: skip
-            left_out([part.samples for part in deal(sizes, rule.count)])
             return
-        if is_tail and rule.tail == "error":
-            total = sum(size.samples for size in sizes)
-            raise ValueError(tail_message(start + total, total, rule, nominal))
         if is_tail and rule.tail == "drop":
-            left_out([part.samples for part in deal(sizes, rule.count)])
             return
         full = -(-largest // rule.count) if rule.shares_batches else largest
         parts = deal(sizes, rule.count, full if rule.tail == "pad" else 0)
@@ -294,23 +247,13 @@ def rounds(
 
 
 def check_sizes_known(sizes: Sequence[Size]) -> None:
-    """Check that batches which must have one size are of known size; ValueError if one is of unknown size."""
+    """Raise ValueError if a batch is of unknown size."""
     if unsized := next((size.unsized for size in sizes if size.unsized), None):
         raise ValueError(
-            f"fixed_batch_size=True compares the sizes of batches, and one of class {unsized} does not say how many "
-            "samples it holds; let the loader yield tensors with the samples along batch_dim, in dicts, lists or "
-            "tuples, or leave fixed_batch_size out"
+            f"a batch of class {unsized} does not say how many samples it holds, as it must with fixed_batch_size=True "
+            "and in a stream of several ranks; let the DataLoader make the batches, with a batch_size and a "
+            "collate_fn, or yield tensors with the samples along batch_dim, in dicts, lists or tuples"
         )
-
-
-def tail_message(length: int, tail: int, rule: Rule, batch: int | None) -> str:
-    """Describe a tail of `tail` samples as an error."""
-    each = "batches" if batch is None else f"batches of {batch}"
-    whole = f"{rule.batches} {each}" + (f", one for each of {rule.count} ranks" if not rule.shares_batches else "")
-    return (
-        f"tail='error': {length} samples do not divide into rounds of {whole}: {tail} samples are left in the last; "
-        "pass a batch size that divides, or tail='split' (the default), 'drop' or 'pad'"
-    )
 
 
 def measure(batch: Any, dim: int, known: int | None = None, is_cut: bool = True) -> Size:
@@ -342,7 +285,7 @@ def mark_of(*content: Any) -> int:
 
 
 def glimpse(batch: Any) -> list[Any]:
-    """Return a few integers and texts of a loaded batch, which distinguish it from others at little cost.
+    """A few integers and texts of a loaded batch, which distinguish it from others at little cost.
 
     Fractions and single bytes are ignored: they may be images, which each rank may augment differently.
     """
@@ -350,38 +293,34 @@ def glimpse(batch: Any) -> list[Any]:
     return list(islice((each for each in seen if isinstance(each, str | int | list)), 4))
 
 
-def fingerprint(sample: Any) -> list[Any]:
-    """As `glimpse`; from a sample with neither integers nor texts, some of its fractions and bytes."""
-    return glimpse(sample) or spread(sample)
-
-
 def spread(sample: Any) -> list[Any]:
-    """Return some values of a sample, of any kind, spread over it."""
+    """Some values of a sample, of any kind, spread over it."""
     return [_spread_over(leaf) for leaf in islice(leaves(sample), 4)]
 
 
 def _spread_over(leaf: Any) -> Any:
-    """Return some of the values of a plain tensor or array, spread over it; a number; None for any other object."""
     if isinstance(leaf, bytes):
         return zlib.crc32(leaf)
     if not is_array(leaf):
         return leaf if isinstance(leaf, Number) else None  # another object's text may be its address
-    if isinstance(leaf, torch.Tensor):
-        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta or leaf.is_quantized:
-            return None
-        leaf = leaf.detach()
-    elif leaf.dtype.kind not in "biufc":
+    if not _is_plain_array(leaf):
         return None
-    flat = leaf.reshape(-1)
+    flat = (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf).reshape(-1)
     return flat[:: max(len(flat) // _SEEN, 1)].tolist()
 
 
 def _corner(array: Any) -> Any:
-    """Return a few integers of a plain tensor or array; None if it has none."""
+    """A few integers of a plain tensor or array; None if it has none."""
     if isinstance(array, torch.Tensor):
         is_whole = array.dtype in (torch.int16, torch.int32, torch.int64)
-        if not is_whole or array.layout is not torch.strided or array.is_nested or array.is_meta:
-            return None
-    elif array.dtype.kind not in "iU" or array.itemsize < 2:
+    else:
+        is_whole = array.dtype.kind in "iU" and array.itemsize >= 2
+    if not is_whole or not _is_plain_array(array):
         return None
     return array[(slice(0, 1),) * (array.ndim - 1) + (slice(0, 8),) * (array.ndim > 0)].tolist()
+
+
+def _is_plain_array(array: Any) -> bool:
+    if isinstance(array, torch.Tensor):
+        return array.layout is torch.strided and not (array.is_nested or array.is_meta or array.is_quantized)
+    return array.dtype.kind in "biufcU"

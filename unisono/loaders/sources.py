@@ -1,31 +1,40 @@
-"""The Source protocol: what a loader reads from, epoch after epoch; and the source over any iterable of batches.
+"""Sources, from which a loader reads epoch after epoch: the protocol, its states, and the source over any iterable.
 
 A source makes the rounds: one piece for each device of this process, with its claim and the position after the round.
 It can begin a pass at any position that it has issued.
+
+A loader's state is plain data, the same on every rank: `version`, `epoch`, `seed`, `length` (of the dataset, None if it
+has none), `order` (the sampler's class), and the position in the epoch: `offset`, the number of samples that all ranks
+have taken together, and whatever else the source needs.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader
 
+from unisono.arguments import check_integer
 from unisono.errors import StateError
-from unisono.loaders.resume import FACTS, VERSION, Progress, State, check_state, is_stateful
-from unisono.loaders.sharding import Piece, Round, Rule, Size, cut, glimpse, mark_of, measure, rounds
+from unisono.loaders.sharding import Claim, Piece, Round, Rule, Size, cut, glimpse, mark_of, measure, rounds
 from unisono.tree import take
 
 logger = logging.getLogger(__name__)
 
-LeftOut = Callable[[Sequence[int]], None]
-"""Receives the number of samples that a pass leaves out, for each device of this process."""
+_VERSION = 1
+_FACTS = ("version", "epoch", "seed", "length", "order")  # the keys of a state that are not part of the position
+
+T = TypeVar("T")
+
+State = dict[str, Any]
 
 Loaded = tuple[Any, int | None]
 """A batch and its number of samples; None if that must be read from the batch."""
@@ -40,6 +49,27 @@ class Begun(NamedTuple):
     size: int | None = None
 
 
+class Progress:
+    """The progress of one device's loop in a pass: the number of batches that it has received, and the position and
+    claim of the last one. Prefetched ones do not count."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.position: Any = None
+        self.claim = Claim(0, None)
+        self.has_ended = False  # at the end of the data
+        self.is_left = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_ended or self.is_left
+
+    def advance(self, position: Any, claim: Claim) -> None:
+        """Record that one more batch was delivered."""
+        self.rounds += 1
+        self.position, self.claim = position, claim
+
+
 def makes_batches_alike(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether the loader is torch's DataLoader with its own iterator, so that its batches can be made here instead.
 
@@ -50,34 +80,56 @@ def makes_batches_alike(loader: Any) -> TypeGuard[DataLoader[Any]]:
     return type(loader).__iter__ is DataLoader.__iter__ or type(loader).__module__.startswith("torchdata.")
 
 
-class Source(Protocol):
-    """Makes the pieces of a loader's passes.
+def is_stateful(owner: Any) -> bool:
+    """Whether `owner` follows torch's `Stateful` protocol, in which `state_dict` needs no arguments."""
+    if not all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    with suppress(ValueError):  # of a function in C that has no signature
+        try:
+            inspect.signature(owner.state_dict).bind()
+        except TypeError:  # mosaicml-streaming's wants numbers of samples
+            return False
+    return True
 
-    Attributes:
-        epoch: that of the next pass; each begun pass is one epoch.
-        seed: for everything random in a pass.
-        length: the number of samples of its dataset; None if unknown.
-        order: the class of the sampler that it follows; None without one.
-        is_uneven: whether the ranks' passes may differ in length, since each rank reads its own part.
-    """
 
-    epoch: int
-    seed: int
-    order: str | None
-    is_uneven: bool
+class Source(ABC):
+    """Makes the pieces of a loader's passes; each begun pass is one epoch. `sized` has as many elements as there are
+    samples, if it has a length; `order` is the class of the sampler that is followed."""
+
+    is_uneven = False  # whether the ranks' passes may differ in length, since each rank reads its own part
+
+    def __init__(self, sized: Any, seed: int, order: str | None = None) -> None:
+        self.seed, self.order, self.epoch = seed, order, 0
+        self._sized = sized
+        self._position: State = {"offset": 0}
+        self._begins = threading.Lock()
 
     @property
-    def length(self) -> int | None: ...
+    def length(self) -> int | None:
+        """The current number of samples of its dataset; None if unknown."""
+        with suppress(TypeError, NotImplementedError):
+            return len(self._sized)
+        return None
 
-    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
-        """Begin the next pass, in the thread that will loop over it."""
+    def begin(self, rule: Rule) -> Begun:
+        """Begin the next pass, in the thread that will loop over it. After an error, it can be begun again."""
+        with self._begins:
+            begun = self._open(self.epoch, self._position, rule)
+            self.epoch, self._position = self.epoch + 1, {"offset": 0}
+        return begun
+
+    @abstractmethod
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun: ...
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """Let the next pass begin at `position` of `epoch`. StateError if that is not a position of this source."""
+        self.epoch, self._position = epoch, position
 
     def next_position(self) -> tuple[int, State]:
         """The epoch and the position where the next pass begins."""
+        return self.epoch, self._position
 
+    @abstractmethod
     def num_rounds(self, rule: Rule) -> int:
         """The number of rounds of a whole epoch. TypeError if it is unknown."""
 
@@ -92,7 +144,7 @@ class Bookmark:
         self._progress: Sequence[Progress] = ()
 
     def open(self, begun: Begun, progress: Sequence[Progress]) -> None:
-        """Note that a pass has begun, whose loops record their progress in `progress`."""
+        """Note that a pass has begun, with the progress of its loops."""
         self._begun, self._progress = begun._replace(pieces=iter(())), progress
 
     def state(self) -> State:
@@ -101,8 +153,8 @@ class Bookmark:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin at a saved state; StateError if it is not the state of such a source."""
-        check_state(state, self._source.length, self._source.seed, self._source.order)
-        position = {name: value for name, value in state.items() if name not in FACTS}
+        check_state(state, self._source)
+        position = {name: value for name, value in state.items() if name not in _FACTS}
         self._source.seek(state["epoch"], position, self._rule)
         self._begun = None
 
@@ -120,7 +172,7 @@ def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progres
         behind = min(progress, key=lambda each: each.rounds)
         epoch, position = begun.epoch, behind.position or begun.position
     return {
-        "version": VERSION,
+        "version": _VERSION,
         "epoch": epoch,
         "seed": source.seed,
         "length": source.length,
@@ -129,63 +181,70 @@ def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progres
     }
 
 
-class PlainSource:
+def check_state(state: Mapping[str, Any], source: Source) -> None:
+    """Raise StateError if it is not a loader's state, or belongs to another version, dataset, seed or class of sampler,
+    in this order."""
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise StateError(f"state={state!r:.200} is not what a loader's state_dict() returns")
+    if state["version"] != _VERSION:
+        raise StateError(
+            f"the state has version {state['version']!r}, this loader reads version {_VERSION}; load it with the "
+            "version of unisono that saved it, or restart the epoch with set_epoch",
+            "version",
+        )
+    missing = [name for name in ("epoch", "seed", "length", "offset") if name not in state]
+    if missing:
+        raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() returns")
+    for name in ("epoch", "offset", "batches"):  # "batches" exists only in some positions
+        number = state.get(name, 0)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise StateError(f"the state's {name} is {number!r}; it must be an integer of at least 0")
+    for name, here, way_out in (
+        ("length", source.length, "load it over the same dataset, or begin an epoch with set_epoch"),
+        ("seed", source.seed, f"pass seed={state['seed']}"),
+        ("order", source.order, "use the same shuffle= or sampler="),
+    ):
+        if (saved := state.get(name, here)) != here:
+            raise StateError(
+                f"the state was saved with {name}={saved!r}, this loader has {name}={here!r}, so the order would "
+                f"differ; {way_out}",
+                name,
+            )
+
+
+class PlainSource(Source):
     """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank.
 
     It resumes through the iterable's own `state_dict` if it has one, else by reading and discarding the samples that
     were delivered before. The seed is only saved in the state, and compared on loading.
     """
 
-    is_uneven = False
-
     def __init__(self, loader: Iterable[Any], dim: int, seed: int | None = None) -> None:
+        super().__init__(getattr(loader, "dataset", None), seed or 0)
         self._loader: Any = loader
         self._dim = dim
         self._is_stateful = is_stateful(loader)
-        self.seed = seed or 0
-        self.order: str | None = None
-        self.epoch = 0
-        self._position: State = _START
-        self._begins = threading.Lock()
 
-    @property
-    def length(self) -> int | None:
-        """The number of samples of the loader's dataset; None if it is unknown."""
-        with suppress(TypeError, AttributeError):
-            return len(self._loader.dataset)
-        return None
-
-    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
-        """Begin the next pass over the iterable, whose iterator is created in the calling thread."""
-        with self._begins:
-            epoch, position = self.epoch, self._position
-            loaded = self._open(epoch, position, rule)
-            self.epoch, self._position = epoch + 1, _START
-        before = position["batches"]
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
+        before, first = position.get("batches", 0), position.get("first")
 
         def behind(offset: int, batches: int, first: int) -> State:
-            return {"offset": offset, "batches": before + batches, "first": first, **self._snapshot()}
+            own = {"loader": copy.deepcopy(self._loader.state_dict())} if self._is_stateful else {}
+            return {"offset": offset, "batches": before + batches, "first": first, **own}
 
-        first = position.get("first")
-        pieces = rounds_of_loaded(loaded, rule, self._dim, left_out, position["offset"], behind, first)
-        return Begun(epoch, position, pieces)
+        loaded = self._load(epoch, position, rule)
+        return Begun(epoch, position, rounds_of_loaded(loaded, rule, self._dim, position["offset"], behind, first))
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how many batches
-        precede it."""
+        """As in `Source`: the position must say how many batches precede it."""
         if "batches" not in position and position["offset"]:
             raise StateError("the state lacks the number of batches: it was saved by another kind of loader")
-        self.epoch, self._position = epoch, {**_START, **position}
-
-    def next_position(self) -> tuple[int, State]:
-        """The epoch and the position where the next pass begins."""
-        return self.epoch, self._position
+        super().seek(epoch, position, rule)
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch. TypeError if the iterable has no length."""
         return rule.rounds_of(len(self._loader))
 
-    def _open(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
+    def _load(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
         if callable(getattr(self._loader, "set_epoch", None)):
             self._loader.set_epoch(epoch)
         done = position["offset"] // rule.shards
@@ -200,9 +259,6 @@ class PlainSource:
             )  # fmt: skip
         return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
 
-    def _snapshot(self) -> State:
-        return {"loader": copy.deepcopy(self._loader.state_dict())} if self._is_stateful else {}
-
 
 class ItemSource(PlainSource):
     """A DataLoader with batch_size=None over a map-style dataset: an item may itself be a batch, of any size. `items`
@@ -210,33 +266,20 @@ class ItemSource(PlainSource):
 
     def __init__(self, items: Source, dim: int) -> None:
         super().__init__((), dim, items.seed)
-        self._items = items
-        self.order = items.order
-
-    @property
-    def length(self) -> int | None:
-        """The number of items of the dataset."""
-        return self._items.length
+        self._items, self._sized, self.order = items, items._sized, items.order
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how many items
-        precede it, or there are fewer."""
-        # What is a batch here is one sample for the inner source.
+        """As in `Source`; what is a batch here is one sample for the inner source."""
         self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
         super().seek(epoch, position, rule)
 
-    def _open(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
-        # The position counts here, not that of the inner source, which advances by itself.
-        self._items.seek(epoch, {"offset": position["batches"]}, Rule())
-        pieces = self._items.begin(Rule(), lambda samples: None).pieces
-        return ((piece.batch, None) for (piece,) in pieces)
-
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch."""
         return rule.rounds_of(self._items.num_rounds(Rule()))
 
-
-_START: State = {"offset": 0, "batches": 0}
+    def _load(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
+        # The position counts here, not that of the inner source, which advances by itself.
+        self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
+        return ((piece.batch, None) for (piece,) in self._items.begin(Rule()).pieces)
 
 
 def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded]:
@@ -261,39 +304,28 @@ def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded
         )
 
 
-def _measure(dim: int, loaded: Loaded, is_cut: bool) -> Size:
-    batch, samples = loaded
-    return measure(batch, dim, samples, is_cut)
-
-
 def rounds_of_loaded(
     loaded: Iterator[Loaded],
     rule: Rule,
     dim: int,
-    left_out: LeftOut,
     offset: int,
     behind: Callable[[int, int, int], Any],
     first: int | None = None,
-    nominal: int | None = None,
 ) -> Iterator[list[Piece]]:
     """The pieces that this process keeps of each round of loaded batches.
 
     Args:
-        dim: the dimension along which batches are cut.
         offset: the number of the epoch's samples before these batches.
         behind: returns the position after a round, from three arguments: the number of the epoch's samples up to its
             end, the number of these batches read so far, and the size of the epoch's first batch.
         first: the size of the epoch's first batch, if that precedes these batches; also the size to pad to.
-        nominal: the size of a complete batch; None if it is not known in advance.
     """
-
-    def leave_out(samples: list[int]) -> None:
-        left_out([samples[place] for place in rule.kept])
 
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    for dealt in rounds(loaded, rule, partial(_measure, dim), nominal, start, leave_out, first):
+    size_of: Callable[[Loaded, bool], Size] = lambda each, is_cut: measure(each[0], dim, each[1], is_cut)  # noqa: E731
+    for dealt in rounds(loaded, rule, size_of, None, start, first):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)
@@ -304,3 +336,27 @@ def rounds_of_loaded(
         if rule.shards > 1:  # no rank knows the whole round's size, so this rank's claim has no total
             pieces = [piece._replace(claim=piece.claim._replace(total=None)) for piece in pieces]
         yield pieces
+
+
+class SampleGenerator(Generic[T]):
+    """Yields `data`, the same object, `sample_count` times in each loop over it, as PyTorch/XLA's: it is an iterable
+    with a length, and also an iterator with its own counter, which loops do not change. TypeError or ValueError if
+    `sample_count` is not an integer of at least 0."""
+
+    def __init__(self, data: T, sample_count: int) -> None:
+        check_integer(sample_count, "sample_count", 0)
+        self._data = data
+        self._sample_count = sample_count
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return self._sample_count
+
+    def __iter__(self) -> Iterator[T]:
+        return (self._data for _ in range(self._sample_count))
+
+    def __next__(self) -> T:
+        if self._taken >= self._sample_count:
+            raise StopIteration
+        self._taken += 1
+        return self._data

@@ -1,43 +1,197 @@
-"""One part of a stream: which of its samples a loader worker, or the in-process reader, collates into batches.
+"""The parts of a stream, and how much of each was taken: the position in an iterable dataset.
 
-*Threads:* in a loader worker the main one, which may seed the process's generators; in process the reader's, which must
-not.
+A part has an address and a position. The address is its number (part w of rank r is number `r * workers + w`) and the
+row of parts that take turns in one stream: all of them, if it is cut by stride. The position is the number of its
+samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows. It
+is of integers and texts; `rest` marks the other values, as long as those are the same in all of these samples.
+
+*Threads:* `PartReader` runs in a loader worker, in its main thread, which may seed the process's generators; or in
+process in the reader's, which must not.
 
 Invariants:
 1. Every sample of every part is yielded once, in the part's own order.
-2. What is read again is compared with what was delivered, before anything that follows it is yielded.
+2. A position counts samples that were delivered, not those that were read ahead.
+3. Parts of one stream that are at the same number have the same mark, and so has who reads the stream again: what is
+   read again is compared before anything that follows it is yielded.
+4. A stream that is cut by stride can continue with other numbers of ranks and workers; one that is cut otherwise needs
+   the same numbers.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.errors import StateError
-from unisono.loaders import fetcher
-from unisono.loaders.packing import Merged, Packed, can_surely_be_sent, has_many
-from unisono.loaders.resume import is_stateful
-from unisono.loaders.sharding import fingerprint, mark_of, spread
-from unisono.loaders.stream_position import Cutter, Position, Read, StreamPosition
+from unisono.loaders.fetcher import collated
+from unisono.loaders.packing import Packed
+from unisono.loaders.sharding import glimpse, mark_of, spread
+from unisono.loaders.sources import State, is_stateful
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
 
+Cutter = Literal["caller", "dataset", "worker", "stride"]
+"""What cuts a stream into parts; `streams.py` explains which of them does when."""
+
+_REMEMBERED = 1024  # positions; more than one reader is ahead of another
+_ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
+
+
+class Position(NamedTuple):
+    """The number of a part's samples that were delivered, and the marks of its stream up to there. `rest` is 0 if the
+    mark alone tells the samples apart: other values may be augmented at random."""
+
+    taken: int = 0
+    mark: int = 0
+    rest: int = 0
+
+    def is_of_another(self, other: Position) -> bool:
+        """Whether the two, at the same number, are positions of different streams."""
+        return self.mark != other.mark or (self.rest != other.rest and 0 not in (self.rest, other.rest))
+
+
+class Layer(NamedTuple):
+    """The positions of the parts of `ranks` ranks with `workers` loader workers each. When these numbers change, a
+    second layer divides the samples that the first left over, and so on."""
+
+    ranks: int
+    workers: int
+    parts: tuple[Position, ...]
+
+    def row_of(self, by: Cutter, rank: int, part: int) -> range:
+        """The parts that take turns in the stream that `part`, of `rank`, reads."""
+        if by == "stride":
+            return range(len(self.parts))
+        # All of the stream is the part's own, unless the dataset has cut it for the rank: then its workers take turns.
+        return range(rank * self.workers, (rank + 1) * self.workers) if by == "dataset" else range(part, part + 1)
+
+
+class Read(NamedTuple):
+    """What a batch leaves: the position of a part of a stream that is cut `by`, and the dataset's own state if any."""
+
+    part: int
+    position: Position
+    by: Cutter = "stride"
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """A position in a stream that was cut `by`: the last layer is that of the current ranks and workers; `states` are
+    the dataset's own at these positions, by part, if it has any."""
+
+    by: Cutter
+    layers: tuple[Layer, ...]
+    states: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def nothing(cls, by: Cutter, ranks: int, workers: int) -> StreamPosition:
+        return cls(by, (Layer(ranks, workers, (Position(),) * (ranks * workers)),))
+
+    @classmethod
+    def of_state(cls, state: State) -> StreamPosition:
+        """Read what `to_state` returned; StateError if it is not a position in a stream."""
+        try:
+            layers = tuple(
+                Layer(ranks, workers, tuple(Position(*each) for each in parts))
+                for ranks, workers, parts in state["layers"]
+            )
+            found = cls(state["by"], layers, {int(part): each for part, each in state.get("states", {}).items()})
+            is_right = all(
+                len(each.parts) == each.ranks * each.workers and min(each.parts) >= (0, 0) for each in layers
+            )
+            is_right = is_right and len(layers) > 0 and found.by in get_args(Cutter)
+        except (KeyError, TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            raise StateError("the state does not say what was read of which part: it is not the state of a stream")
+        return found
+
+    def to_state(self, offset: int) -> State:
+        """The position as plain data, after `offset` samples of the epoch."""
+        layers = [[layer.ranks, layer.workers, [list(each) for each in layer.parts]] for layer in self.layers]
+        return {"offset": offset, "by": self.by, "layers": layers, **({"states": self.states} if self.states else {})}
+
+    @property
+    def here(self) -> Layer:
+        return self.layers[-1]
+
+    @property
+    def is_begun(self) -> bool:
+        return any(any(each) for layer in self.layers for each in layer.parts)
+
+    def parts_of(self, rank: int) -> list[int]:
+        """The parts of a rank, in the order in which they deliver: worker by worker, from the one that is due."""
+        workers = self.here.workers
+        own = range(rank * workers, (rank + 1) * workers)
+        return sorted(own, key=lambda part: self.here.parts[part].taken)
+
+    def after(self, reads: Iterable[Read]) -> StreamPosition:
+        parts, states, by = list(self.here.parts), dict(self.states), self.by
+        for read in reads:
+            by, parts[read.part] = read.by, read.position
+            if read.state is not None:
+                states[read.part] = read.state
+        return StreamPosition(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))), states)
+
+    def cut_again(self, ranks: int, workers: int) -> StreamPosition:
+        """The same position, with what is left cut for these numbers of ranks and workers."""
+        if self.here[:2] == (ranks, workers):
+            return self
+        return replace(self, layers=self.layers + StreamPosition.nothing(self.by, ranks, workers).layers, states={})
+
+    def check_cut(self, by: Cutter) -> None:
+        """Check that no sample is lost if `by` cuts the stream from here on. StateError if something else has cut it
+        before; or if the numbers of ranks and workers have changed, and it is not cut by stride."""
+        here = self.here[:2]
+        # A stream that the dataset cut for a rank is cut by stride among its workers, so their number may change.
+        numbers = {(layer.ranks, layer.workers if by != "dataset" else here[1]) for layer in self.layers}
+        if not self.is_begun or (by == self.by and (by == "stride" or numbers == {here})):
+            return
+        before = next(layer for layer in self.layers if any(map(any, layer.parts)))
+        raise StateError(
+            f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream "
+            f"that was cut by the {self.by}; here are {here[0]} with {here[1]}, and it is cut by the {by}: only what "
+            "is cut by stride continues with other numbers; resume with the same, or restart the epoch with set_epoch"
+        )
+
+
+class SameStream:
+    """Compares the marks of parts that are read from one stream, at the same number of samples."""
+
+    def __init__(self, here: Layer) -> None:
+        self._here = here
+        self._marks: dict[tuple[int, int], Position] = {}  # by the row's first part and the number; the latest last
+
+    def compare(self, read: Read) -> None:
+        """Add the position that one batch has left; RuntimeError if another reader has seen another stream."""
+        row = self._here.row_of(read.by, read.part // self._here.workers, read.part)
+        position = read.position if read.position.taken >= _ALIKE else read.position._replace(rest=0)
+        if self._marks.setdefault((row.start, position.taken), position).is_of_another(position):
+            raise RuntimeError(
+                "the ranks or loader workers read different streams (their samples differ), so cutting them by stride "
+                "would lose samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators "
+                "in loader workers (num_workers=1), which are seeded alike; or let the dataset cut itself, by "
+                "get_worker_info() or shard(num_shards, index); or pass already_sharded=True if each has its own part"
+            )
+        if len(self._marks) > _REMEMBERED:
+            del self._marks[next(iter(self._marks))]
+
 
 class Made(NamedTuple):
-    """A batch of one part, its number of samples, if that is known without looking at it, and what it leaves. Where
-    drop_last has left the samples out, there is neither a batch nor a `read`."""
+    """A batch of one part, its number of samples, if that is known without looking at it, and what it leaves."""
 
     batch: Any
     samples: int | None
-    read: Read | None
+    read: Read
 
 
 @dataclass(eq=False)
@@ -47,11 +201,9 @@ class PartReader(IterableDataset[Packed]):
     Attributes:
         size: samples in a batch; None if each item of the dataset is one.
         init: the user's worker_init_fn.
-        rank: the rank that reads these parts.
         by: "caller" or "dataset" if each rank has its own stream, else "stride", which becomes "worker" if the dataset
             turns out to use `get_worker_info()`.
-        taken: where the pass begins for which the workers are started; its last layer is that of the current ranks and
-            workers.
+        taken: where the pass begins for which the workers are started.
         cell: the epoch, in memory that is shared with persistent workers.
     """
 
@@ -70,14 +222,11 @@ class PartReader(IterableDataset[Packed]):
         self.cell = torch.zeros(1, dtype=torch.int64, device=torch.default_generator.device).share_memory_()
 
     def part(self, worker: int) -> int:
-        """The part that a worker reads."""
         return self.taken.parts_of(self.rank)[worker]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the workers' next pass, before they begin it.
-
-        The dataset's, too: workers that share its memory (HuggingFace's) would change it all at once, and add it up.
-        """
+        """Set the epoch of the workers' next pass, before they begin it. The dataset's, too: workers that share its
+        memory (HuggingFace's) would change it all at once, and add it up."""
         self.cell.fill_(epoch)
         _set_epoch(self.dataset, epoch)
 
@@ -99,8 +248,6 @@ class PartReader(IterableDataset[Packed]):
         info: Any = get_worker_info()
         try:
             for made in self.made(int(self.cell), info.worker, info):
-                if can_surely_be_sent(made.batch) and has_many(made.batch):
-                    made = made._replace(batch=Merged(made.batch))
                 yield Packed(made, f"samples of a stream, read for part {self.part(info.worker)},")
         except Exception as error:
             # Yielded, not raised: torch would send it as text, and lose its type.
@@ -111,25 +258,19 @@ class PartReader(IterableDataset[Packed]):
         samples = PartSamples(self, epoch, self.part(worker), asked)
         while chunk := list(islice(samples, self.size or 1)):
             if self.size is not None and self.drop_last and len(chunk) < self.size:
-                yield Made(None, len(chunk), None)
-                continue
+                return
             read = samples.read()
             try:
-                batch = self.collate(chunk[0]) if self.size is None else fetcher.collated(self.collate, chunk)
+                batch = self.collate(chunk[0]) if self.size is None else collated(self.collate, chunk)
             except Exception as error:
-                error.add_note(f"while samples up to number {samples.index - 1} of the stream were collated")
+                error.add_note(f"while samples up to number {samples.number} of the stream were collated")
                 raise
             yield Made(batch, None if self.size is None else len(chunk), read)
 
 
 class AskedInfo(SimpleNamespace):
-    """The result of `get_worker_info()` in a worker over a stream. It records whether `num_workers` was read.
-
-    Attributes:
-        id, num_workers, seed, dataset: as in torch; if the stream is common to all ranks, `id` and `num_workers` count
-            the workers of all ranks as one row.
-        worker: the worker's number within its rank.
-    """
+    """The result of `get_worker_info()` in a worker over a stream, which is number `worker` of its rank. It records
+    whether `num_workers` was read. If the stream is common to all ranks, their workers count as one row."""
 
     was_asked = False
 
@@ -160,18 +301,15 @@ class PartSamples:
         self._is_stateful = is_stateful(self._dataset) and not buffers
         self._source = self._open_iterator(reader.taken.states.get(part))
 
-    @property
-    def index(self) -> int:
-        """The number of samples read from the stream, of all parts."""
-        return self._seen[0][0]
-
     def __iter__(self) -> PartSamples:
         return self
 
     def __next__(self) -> Any:
         while True:
-            number = fetcher.at[0] = self.index
-            self._seed_for(number)
+            number = self._seen[0][0]  # of samples read from the stream, of all parts
+            if self._asked is not None:  # until the first one is read, all parts are seeded alike
+                seed = self._seed if self._by in (None, "stride") else self._own_seed
+                seed_all(mixed(seed, number if self._by else 0))
             try:
                 sample = next(self._source)
             except StopIteration:
@@ -182,25 +320,23 @@ class PartSamples:
             except Exception as error:
                 error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
                 raise
+            self.number = number
             self._see_who_cuts()
             if self._is_own(sample):
                 return sample
 
     def read(self) -> Read:
         """What the samples leave that were yielded so far."""
-        return Read(self._part, self._position, self._by or self._reader.by, self._dataset_state())
-
-    def _dataset_state(self) -> Any:
-        """The dataset's own state after the last sample; None if it has none."""
-        if not self._is_stateful:
-            return None
-        # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already be
-        # that of a new beginning.
-        own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
-        return {"dataset": own, "seen": [list(each) for each in self._seen]}
+        state = None
+        if self._is_stateful:
+            # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already
+            # be that of a new beginning.
+            own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
+            state = {"dataset": own, "seen": [list(each) for each in self._seen]}
+        return Read(self._part, self._position, self._by or self._reader.by, state)
 
     def _open_iterator(self, state: Any) -> Iterator[Any]:
-        """The dataset's iterator, after the samples that precede a state of `_dataset_state`."""
+        """The dataset's iterator, after the samples that precede a state in a `Read`."""
         if state is None:
             return iter(self._dataset)
         self._seen = [tuple(each) for each in state["seen"]]
@@ -209,12 +345,6 @@ class PartSamples:
             return iter(())
         self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
         return iter(self._dataset)
-
-    def _seed_for(self, number: int) -> None:
-        """Seed the worker's generators for a sample. Until the first one is read, all parts are seeded alike."""
-        if self._asked is not None:
-            seed = self._seed if self._by in (None, "stride") else self._own_seed
-            seed_all(mixed(seed, number if self._by else 0))
 
     def _see_who_cuts(self) -> None:
         was_asked = self._asked is not None and self._asked.was_asked and self._reader.by != "caller"
@@ -226,8 +356,7 @@ class PartSamples:
         elif by != self._by:
             raise RuntimeError(
                 f"the {type(self._dataset).__name__} asks get_worker_info() for the number of workers only after it "
-                "has yielded samples, so it is unknown whether it shards itself; let it ask before the first, or pass "
-                "already_sharded=True"
+                "has yielded samples; let it ask before the first, or pass already_sharded=True"
             )
 
     def _is_own(self, sample: Any) -> bool:
@@ -238,7 +367,7 @@ class PartSamples:
             number, mark, rest, first = self._seen[place]
             turn, part = number // len(row), row[number % len(row)]
             if part == row.start:
-                known = fingerprint(sample)
+                known = glimpse(sample) or spread(sample)
                 mark, own = mark_of(mark, known), mark_of(known)
                 first = first or own
                 rest = mark_of(rest, spread(sample)) if own == first and (rest or not number) else 0
@@ -264,9 +393,8 @@ class PartSamples:
     def _explain_other(self, part: int) -> str:
         return (
             f"the state was saved over another stream: what was delivered of its part {part} is not what is read now, "
-            "so samples would be lost and others repeated; load the state over the same data in the same order: "
-            "shuffle by the epoch (set_epoch), with the global generators in loader workers (num_workers=1), or with a "
-            "generator of a fixed seed; or restart the epoch with set_epoch"
+            "so samples would be lost and others repeated; load it over the same data in the same order (shuffle by "
+            "the epoch, or with the global generators in loader workers), or restart the epoch with set_epoch"
         )
 
 

@@ -2,10 +2,9 @@
 
 The stream is cut into parts by the first of these that can:
 1. the caller: with `already_sharded=True` every rank and every worker reads its stream unchanged;
-2. the dataset's own `shard` method, into one part for each rank; for a stream of HuggingFace's `datasets`, its
-   `split_dataset_by_node`;
-3. the dataset itself, if it asks `torch.utils.data.get_worker_info()` for the number of workers before it yields its
-   first sample: the answer counts the workers of all ranks as one row;
+2. the dataset's own `shard` method (HuggingFace's `split_dataset_by_node`), into one part for each rank;
+3. the dataset itself, if it asks `get_worker_info()` for the number of workers before it yields its first sample: the
+   answer counts the workers of all ranks as one row;
 4. the stride: part p of P takes the samples p, P + p, 2P + p, ... of the stream that all of them read.
 
 The stride assumes that all parts read the same stream. So the workers' random number generators are seeded alike, and
@@ -17,9 +16,8 @@ what the parts have seen is compared.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, TypeGuard
@@ -27,18 +25,16 @@ from typing import Any, TypeGuard
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.loaders.made_rows import num_rows, unlisted
-from unisono.loaders.resume import State
 from unisono.loaders.sharding import Rule
-from unisono.loaders.sources import Begun, LeftOut, Loaded, makes_batches_alike, rounds_of_loaded
-from unisono.loaders.stream_parts import Made, PartReader
-from unisono.loaders.stream_position import Cutter, Read, SameStream, StreamPosition
+from unisono.loaders.sources import Begun, Loaded, Source, State, makes_batches_alike, rounds_of_loaded
+from unisono.loaders.stream_parts import Cutter, Made, PartReader, Read, SameStream, StreamPosition
 from unisono.loaders.workers import WorkerPool
 from unisono.randomness import seed_of
 
 logger = logging.getLogger(__name__)
 
 
-class StreamSource:
+class StreamSource(Source):
     """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is neither modified nor kept alive:
     the caller of `begin` holds it. If `seed` is None, it is that of the loader's generator, or 0.
 
@@ -46,67 +42,61 @@ class StreamSource:
     """
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, dim: int, seed: int | None) -> None:
+        own_seed = loader.generator.initial_seed() if loader.generator else 0
+        length = None
+        with suppress(TypeError, NotImplementedError):
+            length = range(len(loader.dataset))  # type: ignore[arg-type]
+        super().__init__(length, own_seed if seed is None else seed)
         self._loader = weakref.ref(loader)
         self._rank, self._ranks, self._dim = rank, ranks, dim
         self._workers = max(loader.num_workers, 1)
         self.is_uneven = ranks > 1
-        self.seed = seed if seed is not None else loader.generator.initial_seed() if loader.generator else 0
-        self.length: int | None = None
-        with suppress(TypeError, NotImplementedError):
-            self.length = len(loader.dataset)  # type: ignore[arg-type]
-        self.order: str | None = None
-        self.epoch = 0
-        self._position: State = {"offset": 0}
-        self._begins = threading.Lock()
         self._persistent: tuple[Any, WorkerPool, PartReader] | None = None
 
-    def begin(self, rule: Rule, left_out: LeftOut) -> Begun:
-        """Begin the next pass. The loader workers are started in the calling thread.
-
-        With several ranks, the position of a piece is the `Read` of its batch, for `Lockstep`.
+    def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
+        """The loader workers are started in the calling thread. With several ranks, the position of a piece is the
+        `Read` of its batch, for `Lockstep`.
 
         Raises:
             ValueError: the global batch is smaller than the number of ranks.
             StateError: the state was saved with another number of ranks or workers, and the stream cannot be cut again.
-            BusyError: the loader's persistent workers serve another pass.
         """
-        with self._begins:
-            epoch, offset, loader = self.epoch, self._position["offset"], self._require_loader()
-            before = StreamPosition.of_state(self._position) if offset else None
-            dataset, by = self._cut_by_rank(loader.dataset, rule, before)
-            taken = self._cut_again(by, before)
-            size = loader.batch_size
-            if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
-                size = _share_of_batch(size, self._rank, self._ranks)
-            drop_last = loader.drop_last or rule.tail == "drop"
-            init = loader.worker_init_fn
-            reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
-            made = self._make_batches(loader, reader, epoch)
-            self.epoch, self._position = epoch + 1, {"offset": 0}
-        places = len(rule.kept)
-        reading = _Reading(
-            made, taken, lambda samples: left_out(share_evenly(samples, places)), self.is_uneven, self._dim
-        )
-        # The ranks' rounds are made in lockstep; only a short batch of this one is refused here.
-        own = Rule(tail="error" if rule.tail == "error" else "split") if self.is_uneven else rule
-        full = size if rule.tail == "pad" else None
-        nominal = size if rule.tail == "error" and not loader.drop_last else None
-        pieces = rounds_of_loaded(reading, own, self._dim, left_out, offset, reading.position, full, nominal)
-        return Begun(epoch, taken.to_state(offset), pieces, full)
+        offset, loader = position["offset"], self._require_loader()
+        before = StreamPosition.of_state(position) if offset else None
+        dataset, by = self._cut_by_rank(loader.dataset, rule, before)
+        taken = self._cut_again(by, before)
+        size = loader.batch_size
+        if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
+            size = _share_of_batch(size, self._rank, self._ranks)
+        drop_last = loader.drop_last or rule.tail == "drop"
+        init = loader.worker_init_fn
+        reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
+        made, start, full = self._make_batches(loader, reader, epoch), taken, size if rule.tail == "pad" else None
+        read: Read | None = None  # of the last batch
+
+        def loaded() -> Iterator[Loaded]:
+            nonlocal taken, read
+            same = SameStream(start.here)
+            for batch, samples, read in made:
+                if not self.is_uneven:  # otherwise these are matters of all ranks
+                    same.compare(read)
+                    taken = taken.after([read])
+                yield unlisted(batch), None if samples is None else num_rows(batch, samples, self._dim)
+
+        def behind(offset: int, *_: int) -> Any:
+            return read if self.is_uneven else taken.to_state(offset)
+
+        # The ranks' rounds are made in lockstep.
+        pieces = rounds_of_loaded(loaded(), Rule() if self.is_uneven else rule, self._dim, offset, behind, full)
+        return Begun(epoch, start.to_state(offset), pieces, full)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
-        """Let the next pass begin at `position` in `epoch`; StateError if the position does not say how much was read
-        of each part."""
+        """As in `Source`: the position says how much was read of each part."""
         if position["offset"]:
             StreamPosition.of_state(position)
-        self.epoch, self._position = epoch, position if position["offset"] else {"offset": 0}
-
-    def next_position(self) -> tuple[int, State]:
-        """The epoch and the position where the next pass begins."""
-        return self.epoch, self._position
+        super().seek(epoch, position if position["offset"] else {"offset": 0}, rule)
 
     def num_rounds(self, rule: Rule) -> int:
-        """The number of rounds of a whole epoch, from the loader's length. TypeError if the dataset has no length."""
         return rule.rounds_of(len(self._require_loader()))
 
     def _require_loader(self) -> DataLoader[Any]:
@@ -129,76 +119,37 @@ class StreamSource:
             return by_node.split_dataset_by_node(dataset, rank, ranks), "dataset"
         if is_split or cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"
-        if callable(getattr(dataset, "shard", None)):
-            try:
-                # By name: under other names the numbers may mean something else.
-                part = dataset.shard(num_shards=ranks, index=rank)
-                if not isinstance(part, Iterable):
-                    raise TypeError(f"it gave a {type(part).__name__}")
+        # By name: under other names the numbers may mean something else. By stride if it fails: every rank reads all.
+        with suppress(Exception):
+            if isinstance(part := dataset.shard(num_shards=ranks, index=rank), Iterable):
                 return part, "dataset"
-            except Exception as error:
-                logger.warning(
-                    "%s.shard gives no part %d of %d (%s: %s), so it is sharded by stride: every rank reads all of it",
-                    type(dataset).__name__, rank, ranks, type(error).__name__, str(error),
-                )  # fmt: skip
         return dataset, "stride"
 
     def _cut_again(self, by: Cutter, before: StreamPosition | None) -> StreamPosition:
         """Where the pass begins: at its beginning, or at a position, perhaps one of other numbers of parts."""
         taken = (before or StreamPosition.nothing(by, self._ranks, self._workers)).cut_again(self._ranks, self._workers)
         if before is not None and taken is not before:
-            logger.info(
-                "the stream was read in %d x %d parts; what is left is cut into %d x %d",
-                *before.here[:2], *taken.here[:2],
-            )  # fmt: skip
             taken.check_cut(by)
-        if any(taken.is_read_again(part) for part in taken.parts_of(self._rank)):
-            logger.warning(
-                "rank %d resumes the stream by reading and discarding what was delivered before: the state holds no "
-                "state_dict of its dataset for these workers",
-                self._rank,
+        if taken.is_begun and not all(part in taken.states for part in taken.parts_of(self._rank)):
+            words = (
+                "rank %d resumes the stream by reading and discarding what was delivered before: no state_dict of it"
             )
+            logger.warning(words + " was saved for these workers", self._rank)
         return taken
 
     def _make_batches(self, loader: DataLoader[Any], reader: PartReader, epoch: int) -> Iterator[Made]:
         if not loader.num_workers:
             return reader.made(epoch)
         key, is_begun = (reader.by, reader.size), reader.taken.is_begun
-        if self._persistent is None or self._persistent[0] != key or is_begun:
+        before, pool, kept = self._persistent or (None, None, reader)
+        if pool is not None and pool.is_idle and before == key and not is_begun:
+            reader = kept
+        else:
             pool = WorkerPool(loader, reader, reader.start)
             # A resumed pass has other parts than the next one.
             self._persistent = (key, pool, reader) if loader.persistent_workers and not is_begun else None
-        else:
-            _, pool, reader = self._persistent
-        return pool.serve(seed_of(self.seed, epoch, "workers"), before=lambda: reader.set_epoch(epoch))
-
-
-class _Reading:
-    """The batches of a pass as they are read, and the position after them."""
-
-    def __init__(
-        self, made: Iterator[Made], start: StreamPosition, leave_out: Callable[[int], None], is_uneven: bool, dim: int
-    ) -> None:
-        self._made, self._taken, self._leave_out = made, start, leave_out
-        self._is_uneven, self._dim = is_uneven, dim
-        self._same = SameStream(start.here)
-        self._read: Read | None = None  # of the last batch
-
-    def __iter__(self) -> _Reading:
-        return self
-
-    def __next__(self) -> Loaded:
-        while (made := next(self._made)).read is None:
-            self._leave_out(made.samples or 0)
-        self._read = made.read
-        if not self._is_uneven:  # otherwise these are matters of all ranks
-            self._same.compare(made.read)
-            self._taken = self._taken.after([made.read])
-        batch, listed = unlisted(made.batch)
-        return batch, None if made.samples is None else num_rows(batch, made.samples, self._dim, listed)
-
-    def position(self, offset: int, *_: int) -> Any:
-        return self._read if self._is_uneven else self._taken.to_state(offset)
+        reader.set_epoch(epoch)
+        return pool.serve(seed_of(self.seed, epoch, "workers"))
 
 
 def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
@@ -228,9 +179,4 @@ def _share_of_batch(size: int, rank: int, ranks: int) -> int:
             f"batch_size={size} with split='global' is too small for world_size={ranks}: every rank takes a part of "
             "each batch; pass a batch_size of at least that number"
         )
-    return share_evenly(size, ranks)[rank]
-
-
-def share_evenly(samples: int, places: int) -> list[int]:
-    share, more = divmod(samples, places)
-    return [share + (place < more) for place in range(places)]
+    return size // ranks + (rank < size % ranks)

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from unisono.errors import BusyError, describe_exit
+from unisono.errors import describe_exit
 from unisono.loaders.fetcher import Fetcher, Request, few
-from unisono.loaders.forked_workers import context_of, one_at_a_time, stack_of
-from unisono.loaders.packing import Packed, pack
-from unisono.loaders.shm import explain, is_tight, why_full
-from unisono.outcome import Outcome, chain_of
+from unisono.loaders.forked_workers import context_of, one_at_a_time
+from unisono.loaders.packing import Packed, explain, is_tight, why_full
+from unisono.outcome import chain_of
 from unisono.randomness import notice_who_asks
 from unisono.torch_private import (
     AWAITED_INDEX,
@@ -39,7 +37,6 @@ from unisono.torch_private import (
 )
 from unisono.tree import map_objects
 
-_BUSY_S = 10.0  # the longest wait for another thread to finish with the persistent workers
 _LOOK_S = 0.25  # between two checks on the workers, while no batch arrives
 _LONG_S = 30.0  # until a wait is logged
 _ENDING_S = 1.0  # for a worker whose socket is closed to end
@@ -48,37 +45,34 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteFetcher:
-    """The dataset that a loader worker sees: it maps a request to the batch, packed if needed, or to the error."""
+    """The dataset that a loader worker sees: it maps a request to the packed batch, or to the error."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: Request) -> Packed:
         try:
             batch = self._fetcher.batch(request, is_seeded=True)
-            return pack(batch, f"the samples with indices {few(request.indices)}")
         except Exception as error:
             return Packed(error=error)
+        return Packed(batch, f"the samples with indices {few(request.indices)}")
 
     def __len__(self) -> int:  # asked by samplers that are never used
         return 0
 
 
 class WorkerStart:
-    """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code, also their own `init`, the
-    user's dataset."""
+    """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code the user's dataset."""
 
     def __init__(self, dataset: Any, init: Callable[[int], None] | None) -> None:
         self._dataset = dataset
         self._init = init
 
     def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        torch_info = loader_worker.WorkerInfo(
-            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=self._dataset
+        info: Any = get_worker_info()
+        use_worker_info(
+            loader_worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=self._dataset)
         )
-        use_worker_info(torch_info)
         notice_who_asks()
         if self._init is not None:
             self._init(info.id)
@@ -92,77 +86,65 @@ def use_worker_info(info: Any) -> None:
 class WorkerPool:
     """The workers of a user's DataLoader over a dataset that returns packed values; always in order.
 
-    Nothing is pinned here: memory is pinned when a batch is moved to a device that benefits.
+    Nothing is pinned here: memory is pinned when a batch is moved to a device that benefits. `start` is the
+    worker_init_fn, which calls the user's.
 
-    *Threads:* passes may overlap, since a pass that was left early may end later. Persistent workers serve the pass
-    that was begun last, as torch's do; an older pass raises BusyError within `_LOOK_S`, or when it requests more.
-
-    Args:
-        loader: the user's loader, for its options.
-        dataset: the dataset that the workers read.
-        start: the worker_init_fn, which calls the user's.
-        has_requests: whether each pass comes with requests, for a dataset that is indexed by them.
+    *Threads:* any. Passes may overlap: persistent workers serve the next pass only if the one before has ended.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], dataset: Any, start: Callable[[int], None], has_requests: bool = False
-    ) -> None:
-        self._generator = torch.Generator()  # the DataLoader draws its workers' seeds from it
-        self._requests = _NextPass()
-        self._turn = _Turn() if loader.persistent_workers else None
-        # Not passed to the DataLoader: `_Wait` applies it, and can say which sample is being read.
+    def __init__(self, loader: DataLoader[Any], dataset: Any, start: Callable[[int], None]) -> None:
+        # Not passed to the DataLoader: `Served` applies it, and can say which samples are being read.
         self._timeout_s: float = loader.timeout
         self._copies = is_tight()
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=self._requests if has_requests else None,
-            num_workers=loader.num_workers,
+        self._is_persistent = loader.persistent_workers
+        self._idle: list[DataLoader[Any]] = []  # with persistent workers that have served a pass to its end
+        self._options: dict[str, Any] = {
+            "dataset": dataset,
+            "batch_size": None,
+            "num_workers": loader.num_workers,
             # torch's default for batch_size=None would convert arrays to tensors.
-            collate_fn=_as_it_is,
-            worker_init_fn=start,
-            multiprocessing_context=context_of(loader.multiprocessing_context),
-            generator=self._generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-        )
+            "collate_fn": _as_it_is,
+            "worker_init_fn": start,
+            "multiprocessing_context": context_of(loader.multiprocessing_context),
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        }
+
+    @property
+    def is_idle(self) -> bool:
+        return bool(self._idle)
 
     def serve(
         self,
         seed: int,
         requests: Iterator[Any] | None = None,
-        before: Callable[[], Any] = lambda: None,
-        describe: Callable[[int], str] = lambda place: f"sample number {place} of the stream",
+        describe: Callable[[], str] = lambda: "a stream",
     ) -> Served:
         """Begin one pass; return the workers' values, unpacked. Workers are started here, in the calling thread.
+        `requests` ask a map-style dataset for each value; `describe` names the samples of the awaited one."""
+        wait = _Wait(self._timeout_s, describe)
+        loader: Any = self._idle.pop() if self._idle else None
+        if loader is None or not _revive(loader):
+            # The DataLoader draws its workers' seeds from the generator.
+            asked = None if requests is None else _NextPass()
+            loader = DataLoader(**self._options, sampler=asked, generator=torch.Generator())
+        loader.generator.manual_seed(seed)
+        if requests is not None:
+            loader.sampler.requests = requests
+        with one_at_a_time:
+            values = iter(loader)
+        if requests is not None:
+            loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive
+        _look_often(values, wait)
+        return Served(values, wait, self._copies, partial(self._idle.append, loader) if self._is_persistent else None)
 
-        Args:
-            before: called when no other pass uses the persistent workers, before they receive this one.
-            describe: gives the words for the sample of the awaited batch that a worker is reading.
 
-        Raises:
-            BusyError: another pass over the persistent workers was begun at the same time.
-        """
-        wait = _Wait(self._timeout_s, self._turn, describe)
-        if self._turn is not None:
-            # Before the lock is acquired: the pass that holds it notices within `_LOOK_S`, and releases it.
-            self._turn.owner = wait
-        with wait.turn():
-            before()
-            self._forget_the_dead()
-            self._generator.manual_seed(seed)
-            self._requests.requests = requests or iter(())
-            with one_at_a_time():
-                values = iter(self._loader)
-            _look_often(values, wait)
-            self._requests.requests = iter(())  # else a pass left early would keep the dataset alive
-        return Served(values, wait, self._copies)
-
-    def _forget_the_dead(self) -> None:
-        """Start new persistent workers if one has died. Torch would notice it only after 5 s, and in every pass."""
-        iterator: Any = getattr(self._loader, LOADER_ITERATOR)
-        if iterator is not None and not all(worker.is_alive() for worker in getattr(iterator, WORKERS)):
-            setattr(self._loader, LOADER_ITERATOR, None)
+def _revive(loader: DataLoader[Any]) -> bool:
+    """Whether the idle workers of a DataLoader can serve a pass: torch would notice a dead one in each pass anew, and
+    only after 5 s."""
+    iterator: Any = getattr(loader, LOADER_ITERATOR)
+    vars(iterator).pop(TRY_GET_DATA, None)  # that of the last pass, whose time may be over
+    return all(worker.is_alive() for worker in getattr(iterator, WORKERS))
 
 
 class _NextPass:
@@ -174,99 +156,68 @@ class _NextPass:
         return self.requests
 
 
-class _Turn:
-    """Which pass owns the persistent workers: the one begun last. One thread at a time communicates with them."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.owner: object = None
-
-
 class _Wait:
-    """A pass's wait for its next batch, `timeout_s` at most unless that is 0. `turn` is shared by the passes if the
-    workers are persistent; `describe` is as for `WorkerPool.serve`."""
+    """A pass's wait for its next batch, `timeout_s` at most unless that is 0; `describe` as for `WorkerPool.serve`."""
 
-    def __init__(self, timeout_s: float, turn: _Turn | None, describe: Callable[[int], str]) -> None:
-        self.describe = describe
-        self.timeout_s = timeout_s
-        self.asked_at = 0.0
-        self.has_warned = False
-        self._turn = turn
+    def __init__(self, timeout_s: float, describe: Callable[[], str]) -> None:
+        self._timeout_s = timeout_s
+        self._describe = describe
+        self.begin()
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Let only this pass communicate with the workers during the block; BusyError if a later pass owns them, or
-        another thread has kept waiting for them for `_BUSY_S`."""
-        self.asked_at, self.has_warned = time.monotonic(), False
-        if self._turn is None:
-            yield
-            return
-        if not self._turn.lock.acquire(timeout=_BUSY_S):
-            raise BusyError(
-                "another thread has been waiting for a batch of this loader's persistent workers all the time"
-            )
-        try:
-            self.check_turn()
-            yield
-        finally:
-            self._turn.lock.release()
-
-    def check_turn(self) -> None:
-        """Raise BusyError if a later pass owns the workers."""
-        if self._turn is not None and self._turn.owner is not self:
-            raise BusyError(
-                "this loop's persistent workers have begun another loop over the same loader, and they serve one at a "
-                "time; end a loop before the next begins, or pass persistent_workers=False"
-            )
+    def begin(self) -> None:
+        self._asked_at, self._has_warned = time.monotonic(), False
 
     def look(self, values: Any) -> None:
-        """Check the wait, when nothing has arrived for a while; warn once after `_LONG_S`.
+        """Check the wait, when nothing has arrived for a while: warn once after `_LONG_S`; RuntimeError if the user's
+        timeout has expired."""
+        waited_s = time.monotonic() - self._asked_at
+        if 0 < self._timeout_s <= waited_s:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds: {self._where(values)}")
+        if waited_s > _LONG_S and not self._has_warned:
+            self._has_warned = True
+            logger.warning("no batch has come for %.0f s: %s", waited_s, self._where(values))
 
-        Raises:
-            BusyError: as `check_turn`.
-            RuntimeError: the user's timeout has expired.
-        """
-        self.check_turn()
-        waited_s = time.monotonic() - self.asked_at
-        if 0 < self.timeout_s <= waited_s:
-            raise RuntimeError(
-                f"DataLoader timed out after {self.timeout_s:g} seconds: {where_stuck(values, self.describe)}"
-            )
-        if waited_s > _LONG_S and not self.has_warned:
-            self.has_warned = True
-            logger.warning("no batch has come for %.0f s: %s", waited_s, where_stuck(values, self.describe))
+    def _where(self, values: Any) -> str:
+        """The loader worker that is awaited, and its samples, in words."""
+        number = getattr(values, TASK_INFO)[getattr(values, AWAITED_INDEX)][0]
+        pid = getattr(values, WORKERS)[number].pid
+        return f"loader worker {number} reads {self._describe()}; `py-spy dump --pid {pid}` shows where"
 
 
 class Served:
     """The values of one pass, unpacked, in the order in which the loader workers serve them; copies of those in shared
-    memory, if that is tight."""
+    memory, if that is tight. At the regular end, `keep` is called."""
 
-    def __init__(self, values: Iterator[Any], wait: _Wait, copies: bool) -> None:
+    def __init__(self, values: Iterator[Any], wait: _Wait, copies: bool, keep: Callable[[], None] | None) -> None:
         self._values = values
         self._wait = wait
         self._copies = copies
+        self._keep = keep
 
     def __iter__(self) -> Served:
         return self
 
     def __next__(self) -> Any:
         try:
-            value = self._receive()
-            batch = value.unwrap() if isinstance(value, Outcome) else value
+            batch = self._receive().unwrap()
             return map_objects(_in_plain_memory, batch) if self._copies else batch
         except StopIteration:
             self._values = iter(())  # those of persistent workers continue in the next pass
+            if self._keep is not None:
+                self._keep()
+                self._keep = None
             raise
         except Exception as error:
             explain(error)
             self._values = iter(())  # a kept error keeps this object, but must not keep the workers
+            self._keep = None
             _free(error)
             raise
 
     def _receive(self) -> Any:
+        self._wait.begin()
         try:
-            with self._wait.turn():
-                return next(self._values)
+            return next(self._values)
         except (EOFError, OSError, RuntimeError) as error:
             # torch's text for an error in worker_init_fn, and the text of this package's timeout
             if str(error).startswith(("Caught ", "DataLoader timed out")):
@@ -280,10 +231,7 @@ class Served:
             if code == -signal.SIGBUS:
                 why = why_full()
             elif code is not None and code > 0:
-                why = (
-                    "what it has printed says why; with a multiprocessing_context that is not 'fork', the script runs "
-                    "there once more, and its calls must stand below `if __name__ == '__main__':`"
-                )
+                why = "what it has printed says why"
             raise RuntimeError(f"a DataLoader worker {how} before its batch was received; {why}") from error
 
 
@@ -292,7 +240,7 @@ def _in_plain_memory(leaf: Any) -> Any:
 
 
 def _look_often(values: Any, wait: _Wait) -> None:
-    """Let the reading thread notice within `_LOOK_S` that a worker has died, or that a later pass owns the workers.
+    """Let the reading thread notice within `_LOOK_S` that a worker has died.
 
     Torch notices a death in a signal handler, which raises at whatever point the main thread is executing, or when
     nothing has arrived for 5 s.
@@ -313,24 +261,9 @@ def _look_often(values: Any, wait: _Wait) -> None:
     setattr(values, TRY_GET_DATA, try_get_data)
 
 
-def where_stuck(values: Any, describe: Callable[[int], str]) -> str:
-    """Describe in words the loader worker that is awaited: its sample and its stack."""
-    info = getattr(values, TASK_INFO).get(getattr(values, AWAITED_INDEX))
-    if info is None:
-        return "persistent workers have not ended the previous pass"
-    number = info[0]
-    worker = getattr(values, WORKERS)[number]
-    place = getattr(worker, "place", None)
-    at = "" if place is None else f" is at {describe(place)}"
-    return f"loader worker {number} (pid {worker.pid}){at}{stack_of(worker)}"
-
-
 def _dead_worker(values: Any, within_s: float) -> Any:
-    """The first worker with a nonzero exit code, else None. One that is just ending is awaited for `within_s` seconds.
-
-    Its sockets close before the process ends, and until then, persistent workers would get the next pass as if it were
-    alive.
-    """
+    """The first worker with a nonzero exit code, else None. One that is just ending, whose sockets close before it, is
+    awaited for `within_s` seconds."""
     workers = getattr(values, WORKERS, ())
     if within_s and not any(worker.exitcode for worker in workers):
         for sentinel in wait([worker.sentinel for worker in workers], within_s):

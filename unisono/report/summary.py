@@ -63,7 +63,6 @@ class RankSummary:
         samples, batches, steps: how many the rank consumed; a repeated sample of a split tail is not counted.
         skipped_steps: steps without an update, since all weights were 0.
         repeated: samples that only repeated others, to keep in step or to fill a batch.
-        dropped: samples of its share that were in no batch, because the tail was dropped.
         waits: seconds by cause (see `CAUSES`); they add up to the phase "fetch".
         nbytes: the size in bytes of the batches it consumed, as loaded.
         mean_queue: the mean number of batches ready in the loader when the loop asked for one.
@@ -84,7 +83,6 @@ class RankSummary:
     memory: int
     spans: list[tuple[str, list[Span]]]
     repeated: int = 0
-    dropped: int = 0
     skipped_steps: int = 0
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     nbytes: int = 0
@@ -172,11 +170,6 @@ class Report:
         """Samples per second of all ranks together, over the time that the slowest rank spent in its loops."""
         slowest = max(each.loop_seconds for each in self.ranks)
         return self.samples / slowest if slowest else 0.0
-
-    @property
-    def dropped(self) -> int:
-        """The number of samples dropped with the tail, over all ranks."""
-        return sum(each.dropped for each in self.ranks)
 
     @property
     def repeated(self) -> int:
@@ -270,7 +263,6 @@ def summarise(world: World | None = None, is_own_thread: bool = True) -> RankSum
         batches=counts["batches"],
         steps=counts["steps"],
         repeated=counts["repeated"],
-        dropped=counts["dropped"],
         skipped_steps=counts["skipped steps"],
         waits={cause: waited * counts[wait_counter(cause)] / 1e9 for cause in CAUSES},
         nbytes=counts["bytes"],

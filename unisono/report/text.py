@@ -66,12 +66,7 @@ def _lines_below(report: Report) -> Iterator[str]:
         yield f"memory of the devices, at most: {', '.join(dict.fromkeys(peaks))}"
     if counted := report.counters:
         yield "the devices' runtime: " + ", ".join(f"{count:,} {name}" for name, count in counted.items())
-    parts = []
-    if report.dropped:
-        parts.append(f"{report.dropped:,} samples were dropped with the tail")
     if report.repeated:
-        parts.append(f"{report.repeated:,} {'' if parts else 'samples were '}repeated to pad")
-    if parts:
-        yield ", ".join(parts)
+        yield f"{report.repeated:,} samples were repeated to pad"
     if report.skipped_steps:
         yield f"{report.skipped_steps:,} steps were skipped: none of their samples, or tokens, counted"

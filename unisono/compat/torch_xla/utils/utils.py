@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from unisono.compat.left_out import left_out
-from unisono.loaders import sample_generator
+from unisono.loaders import sources
 from unisono.tree import leaves
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _OPAQUE = (type, types.ModuleType, types.FunctionType, torch.Tensor)  # their at
 __getattr__ = left_out(__name__)
 
 
-class SampleGenerator(sample_generator.SampleGenerator[T]):
+class SampleGenerator(sources.SampleGenerator[T]):
     """Yields the same object, `data`, `sample_count` times per loop over it."""
 
     def next(self) -> T:
@@ -47,7 +47,7 @@ class FnDataGenerator:
         count: int = 1,
     ) -> None:
         self._func, self._make = func, partial(gen_tensor, batch_size, *(dims or [1]))
-        self._counter = sample_generator.SampleGenerator(None, count)
+        self._counter = sources.SampleGenerator(None, count)
 
     def __len__(self) -> int:
         return len(self._counter)
