@@ -133,7 +133,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         check_arguments(locals())
         options = options_of(strategy)
         kind = strategy_class(options)
-        kind.check_options(options)
         self.world = world_on(world or current_world(), device, cpu, kind)
         check_features(self.world, kind, options, mixed_precision, compile)
         self.device = self.world.device

@@ -10,7 +10,7 @@ reduced in flat buckets, whatever is chosen; `broadcast_buffers` applies there, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,11 +32,12 @@ class DDP:
         gradient_as_bucket_view: whether gradients are views of the buckets instead of copies, which saves memory of
             their size. (`grad.detach_()` fails then.)
         broadcast_buffers: whether running statistics are rank zero's on all ranks; False keeps each rank's own.
-        comm_hook: how gradients are sent: "fp16", "bf16", "powersgd"; None sends them unchanged.
-        comm_options: options of the hook.
+        comm_hook: how gradients are sent: "fp16", "bf16"; or a function that takes a bucket (`GradBucket`) and returns
+            the future of its mean over the ranks, such as a hook of torch with its state, `partial(powerSGD_hook,
+            PowerSGDState(None))`; None sends them unchanged.
 
     Raises:
-        ValueError: the size is not positive.
+        ValueError: the size is not positive, or the hook does not exist.
     """
 
     name: ClassVar[str] = "ddp"
@@ -44,12 +45,13 @@ class DDP:
     bucket_cap_mb: float = 25
     gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
-    comm_hook: str | None = None
-    comm_options: Mapping[str, Any] | None = None
+    comm_hook: str | Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} is not a size; pass a positive number of MiB")
+        if self.comm_hook not in (None, "fp16", "bf16") and not callable(self.comm_hook):
+            raise ValueError(f"comm_hook={self.comm_hook!r} does not exist; pass None, 'fp16', 'bf16', or a function")
 
 
 @dataclass(frozen=True)

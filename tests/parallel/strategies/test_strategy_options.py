@@ -268,6 +268,8 @@ def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: 
 def test_bad_options_are_refused() -> None:
     with pytest.raises(ValueError, match="bucket_cap_mb=0 is not a size; pass a positive number of MiB"):
         DDP(bucket_cap_mb=0)
+    with pytest.raises(ValueError, match="comm_hook='fp4' does not exist; pass None, 'fp16', 'bf16', or a function"):
+        DDP(comm_hook="fp4")
     with pytest.raises(dataclasses.FrozenInstanceError):
         DDP().bucket_cap_mb = 3  # type: ignore[misc]
     with pytest.raises(ValueError, match=r"scaler_options=.*are for mixed_precision='fp16', and it is 'no'"):

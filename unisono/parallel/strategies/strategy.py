@@ -41,7 +41,7 @@ class Strategy:
     Args:
         world: the rank's world.
         steps: provides the weights of the rank's gradients.
-        options: an object of `unisono.strategies` that has passed `check_options`.
+        options: an object of `unisono.strategies`.
 
     Attributes:
         name: the name by which users choose it.
@@ -58,10 +58,6 @@ class Strategy:
 
     def __init__(self, world: World, steps: Steps, options: Any) -> None:
         self.world, self.steps, self.options = world, steps, options
-
-    @classmethod
-    def check_options(cls, options: Any) -> None:
-        """Refuse unknown options. Raises ValueError."""
 
     @classmethod
     def check_world(cls, world: World) -> None:
