@@ -23,8 +23,7 @@ from unisono.parallel.agreement import check_agreement
 from unisono.parallel.backward import Passes
 from unisono.parallel.claims import Crossings, check_counts, claim_of, refuse_crossed
 from unisono.parallel.gradients import reduce_gradients, scaled
-from unisono.parallel.learning_rates import describe_rates
-from unisono.parallel.parameter_names import trained_parameters
+from unisono.parallel.parameter_names import describe_rates, trained_parameters
 from unisono.parallel.steps import Origin, Steps
 from unisono.parallel.strategies.sharded import holds_any
 from unisono.timeline import REDUCE, STEP
@@ -160,7 +159,7 @@ def optimizer_step(
         The result of `optimizer.step`.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer, or a gradient is sparse.
+        TypeError: `optimizer` is not an optimizer.
         RuntimeError: no parameter has a gradient.
         ValueError: the weight is negative or not finite; or plain `loss.backward()` has accumulated batches that were
             split differently.

@@ -15,7 +15,6 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 from modes import PROCESSES_2, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from twin import State, assert_all_are, compare, loader_of, seeded, sgd, steps
 
 from unisono import Accelerator, strategies
@@ -47,7 +46,6 @@ def test_a_name_stands_for_the_defaults(name: str) -> None:
         FSDP(units=()),
         FSDP(offload=True),
         FSDP(units=(nn.Linear,), reshard_after_forward=False),
-        FSDP(units=(nn.Linear,), prefetch=2),
         FSDP(reduce_dtype=torch.float64),
     ],
     ids=str,
@@ -131,7 +129,6 @@ def test_groups_of_ranks_that_have_all_parameters_train_as_one_and_clip_by_one_n
     [
         (lambda: FSDP(replicas=0), "replicas=0 is too small; pass a number of groups"),
         (lambda: FSDP(replicas=True), "replicas=True is of type bool"),
-        (lambda: FSDP(prefetch=0), "prefetch=0 is too small; pass a number of units, or None"),
         (lambda: FSDP(reshard_after_forward="yes"), "reshard_after_forward='yes' is of type str"),
     ],
 )
@@ -145,7 +142,6 @@ def test_no_number_of_ranks_is_refused(wrong: Any, words: str) -> None:
     [
         (FSDP(replicas=3), "replicas=3.* cannot divide the 2 ranks into equal groups of several"),
         (FSDP(replicas=2), "use strategy='ddp'"),
-        (FSDP(reshard_after_forward=3), "does not divide the 2 ranks"),
     ],
     ids=str,
 )
@@ -174,28 +170,6 @@ def test_a_unit_gives_back_after_its_forward_pass_what_it_is_told_to(
     network(torch.ones(2, 8))
     weights = [getattr(each.weight, "_local_tensor", each.weight) for each in (network[0][0], network[1])]
     assert [len(each) for each in weights] == [of_unit, of_model]
-
-
-class Gathers(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ == "all_gather_copy_in"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("ahead", "counts"), [(None, [1, 2, 3, 4]), (1, [2, 3, 4, 4]), (2, [3, 4, 4, 4])])
-def test_so_many_units_are_gathered_ahead(world_of_four: World, ahead: int | None, counts: list[int]) -> None:
-    layers = (nn.Linear(8, 8) for _ in range(4))
-    network: Any = shard(nn.Sequential(*layers), world_of_four, FSDP(units=(nn.Linear,), prefetch=ahead))
-    seen: list[int] = []
-    with Gathers() as gathers:
-        for each in network:
-            each.register_forward_hook(lambda *_: seen.append(gathers.count))
-        outputs = network(torch.ones(2, 8))
-        assert seen == counts
-        outputs.sum().backward()
-    assert gathers.count == 8  # each once more
 
 
 @pytest.mark.parametrize(("device", "goes_to_host"), [("cuda", True), ("cpu", False)])

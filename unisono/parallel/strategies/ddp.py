@@ -183,7 +183,7 @@ def attach_hook(
 ) -> None:
     """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`.
 
-    Hooks compute the mean over the ranks: each gradient is multiplied by scale() * size before. DDP sends buckets in the
+    Hooks compute the mean over the ranks: gradients are multiplied by scale() * size before. DDP sends buckets in the
     order of their indices, so that all buckets of a backward pass have the factor that was computed for the first one.
 
     Args:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.parallel.agreement import broadcast_together, check_agreement, warn_of_unequal_buffers
 from unisono.parallel.compilation import compilable
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
-from unisono.parallel.learning_rates import describe_rates
+from unisono.parallel.parameter_names import describe_rates
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.held import HeldGradients
 from unisono.parallel.strategies.members import Members

@@ -28,8 +28,8 @@ from torch import nn
 
 from unisono.comm.operations import HOST
 from unisono.parallel.agreement import broadcast_together
+from unisono.parallel.gradients import is_sparse, values_of
 from unisono.parallel.meta_modules import fill
-from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
 from unisono.strategies import FSDP
 from unisono.torch_private import current_graph_task_id, tracing_context
 from unisono.world import World, current_world
@@ -57,17 +57,12 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
         options: `unisono.strategies.FSDP`.
 
     Raises:
-        ValueError: torch is too old to find unused parameters, or the ranks cannot form the requested groups.
+        ValueError: the ranks cannot form the requested groups.
     """
     # Inner units first: `fully_shard` of a module takes all parameters that belong to no unit yet.
     chosen = [*units_of(model, options.units), model]
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    if options.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ValueError(
-            f"find_unused_parameters=True with strategy='fsdp' needs a newer torch than {torch.__version__}; use all "
-            "parameters on all ranks, or use strategy='ddp'"
-        )
     mesh = mesh_in(world, options)
     precision = MixedPrecisionPolicy(
         options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_forward_inputs
@@ -89,13 +84,8 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
         )
         # Otherwise torch multiplies within the collective (PREMUL_SUM), which gloo does not support.
         sharded.set_force_sum_reduction_for_comms(True)
-    units = units_in(model)
     # torch's default is the mean over the ranks; the weights make it a sum.
-    scale_sums(units, 1.0)
-    if (ahead := options.prefetch) is not None:
-        for place, each in enumerate(units):
-            each.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
-            each.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
+    scale_sums(units_in(model), 1.0)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself
@@ -105,16 +95,11 @@ def mesh_in(world: World, options: FSDP) -> DeviceMesh:
     """The device mesh: one row of ranks for each replica of the parameters; the ranks of a row shard them."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    size, kept = world.world_size // options.replicas, options.reshard_after_forward
+    size = world.world_size // options.replicas
     if size * options.replicas != world.world_size or 1 == size < world.world_size:
         raise ValueError(
             f"FSDP(replicas={options.replicas}) cannot divide the {world.world_size} ranks into equal groups of "
             "several; pass a divisor, or use strategy='ddp', where each rank has all parameters"
-        )
-    if kept is not None and not isinstance(kept, bool) and (kept < 1 or size % kept):
-        raise ValueError(
-            f"FSDP(reshard_after_forward={kept}) does not divide the {size} ranks that share parameters; pass a "
-            "divisor, True or False"
         )
     if options.replicas == 1:
         # Use the existing group. If there is a GPU, torch would create another one in place of a gloo group: in some
@@ -137,7 +122,8 @@ def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
     """
     if is_sharded(trained):
         raise ValueError(f"the {type(trained).__name__} is already sharded; shard a model once")
-    if layers := sparse_layers(trained):
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    if layers := [name for name, each in trained.named_modules() if isinstance(each, kinds) and each.sparse]:
         raise ValueError(
             f"strategy='fsdp' reduces dense gradients only, and the layer {layers[0]!r} of the "
             f"{type(trained).__name__} has sparse=True; make it with sparse=False, or use strategy='ddp' or 'zero1'"
