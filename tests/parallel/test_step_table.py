@@ -264,10 +264,6 @@ UNDER_STRATEGIES = {
         )
         for every in (1, 2)
     },
-    **{
-        f"losses are sums, in steps of {every}": program([PLAIN] * 10, samples=19, every=every, reduction="sum")
-        for every in (1, 3)
-    },
     "a forward pass stands between a forward pass and its backward pass, and after both": program(
         ["draw a; forward fit; evaluate 1; backward plain; evaluate 1; forward square; drop; step f; zero f none"] * 4,
         samples=23,
@@ -304,25 +300,9 @@ def test_it_is_refused_where_only_a_name_tells_which_batch_ends_the_loop(what: s
 
 
 EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
-    "losses are sums, and inputs are computed after a batch that was skipped": lambda ranks: program(
-        ["draw a", *[f"draw a; compute; {VISIT}"] * 2], samples=rounds(ranks, 3), reduction="sum"
+    "inputs are computed from a batch that was kept, of a loop that was left": lambda ranks: program(
+        [f"draw a; keep; draw a; keep; leave a; draw a; replay 1; compute; {VISIT}"], samples=2 * ranks - 1, batch=1
     ),
-    "losses are sums, and inputs are computed from a batch that is replayed": lambda ranks: program(
-        ["draw a; keep", f"draw a; compute; {VISIT}", f"replay 0; compute; {VISIT}"],
-        samples=rounds(ranks, 2),
-        reduction="sum",
-    ),
-    **{
-        f"losses are {name}, and inputs are computed from a batch that was kept, of a loop that was left": (
-            lambda ranks, reduction=reduction: program(
-                [f"draw a; keep; draw a; keep; leave a; draw a; replay 1; compute; {VISIT}"],
-                samples=2 * ranks - 1,
-                batch=1,
-                reduction=reduction,
-            )
-        )
-        for name, reduction in (("means", "mean"), ("sums", "sum"))
-    },
     "a penalty on one loader's batch and a loss on another's have one backward pass": lambda ranks: program(
         [f"draw a; forward penalty; draw b; forward fit; add; {STEP}"] * 4,
         samples=rounds(ranks, 2),
@@ -349,9 +329,6 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
         samples=16 * ranks,
         every=2,
     ),
-    "losses are sums, and data of no loader has the rows of an uneven tail": lambda ranks: program(
-        [*["draw a; " + VISIT] * 2, f"foreign 0; {VISIT}"], samples=6 * ranks - 1, batch=3, reduction="sum"
-    ),
     "data from no loader has the rows of an uneven tail": lambda ranks: program(
         [*["draw a; " + VISIT] * 2, f"foreign 0; {VISIT}"], samples=6 * ranks - 1, batch=3
     ),
@@ -362,13 +339,6 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
         ["draw a; forward fit; backward assigned", *[f"draw a; forward fit; {STEP}"] * 3],
         samples=rounds(ranks, 4),
         every=3,
-    ),
-    "losses are sums, and a backward pass adds to gradients that were assigned to those of another": lambda ranks: (
-        program(
-            ["draw a; forward square; backward accelerator; forward fit; backward assigned; forward square", STEP],
-            samples=8 * ranks,
-            reduction="sum",
-        )
     ),
     "a backward pass adds to gradients that were assigned, in an uneven tail": lambda ranks: program(
         [f"draw a; {VISIT}; draw a; forward fit; backward assigned; forward square; {STEP}"], samples=rounds(ranks, 2)

@@ -7,7 +7,7 @@ is counted, and it is known whether it makes its step final. If so, the gradient
 Gradients are scaled as they arrive at the parameters, so that everything computed from a batch is scaled, a gradient
 penalty too. That needs a hook on each parameter, so they have one only while they may need it:
 
-- the part of a batch is not 1; or steps have several microbatches, or losses are sums;
+- the part of a batch is not 1, or steps have several microbatches;
 - gradients were differentiated (`create_graph=True`): a second pass through them may bypass the outputs.
 
 Other passes that bypass the outputs are noticed by `Arrivals`, when their first gradient arrives, and counted then if
@@ -133,7 +133,7 @@ class Passes:
             found = self._world.state.deliveries.find(values)
             if not found:
                 return self._running[task].origin
-            return Origin(found, self._world, self.steps.is_sum, syncs=syncs, optimizers=engine.give_optimizers)
+            return Origin(found, self._world, syncs=syncs, optimizers=engine.give_optimizers)
         steps = self.steps
         if steps.origin is None and steps.now == steps.requested:
             self._parts.clear()
@@ -141,7 +141,7 @@ class Passes:
         self.origin = steps.origin = origin = steps.find(inputs, syncs, engine.give_optimizers)
         origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
         self._parts.add(origin.part)
-        if origin.part != 1 or steps.step.every > 1 or steps.every > 1 or steps.is_sum:
+        if origin.part != 1 or steps.step.every > 1 or steps.every > 1:
             engine.scale_leaves()
         return origin
 
@@ -178,7 +178,7 @@ class Passes:
         engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
         engine.notice = partial(self._notice, ref(self), ref(engine))
         engine.count_leaves()
-        if self.steps.step.every > 1 or self.steps.is_sum:
+        if self.steps.step.every > 1:
             engine.scale_leaves()
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
@@ -464,7 +464,7 @@ class Passes:
             origin = named or run.origin or self._bypassing(engine)
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
                 found = dict.fromkeys([*origin.candidates, *self._world.state.deliveries.latest()])
-                check_counts(list(found), self._world, False, self.steps.is_sum)
+                check_counts(list(found), self._world, False)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
             part = visit.claim.part(self._world.comm.size) if is_named else None
             counted = self._running[run.task] = _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
@@ -476,7 +476,7 @@ class Passes:
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
         held = engine.gradients
-        is_weighed = self.steps.step.every > 1 or run.part != 1 or (self.steps.is_sum and held.is_reduced)
+        is_weighed = self.steps.step.every > 1 or run.part != 1
         # Or the assigned ones are of another batch.
         if held.known is not None and (is_weighed or self._parts != {1}) and held.is_changed():
             raise RuntimeError(
@@ -485,7 +485,7 @@ class Passes:
                 "and zero_grad() in between"
             )
         engine.passing = run
-        if run.part != 1 or self.steps.step.every > 1 or self.steps.is_sum:  # others may train since the forward pass
+        if is_weighed:  # others may train since the forward pass
             engine.scale_leaves()
         reduces = counted.reduces and origin.syncs
         counted.engines.append((ref(engine), origin.syncs, reduces))

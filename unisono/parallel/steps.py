@@ -58,7 +58,6 @@ class Origin:
         self,
         candidates: Sequence[Batch | None],
         world: World,
-        is_sum: bool,
         is_computed: bool = False,
         syncs: bool = True,
         optimizers: Callable[[], Collection[Optimizer]] = tuple,
@@ -66,7 +65,7 @@ class Origin:
         self.candidates, self.batch = candidates, candidates[0]
         self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
         self.is_chained = self.may_lag = False
-        self.claim = claim = claim_of(self.batch, None, world, is_sum)
+        self.claim = claim = claim_of(self.batch, None, world)
         self.part = claim.samples * world.comm.size / claim.total if claim.total else 0.0
 
 
@@ -183,7 +182,6 @@ class Steps:
         world: the rank's.
         every: the number of microbatches per step, over whose samples it is the mean; math.inf if the user decides by
             stepping. With 1, it is the sum of the means of whatever passes it has, as in a plain script.
-        is_sum: losses are sums over samples, and nothing is averaged.
 
     Attributes:
         step: the current one.
@@ -194,8 +192,8 @@ class Steps:
         requested: the time of the last request of any optimizer.
     """
 
-    def __init__(self, world: World, every: float = 1, is_sum: bool = False) -> None:
-        self.world, self.every, self.is_sum = world, every, is_sum
+    def __init__(self, world: World, every: float = 1) -> None:
+        self.world, self.every = world, every
         self._size = world.comm.size
         self._block: object = None  # stands for the batch in an `accumulate()` block
         # Weak: a rank keeps its steps, and must not keep an optimizer alive that the user has dropped.
@@ -238,7 +236,7 @@ class Steps:
         is_computed = not batches
         if is_computed:
             batches = deliveries.computed_from(rows_of(inputs), inputs)
-        found = Origin(batches, self.world, self.is_sum, is_computed, syncs, optimizers)
+        found = Origin(batches, self.world, is_computed, syncs, optimizers)
         if found.batch is not None:
             found.may_lag = is_computed and found.batch.loop.lags
             deliveries.use(found.batch)
@@ -246,7 +244,7 @@ class Steps:
 
     def origin_of(self, batches: Sequence[Batch | None] = (None,)) -> Origin:
         """The origin of a pass on one of these batches."""
-        return Origin(batches, self.world, self.is_sum)
+        return Origin(batches, self.world)
 
     def name(self, batch: Any) -> Origin:
         """The origin that the user names by tensors of a batch; an empty value names data of no loader."""
@@ -305,12 +303,12 @@ class Steps:
         if known is None and step.state == TAKEN:
             step = step_after(step, self.every)
         if weight is None and len(origin.candidates) > 1:
-            check_counts(origin.candidates, self.world, step.every > 1, self.is_sum)
+            check_counts(origin.candidates, self.world, step.every > 1)
         if 1 < step.every < math.inf and not is_named:
             self._check_microbatch(origin)
         if weight is None and batch is not None and batch.is_guess and (self._size > 1 or step.every > 1):
             raise ValueError(_UNKNOWN_ROWS)
-        claim = origin.claim if weight is None else claim_of(batch, weight, self.world, self.is_sum)
+        claim = origin.claim if weight is None else claim_of(batch, weight, self.world)
         self.origin = None
         if batch is not None and 1 < step.every < math.inf:
             if claim.is_empty:  # as if it were skipped, as on one device: known, and none of the step's visits
@@ -461,14 +459,12 @@ class Steps:
 
     def scale(self, visit: Visit) -> float:
         """The size of that visit's batch against the step's first: a factor for all that its passes compute."""
-        if self.step.every == 1 or self.is_sum or self.step.is_joint:
+        if self.step.every == 1 or self.step.is_joint:
             return 1.0
         return visit.claim.total / (self.step.unit or 1)
 
     def factor(self) -> float:
         """The factor for the accumulated gradients, in the reduction that makes them those of the step."""
-        if self.is_sum:
-            return 1.0
         step = self.step
         if step.every == 1:
             return 1 / self._size
@@ -487,8 +483,6 @@ class Steps:
                 "all of them, which cannot be weighed; compute the loss of one batch in a closure, or use batches that "
                 "the ranks share evenly (drop_last=True)"
             )
-        if self.is_sum:
-            return float(claims[-1].samples) if claims else 1.0  # 0 for a batch that only repeats others
         counted = claims if self.step.every > 1 else claims[-1:]
         total = sum(each.total for each in counted)
         return sum(each.samples for each in counted) / total if total else 1 / self._size

@@ -17,7 +17,6 @@ from twin import (
     assert_all_are,
     assert_same_bits,
     loader_of,
-    model,
     seeded,
     sgd,
     straight,
@@ -103,15 +102,6 @@ def test_one_rank_alone_may_evaluate_before_any_step(strategy: str) -> None:
 
     body = lambda: train(Accelerator(strategy=strategy), loader_of(24, 2), evaluate_first, normalised())  # noqa: E731
     assert_same_bits(PROCESSES_2.run(body))
-
-
-def test_a_sum_has_no_weight_and_no_other_reduction_exists() -> None:
-    accelerator, network = Accelerator(loss_reduction="sum"), model()
-    network = accelerator.prepare(network)
-    with pytest.raises(ValueError, match="loss_reduction='sum' adds losses as they are; leave out weight="):
-        accelerator.backward(network(torch.ones(1, 5).double()).sum(), weight=3)
-    with pytest.raises(ValueError, match="loss_reduction='max' does not exist; choose one of mean, sum"):
-        Accelerator(loss_reduction="max")  # type: ignore[arg-type]
 
 
 class Looked(nn.Module):

@@ -171,7 +171,7 @@ class Engine:
                 held.earlier = dict.fromkeys(self.reduced())
         elif reduced_by is not None and held.earlier:
             self._refuse_earlier()
-        elif reduced_by and (steps.step.every > 1 or steps.is_sum):
+        elif reduced_by and steps.step.every > 1:
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
             # gathered, it adds to what is reduced.
             factor = steps.factor() / reduced_by if self.gathers else 1 / (reduced_by * size)
@@ -312,16 +312,7 @@ class Engine:
         has_stepped = held.passed is not None and self._steps.stepped_at(optimizer) > held.passed[1]
         if held.passed is not None and not has_stepped and not (held.known and held.is_changed()):
             return False
-        is_there = any(each.grad is not None for each in self.trained())
-        # The sum of what all ranks hold already would be larger; a mean of equal ones is equal.
-        if is_there and self._steps.is_sum:
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} finds gradients of the {self.name} that were assigned or changed by "
-                "hand, or stepped on before, and with loss_reduction='sum' it is not known whether they are this "
-                "rank's, or the ranks' sum already; let accelerator.backward(loss) leave them, zero_grad() after each "
-                "step, or use loss_reduction='mean'"
-            )
-        return is_there
+        return any(each.grad is not None for each in self.trained())
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
@@ -330,7 +321,7 @@ class Engine:
         self.gradients.known = None
         self.may_be_bypassed = False
         self.graphs.clear()
-        if self.hooks and not (self._steps.every > 1 or self._steps.is_sum):
+        if self.hooks and self._steps.every == 1:
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
     def step_unprepared(self, optimizer: Optimizer) -> None:
