@@ -83,17 +83,16 @@ def test_a_repeated_row_does_not_make_a_batch_that_was_drawn_ahead_another_one(d
     assert deliveries.computed_from(1) == [last]
 
 
-def test_nor_one_of_an_ended_loop_as_long_as_it_is_in_memory_and_not_used(deliveries):
+def test_nor_one_of_an_ended_loop_as_long_as_it_was_not_used(deliveries):
     evaluation, left = deliveries.begin(), deliveries.begin()
-    evaluated, kept = torch.zeros(1), torch.zeros(1)
     with torch.no_grad():
-        deliveries.add(evaluation, evaluated, 0, 1, repeated=1)
+        deliveries.add(evaluation, torch.zeros(1), 0, 1, repeated=1)
     deliveries.end(evaluation)
-    repeats = deliveries.add(left, kept, 0, 1, repeated=1)
+    repeats = deliveries.add(left, torch.zeros(1), 0, 1, repeated=1)
     deliveries.end(left)
     last = deliveries.add(deliveries.begin(), torch.zeros(1), 1, 2)
     assert deliveries.computed_from(1) == [last, repeats]
-    del kept
+    deliveries.use(repeats)
     assert deliveries.computed_from(1) == [last]
 
 

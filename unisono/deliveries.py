@@ -34,18 +34,20 @@ class Batch:
     """A batch that a loop has received.
 
     Attributes:
-        samples: n, this rank's part of the round.
+        samples, total: n, this rank's part of the round, and N; None if no rank knows it.
         rows: the number of its rows; those after the samples do not count. None if unknown: the batch then counts as
             one sample.
-        total: N, of all ranks; None if no rank knows it.
         mark: equal on all ranks that are in the same round.
-        loop: the loop that received it.
         dealt: the number of batches that the round takes from the user's loader.
         number: its number in the loop, from 1 on.
         at: a logical time, counted over all deliveries of the process.
         is_summed: whether the total is to be summed over the ranks before it is used.
         is_guess: whether it may have other rows than samples, made by a `collate_fn`.
         is_used: whether a pass with gradients was computed from it.
+
+    Args:
+        repeated: the number of rows that follow the samples.
+        is_sized: whether the number of rows is known.
     """
 
     __slots__ = (
@@ -58,7 +60,7 @@ class Batch:
         loop: Loop,
         samples: int,
         total: int | None,
-        mark: int,
+        mark: int = 0,
         repeated: int = 0,
         dealt: int = 1,
         is_sized: bool = True,
@@ -69,11 +71,6 @@ class Batch:
         self.rows, self.dealt = samples + repeated if is_sized else None, dealt
         self.number, self.at = loop.rows.num_batches, next(_clock)
         self.is_summed, self.is_guess, self.is_used = is_summed, is_guess, False
-
-    @property
-    def counts(self) -> tuple[int, int | None]:
-        """n and N. Batches with equal counts need not be distinguished to weight them."""
-        return self.samples, self.total
 
     @property
     def counted(self) -> tuple[int, int | None]:
@@ -90,20 +87,15 @@ class Batch:
 class Loop:
     """One loop over a loader: the batches that it has delivered to this rank.
 
-    Args:
+    Attributes:
         ends_here: returns whether the batch that was delivered last is the loop's last one.
         lengths: returns the numbers of batches of an epoch: of the user's loader, and of this rank's. None if the
             loader has no length.
-
-    Attributes:
-        rows: the rows of its batches.
         is_evaluation: whether all batches were delivered with gradients disabled.
-        is_open: whether the loop has not ended, and was not left.
         is_exhausted: whether it has ended with its last batch.
         num_used: the number of batches that passes with gradients were computed from.
         begins_ahead: whether several batches were delivered before the first pass with gradients.
         lags: whether an earlier batch was used since the last one was delivered, and that one was not.
-        last: the batch that was delivered last; None before the first.
         kinds: the first batch with each of the different counts and numbers of rows.
     """
 
@@ -176,31 +168,14 @@ class Deliveries:
         loop.is_exhausted = is_exhausted or loop.is_exhausted
         loop.is_open = False
 
-    def add(
-        self,
-        loop: Loop,
-        values: Any,
-        samples: int,
-        total: int | None,
-        mark: int = 0,
-        repeated: int = 0,
-        dealt: int = 1,
-        is_sized: bool = True,
-        is_summed: bool = False,
-        is_guess: bool = False,
-    ) -> Batch:
-        """Register a batch that is being delivered, in the loop's thread.
-
-        Args:
-            values: the batch itself, tensors in any nesting.
-            samples, total, mark, dealt, is_summed, is_guess: as for `Batch`.
-            repeated: the number of rows that follow the samples and do not count.
-            is_sized: whether the number of its rows is known.
-        """
-        loop.rows.count(samples, repeated, is_sized)
+    def add(self, loop: Loop, values: Any, *claim: Any, **others: Any) -> Batch:
+        """Register a batch that is being delivered, in the loop's thread: tensors in any nesting, and what it counts,
+        as for `Batch`."""
+        batch = Batch(loop, *claim, **others)
+        loop.rows.count(batch.samples, batch.rows)
+        batch.number = loop.rows.num_batches
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
-        batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized, is_summed, is_guess)
-        loop.kinds.setdefault((samples, total, batch.rows), batch)
+        loop.kinds.setdefault((batch.samples, batch.total, batch.rows), batch)
         loop.last = batch
         loop.lags = False
         if self._loops[-1] is not loop:
@@ -262,11 +237,7 @@ class Deliveries:
         return list(filter(None, map(self._by_memory.find, tensors(values))))
 
     def named(self, values: Any) -> list[Batch]:
-        """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`.
-
-        Raises:
-            ValueError: no tensor belongs to a batch.
-        """
+        """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`."""
         used, known = self._used, self._batches_in(values)
         if used is not None and known and all(used in batches for batches in known):
             return [used]
@@ -306,9 +277,11 @@ class Deliveries:
                 found |= {each: None for each in others if not each.is_used or each.samples != last.samples}
                 return [each for each in found if rows is None or each.rows in (rows, None)]
             # Of another number of rows: of no loader, or computed from any batch of the loops, or of an ended one.
-            kinds = [each for loop in self._loops if not loop.is_open for each in loop.kinds.values()]
-            kept = self._kept_of([each for each in kinds if each.rows == rows and each.loop.is_trained])
-            return [None, *(each for loop in loops for each in loop.kinds.values()), *kept]
+            return [
+                None,
+                *(each for loop in loops for each in loop.kinds.values()),
+                *(each for each in self._left_of_ended() if each.rows == rows),
+            ]
         # No loop is open: a replay of a batch of the last one, or data of no loader.
         ended = next((each for each in reversed(self._loops) if each.last and each.is_trained), None)
         if ended is None:
@@ -321,28 +294,20 @@ class Deliveries:
     def _confusable(self, last: Batch, rows: int | None) -> dict[Batch, None]:
         """Batches that may be meant instead of the last one of an open loop, and that no rank can tell by their rows.
 
-        Equal rows tell batches that count differently apart on some rank, unless rows are repeated there. Of an ended
-        loop, a batch may be used yet if it is still in memory; of an open one, also what was computed from it.
+        Equal rows tell batches that count differently apart on some rank, unless rows are repeated there. What was not
+        used of an ended loop may be used yet.
         """
-        is_known = rows is not None and last.rows is not None
-        kinds = [
-            each
-            for loop in self._loops
-            if loop is last.loop or (is_known and loop.last and not loop.is_open and loop.is_trained)
-            if loop.has_gap
-            for each in loop.kinds.values()
-            if ((each.rows == rows and each.samples != last.samples) if is_known else each.counts != last.counts)
-        ]
-        own = [each for each in kinds if each.loop is last.loop]
-        return dict.fromkeys([*own, *self._kept_of([each for each in kinds if each.loop is not last.loop])])
+        own = last.loop.kinds.values() if last.loop.has_gap else ()
+        if rows is None or last.rows is None:
+            return dict.fromkeys(each for each in own if (each.samples, each.total) != (last.samples, last.total))
+        return dict.fromkeys(
+            each for each in (*own, *self._left_of_ended()) if each.rows == rows and each.samples != last.samples
+        )
 
-    def _kept_of(self, kinds: Sequence[Batch]) -> list[Batch]:
-        """Those kinds of which a batch that was not used is still in memory."""
-        if not kinds:
-            return []
-        with self._changing:
-            held = {(one.loop, one.counted) for each in self._by_memory.values() for one in each if not one.is_used}
-        return [each for each in kinds if (each.loop, each.counted) in held]
+    def _left_of_ended(self) -> list[Batch]:
+        """The kinds of batches of loops that have ended, and of which some batch was not used."""
+        loops = [each for each in self._loops if each.last and not each.is_open and each.is_trained and each.has_gap]
+        return [each for loop in loops for each in loop.kinds.values()]
 
     def _taken_before(self, inputs: Sequence[torch.Tensor], batch: Batch) -> dict[Batch, None]:
         """The batch that the same computed inputs were taken for before, if they have not changed; now for `batch`."""
@@ -370,20 +335,12 @@ class Deliveries:
         return self._loops[: -REMEMBERED - 1 : -1]
 
 
-def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
-    """Describe a rank's batches in words that are equal on another rank if its batches are of the same rounds.
-
-    Args:
-        before: the batch that was used before them.
-    """
+def name_batches(batches: Sequence[Batch]) -> str:
+    """Describe a rank's batches in words that are equal on another rank if its batches are of the same rounds."""
     last = batches[-1]
     numbers = [last.number] if len(batches) == 1 else [each.number for each in batches if each.loop is last.loop]
     names = f"batch {numbers[0]}" if len(numbers) == 1 else f"batches {', '.join(map(str, numbers))}"
-    order = f", round {last.mark:08x}" if last.mark else ""
-    first = before.number + 1 if before is not None and before.loop is last.loop else numbers[0]
-    left_out = range(first, numbers[0])
-    gap = "" if not left_out else f", {left_out[0]}" if len(left_out) == 1 else f", {left_out[0]} to {left_out[-1]}"
-    return f"{names} of its loop{order}{gap}{' left out' if gap else ''}"
+    return f"{names} of its loop{f', round {last.mark:08x}' if last.mark else ''}"
 
 
 def _are_unused(batches: list[Batch]) -> bool:

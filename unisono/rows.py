@@ -50,10 +50,10 @@ class LoopRows:
         self.is_gathered = False
         self.is_sized = True
 
-    def count(self, samples: int, repeated: int, is_sized: bool = True) -> None:
-        """Register a delivered batch: its number of samples, and of the rows after them, which do not count."""
-        self.is_sized = self.is_sized and is_sized
-        batch = samples, samples + repeated
+    def count(self, samples: int, rows: int | None) -> None:
+        """Register a delivered batch: the number of its samples, which come first, and of all its rows, if known."""
+        self.is_sized = self.is_sized and rows is not None
+        batch = samples, samples if rows is None else rows
         if not self._runs or self._runs[-1][0] != batch:
             self._runs.append([batch, 0])
         run = self._runs[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Generic, TypeVar
 
 import torch
@@ -105,12 +104,6 @@ class StorageMap(Generic[T]):
         storage, begin, end = found
         held = self._held.get(getattr(storage, STORAGE_ADDRESS))
         return held.find(begin, end) if isinstance(held, _Notes) else held
-
-    def values(self) -> list[T]:
-        """The notes on memory that exists."""
-        held = [each for address, each in self._held.items() if not is_storage_expired(address)]
-        notes = [each.notes.values() if isinstance(each, _Notes) else (each,) for each in held]
-        return [*chain.from_iterable(notes)]
 
     def __len__(self) -> int:
         """The number of storages with notes, including expired ones that were not removed yet."""

@@ -28,7 +28,6 @@ leaves nothing that another one could mistake for its own.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -342,20 +341,14 @@ class Passes:
         return visit
 
     def _check_named(self, engine: Engine, origin: Origin) -> None:
-        """Check that outputs which are known to be of another batch than the user names count as that one does."""
+        """Check that outputs are not known to be of another batch than the user names."""
         named = self._given[1] if self._given is not None else None
         if named is None or origin.is_computed or origin.batch in (None, named.batch):
             return
-        if origin.part != named.part:
-            why = "of which this rank has a different part"
-        elif 1 < self.steps.step.every < math.inf:
-            why = "which may be another microbatch, or the last of its loop"
-        else:
-            return
         raise ValueError(
-            f"backward(batch=) names one batch, and the loss has outputs of the {engine.name} for another one, {why}; "
-            "call it for the loss of each batch, or, if the loss is a mean over the samples of one of them, pass their "
-            "number as weight="
+            f"backward(batch=) names one batch, and the loss has outputs of the {engine.name} for another one; call it "
+            "for the loss of each batch, or, if the loss is a mean over the samples of one of them, pass their number "
+            "as weight="
         )
 
     def _check_graphs(self, engine: Engine, part: float) -> None:

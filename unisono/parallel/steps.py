@@ -98,7 +98,6 @@ class Step:
 
     Args:
         number: its number, from 1 on; a step that was given up does not count.
-        before: the last batch of the previous step, from which `place` tells which were left out.
         visits: in the order of their first passes.
         every: k, the number of its microbatches, as for `Steps`.
 
@@ -108,12 +107,10 @@ class Step:
         visited: of each loop, the number of the latest batch that was visited before this step.
     """
 
-    __slots__ = ("before", "every", "latest", "number", "state", "visited", "visits")
+    __slots__ = ("every", "latest", "number", "state", "visited", "visits")
 
-    def __init__(
-        self, number: int = 1, before: Batch | None = None, visits: Sequence[Visit] = (), every: float = 1
-    ) -> None:
-        self.number, self.before, self.visits, self.every = number, before, list(visits), every
+    def __init__(self, number: int = 1, visits: Sequence[Visit] = (), every: float = 1) -> None:
+        self.number, self.visits, self.every = number, list(visits), every
         self.latest: dict[object, Visit] = {}
         self.visited: dict[Loop, int] = {}
         self.state = COLLECTING
@@ -162,7 +159,7 @@ class Step:
         batches = list(filter(None, map(attrgetter("batch"), self.visits)))
         if not batches:
             return f"step {self.number}" + (f" ({self.count} microbatches of no loader)" if self.count > 1 else "")
-        return f"step {self.number} ({name_batches(batches, self.before)})"
+        return f"step {self.number} ({name_batches(batches)})"
 
 
 class _Requests:
@@ -490,8 +487,7 @@ class Steps:
 
 def step_after(step: Step, every: float) -> Step:
     """The step after this one; or its replacement, if no optimizer has stepped."""
-    last = step.visits[-1].batch if step.visits else None
-    return Step(step.number + (step.state == TAKEN and bool(step.visits)), last or step.before, every=every)
+    return Step(step.number + (step.state == TAKEN and bool(step.visits)), every=every)
 
 
 def _check_same(known: Claim, claim: Claim) -> None:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(FAMILY != "cpu", reason="these are of processes 
 
 
 def with_another_head(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """A new head on each rank, with values of its own; rank zero's count."""
+    """A new head on each rank, with values of its own."""
     network = nn.Sequential(seeded(nn.Linear(5, 4).double()), nn.Tanh(), seeded(nn.Linear(4, 2).double(), 1))
     rank = getattr(accelerator, "process_index", 0)
     network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
@@ -53,15 +53,14 @@ def with_another_head(accelerator: Any, loader: DataLoader[Any]) -> State:
     return whole(network)
 
 
-@pytest.mark.parametrize(("mode", "strategy"), [each for each in ALL if each[1] != "fsdp"], ids=lambda each: str(each))
-def test_a_head_that_is_put_in_has_rank_zeros_values_and_trains_as_on_one_device(mode: Mode, strategy: str) -> None:
-    ranks = mode.run(lambda: with_another_head(Accelerator(strategy=strategy), loader_of(23, 3)))
-    assert_all_are(ranks, with_another_head(Plain(), loader_of(23, 3 * mode.ranks)))
-
-
-def test_fsdp_refuses_parameters_that_are_put_in() -> None:
-    body = lambda: with_another_head(Accelerator(strategy="fsdp"), loader_of(23, 3))  # noqa: E731
-    for told in PROCESSES_2.told(body, RuntimeError):
+@EVERYWHERE
+def test_several_ranks_refuse_parameters_that_are_put_in(mode: Mode, strategy: str) -> None:
+    if mode is SOLO:
+        (state,) = mode.run(lambda: with_another_head(Accelerator(), loader_of(23, 3)))
+        assert_all_are([state], with_another_head(Plain(), loader_of(23, 3)))
+        return
+    body = lambda: with_another_head(Accelerator(strategy=strategy), loader_of(23, 3))  # noqa: E731
+    for told in mode.told(body, RuntimeError):
         assert "parameters of shapes [2, 4], [2] were put into the Sequential" in told
         assert "add them before" in told
 

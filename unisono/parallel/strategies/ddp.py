@@ -102,8 +102,7 @@ class DDPEngine(Engine):
             self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self.gradients.watchers
         )
 
-    def adapt(self, new: Sequence[torch.Tensor]) -> None:
-        super().adapt(new)
+    def adapt(self) -> None:
         if any(each.requires_grad for each in self.module.parameters()):
             self._wrap(fills=False)  # the graphs of earlier forward passes need the others unchanged
 
@@ -211,16 +210,14 @@ def attach_hook(
         is_dense = gradients.layout is torch.strided
         for watch in watchers if is_dense else ():
             watch(gradients)
-        sent = begin_average(gradients, group) if is_dense and hook is None else None
-        if sent is None and not is_dense:  # compression is of dense gradients only
-            sent = allreduce_hook(group, bucket)
-        elif sent is None and callable(hook):
+        sent: Any = begin_average(gradients, group) if is_dense and hook is None else None
+        if sent is None and is_dense and callable(hook):
             sent = hook(bucket)
             # A hook of several collectives: with gloo, those of two buckets could be mixed up on some rank.
             if not sent.done():
                 sent.wait()
-        elif sent is None:
-            sent = _HOOKS[hook](group, bucket)
+        elif sent is None:  # compression is of dense gradients only
+            sent = _HOOKS[hook if is_dense and not callable(hook) else None](group, bucket)
         # Sent, not reduced: DDP waits for the results when the backward pass ends.
         if bucket.is_last():
             finish()

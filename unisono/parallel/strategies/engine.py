@@ -116,9 +116,9 @@ class Engine:
         return self._steps.step.place() + describe_rates(self.optimizers())
 
     def refresh(self) -> None:
-        """Detect parameters that were frozen, unfrozen or added since the last forward pass with gradients.
+        """Detect parameters that were frozen or unfrozen since the last forward pass with gradients.
 
-        Called before each such pass. A change makes it a collective: added parameters get rank zero's values.
+        Called before each such pass. A change makes it a collective.
         """
         if not self.members.has_changed():
             return
@@ -126,20 +126,23 @@ class Engine:
         if list(map(id, trained)) != list(map(id, self._trained)) and not self.members.is_replaced():
             self._trained = trained
             if self._world.comm.size > 1:
+                self._refuse_added()
                 self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
                 self._world.comm.barrier()  # names the ranks, if only some have detected a change
-                self.adapt([each for each in trained if each not in self._known])
+                self.adapt()
                 self.count_leaves()
-            self._known.update(dict.fromkeys(trained))
 
-    def adapt(self, new: Sequence[torch.Tensor]) -> None:
-        """Adapt to a changed set of trained parameters. A collective.
+    def _refuse_added(self) -> None:
+        new = [each for each in self.trained() if each not in self._known]
+        if new:
+            shapes = ", ".join(str(list(each.shape)) for each in new)
+            raise RuntimeError(
+                f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and no rank knows those "
+                "of the others; add them before, or call free_memory() and prepare the model and a new optimizer"
+            )
 
-        Args:
-            new: the parameters that were added; they get rank zero's values.
-        """
-        for each in new:
-            self._world.comm.broadcast(each.detach(), 0)
+    def adapt(self) -> None:
+        """Adapt to a changed set of trained parameters. A collective."""
 
     def begin(self, reduces: bool) -> None:
         """Record that a backward pass has reached the model.

@@ -226,11 +226,7 @@ class FSDPEngine(Engine):
             )
 
     def refresh(self) -> None:
-        """Check that no parameters were added.
-
-        Raises:
-            RuntimeError: parameters were added, which are not sharded; or frozen or unfrozen in the middle of a step.
-        """
+        """Check that no parameters were added; nor frozen or unfrozen in the middle of a step."""
         self._take_flags()
         trained = self._flags
         if trained != self._were_trained and self.gradients.is_own:
@@ -239,13 +235,7 @@ class FSDPEngine(Engine):
                 "strategy='fsdp' cannot reduce what they hold; do so after optimizer.step(), or use strategy='ddp'"
             )
         self._were_trained = trained
-        new = [each for each in self.trained() if each not in self._known]
-        if new:
-            shapes = ", ".join(str(list(each.shape)) for each in new)
-            raise RuntimeError(
-                f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and strategy='fsdp' has "
-                "sharded the others; add them before, or use strategy='ddp'"
-            )
+        self._refuse_added()
 
     def reduced(self) -> list[torch.Tensor]:
         return [each for each in self._parts if each.grad is not None]  # the module has whole ones in their place
