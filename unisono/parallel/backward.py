@@ -53,59 +53,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Pass:
-    """A backward pass that was counted.
-
-    Attributes:
-        origin: of its loss.
-        visit: that it belongs to.
-        part: the part of the microbatch, if the user has named its weight or batch; None if each output knows its own.
-        reduces: whether it makes the step final.
-        engines: those of the models that it has reached, whether they may reduce, and whether they do when it ends.
-    """
+    """A backward pass that was counted."""
 
     origin: Origin
     visit: Visit
-    part: float | None
-    reduces: bool
+    part: float | None  # of the microbatch, if the user has named its weight or batch; else each output knows its own
+    reduces: bool  # whether it makes the step final
+    # Of the models that it has reached; whether they may reduce, and whether they do when it ends.
     engines: list[tuple[ref[Engine], bool, bool]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Run:
-    """A backward pass through one model.
+    """A backward pass through one model."""
 
-    Attributes:
-        task: autograd's number of the backward pass.
-        origin: that the first output carried; None if the pass has bypassed the outputs.
-        counted: None if nothing arrives in `.grad`, or not yet.
-        part: that of the batch that came first.
-        is_mixed: whether outputs of another batch passed before the pass was counted.
-        is_taken: whether torch.autograd.grad has asked for gradients of parameters.
-    """
-
-    task: int
-    origin: Origin | None
-    counted: _Pass | None = None
-    part: float = 1.0
-    is_mixed: bool = False
-    is_taken: bool = False
+    task: int  # autograd's number of it
+    origin: Origin | None  # that the first output carried; None if the pass has bypassed the outputs
+    counted: _Pass | None = None  # None if nothing arrives in `.grad`, or not yet
+    part: float = 1.0  # that of the batch that came first
+    is_mixed: bool = False  # whether outputs of another batch passed before the pass was counted
+    is_taken: bool = False  # whether torch.autograd.grad has asked for gradients of parameters
 
 
 class Passes:
-    """The backward passes of one rank through the models of one Accelerator.
-
-    Args:
-        steps: the rank's.
-
-    Attributes:
-        origin: of the last forward pass.
-        went_past: whether a backward pass of the current step was not begun by `backward`.
-    """
+    """The backward passes of one rank through the models of one Accelerator."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.origin = steps.origin_of()
-        self.went_past = False
+        self.origin = steps.origin_of()  # of the last forward pass
+        self.went_past = False  # a backward pass of the current step was not begun by `backward`
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
@@ -187,16 +163,7 @@ class Passes:
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any, retain_graph: bool = False
     ) -> None:
-        """Run `loss.backward()` with the user's weight or batch.
-
-        Args:
-            weight: the number of samples, or tokens. None uses the batch's.
-            batch: tensors of the batch. None uses those that the model's inputs came from; an empty list or tuple says
-                that the data is no loader's.
-
-        Raises:
-            TypeError: the loss was computed from the parts of parameters that strategy="fsdp" leaves on each rank.
-        """
+        """Run `loss.backward()` with the user's weight or batch, as `unisono.backward`."""
         if type(loss) is not torch.Tensor and is_distributed(loss):
             raise TypeError(
                 "the loss is a DTensor: a penalty on parameters that strategy='fsdp' has sharded was added to it; give "
@@ -226,11 +193,7 @@ class Passes:
             self._is_called, self._given = False, None
 
     def adopt(self, engine: Engine) -> None:
-        """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective.
-
-        Raises:
-            ValueError: their weight is not known.
-        """
+        """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""
         if len(self._parts) > 1:
             raise ValueError(
                 "gradients were assigned or added by hand, and may come from several batches, of which this rank had "
@@ -243,11 +206,7 @@ class Passes:
         engine.adopt(origin.part)
 
     def reduce(self, engine: Engine) -> None:
-        """Reduce what backward passes have left on this rank alone, at a step. A collective.
-
-        Raises:
-            ValueError: a pass was not seen, and has a batch of which this rank has an uneven part.
-        """
+        """Reduce what backward passes have left on this rank alone, at a step. A collective."""
         if engine.gradients.has_bypassed():
             origin = self._bypassing(engine)
             if not self.steps.is_recent():
@@ -271,11 +230,8 @@ class Passes:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
         pass runs, as far as it is known."""
         task = current_graph_task_id()
-        for engine in self._engines if task >= 0 else ():
-            if engine.passing is not None and engine.passing.task == task:
-                part: float = engine.passing.part
-                return part
-        return self.origin.part
+        runs = [each.passing for each in self._engines if each.passing is not None and each.passing.task == task]
+        return runs[0].part if runs else self.origin.part
 
     def _count_late(self, origin: Origin, engine: Engine) -> Visit:
         """Count gradients of a batch for which no pass was counted, or not yet."""
@@ -352,11 +308,8 @@ class Passes:
         )
 
     def _check_graphs(self, engine: Engine, part: float) -> None:
-        """Check that gradients which were differentiated, and which may be in this pass, have its part.
-
-        Raises:
-            ValueError: they do not: they bypass the outputs, where they could be scaled by themselves.
-        """
+        """Check that gradients which were differentiated, and which may be in this pass, have its part: they bypass the
+        outputs, where they could be scaled by themselves."""
         if any(each.part != part for each in engine.graphs):
             raise ValueError(
                 "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of "
@@ -385,11 +338,7 @@ class Passes:
     @staticmethod
     def _notice(passes: ref[Passes], engine: ref[Engine]) -> None:
         """Handle the first gradient that arrives at the model in a pass: it is counted now, if no output has shown it,
-        and no leaf has a hook, which would do so.
-
-        Raises:
-            ValueError: this rank has an uneven part of its batch. Now, since other ranks may reduce in this pass.
-        """
+        and no leaf has a hook, which would do so. An uneven part is refused now: other ranks may reduce now."""
         self, model = passes(), engine()
         if self is None or model is None or model.is_released or model.gathers or model.hooks:
             return
@@ -402,11 +351,8 @@ class Passes:
             raise _bypassed(model)
 
     def _run(self, engine: Engine, origin: Origin | None) -> _Run:
-        """Return the current backward pass through that model; begin it when it reaches the model.
-
-        Args:
-            origin: that an output carries; None if the pass has bypassed the outputs.
-        """
+        """Return the current backward pass through that model; begin it when it reaches the model, by an output that
+        carries this origin, or past all outputs."""
         task = current_graph_task_id()
         run: _Run | None = engine.passing
         if run is not None and run.task == task:
@@ -444,8 +390,8 @@ class Passes:
         counted = self._running.get(run.task)
         if run.is_mixed and self._given is None:
             raise RuntimeError(
-                f"outputs of the {engine.name} from several batches met in one backward pass, and all parameters that "
-                "it has reached are in checkpoints with use_reentrant=True, so their weights cannot be applied; pass "
+                f"outputs of the {engine.name} from several batches met in one backward pass, and all its parameters "
+                "are in checkpoints with use_reentrant=True, so that no weights can be applied; pass "
                 "use_reentrant=False, or call backward() for the loss of each batch"
             )
         if counted is None:

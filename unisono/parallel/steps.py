@@ -38,13 +38,10 @@ _ELSEWHERE = object()  # stands for the batch, and the loop, of data from no loa
 
 
 class Origin:
-    """Where the inputs of a forward pass come from.
+    """Where the inputs of a forward pass come from, and what a pass on that batch claims.
 
     Attributes:
         candidates: the batches that may be meant, the most likely first; None stands for data of no loader.
-        batch: the first of them.
-        claim: what a pass on that batch claims.
-        part: this rank's part of it.
         is_computed: whether the inputs share no memory with a batch.
         may_lag: whether they may be computed from the batch before, which was used last.
         is_chained: whether the inputs were computed with gradients, for example by another model.
@@ -73,11 +70,8 @@ class Visit:
     """One use of a batch between two requests of an optimizer.
 
     Attributes:
-        source: the batch; or the `accumulate()` block, or what stands for data of no loader.
-        batch: None for data of no loader.
+        source: the batch; or the `accumulate()` block, or what stands for data of no loader, which has no batch.
         loops: of all its batches; a block may have several.
-        loop: that delivered it, or what stands for one; losses of different loops may be one microbatch.
-        claim: n of N.
         began: the logical time of its first pass (`Steps.now`).
         microbatch: the time of the first pass of its microbatch, which identifies it within the step.
     """
@@ -90,20 +84,17 @@ class Visit:
 
     @property
     def loop(self) -> object:
+        """Losses of different ones may be one microbatch."""
         return _ELSEWHERE if self.batch is None else self.batch.loop
 
 
 class Step:
-    """The visits whose gradients an optimizer applies together.
-
-    Args:
-        number: its number, from 1 on; a step that was given up does not count.
-        visits: in the order of their first passes.
-        every: k, the number of its microbatches, as for `Steps`.
+    """The visits whose gradients an optimizer applies together, in the order of their first passes.
 
     Attributes:
+        number: from 1 on; a step that was given up does not count.
+        every: k, the number of its microbatches, as for `Steps`.
         latest: the latest visit of each source.
-        state: one of the three above.
         visited: of each loop, the number of the latest batch that was visited before this step.
     """
 
@@ -122,7 +113,7 @@ class Step:
 
     @property
     def last(self) -> Batch | None:
-        """The batch that was visited last."""
+        """The batch visited last."""
         return self.visits[-1].batch if self.visits else None
 
     @property
@@ -175,14 +166,9 @@ class _Requests:
 class Steps:
     """The steps of one rank's training loop.
 
-    Args:
-        world: the rank's.
-        every: the number of microbatches per step, over whose samples it is the mean; math.inf if the user decides by
-            stepping. With 1, it is the sum of the means of whatever passes it has, as in a plain script.
-
     Attributes:
-        step: the current one.
-        every: that of the next one.
+        every: the number of microbatches of the next step, over whose samples it is the mean; math.inf if the user
+            decides by stepping. With 1, it is the sum of the means of whatever passes it has, as in a plain script.
         origin: of the last forward pass; None after a pass or a request.
         now: a logical time, counted over visits and requests: what began at a time is over for an optimizer that has
             made a request since.
@@ -288,9 +274,7 @@ class Steps:
             elsewhere: distinguishes data of no loader.
 
         Raises:
-            ValueError: nothing is counted. The pass may be of one batch or another, and they count differently, or
-                steps depend on it; the batch was visited with another claim; or the step has visits of which some have
-                weights of the user's, or whose loops' batches change in size.
+            ValueError: nothing is counted, since it has no known claim, or its claim does not fit those of the step.
         """
         batch, step = origin.batch, self.step
         source = self._block or batch or elsewhere

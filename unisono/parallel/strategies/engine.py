@@ -20,8 +20,7 @@ from unisono.parallel.compilation import compilable
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.parameter_names import describe_rates
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.held import HeldGradients
-from unisono.parallel.strategies.members import Members
+from unisono.parallel.strategies.held import HeldGradients, Members
 from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import queue_callback, will_engine_execute_node
 from unisono.world import World

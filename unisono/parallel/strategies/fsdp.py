@@ -15,10 +15,9 @@ from unisono.comm.selection import raise_translated
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
-from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
-from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import (
+    Rebinding,
     any_whole_gradient,
     check_shardable,
     drop_whole_gradients,
@@ -28,7 +27,7 @@ from unisono.parallel.strategies.sharded import (
     units_in,
     whole_parameters,
 )
-from unisono.parallel.strategies.strategy import Strategy
+from unisono.parallel.strategies.strategy import Strategy, check_elementwise
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
 from unisono.torch_private import (
@@ -53,7 +52,7 @@ class FSDPStrategy(Strategy):
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         if isinstance(each, Optimizer):
-            check_elementwise(each, "fsdp", self.options.elementwise_optimizer, takes_whole=False)
+            check_elementwise(each, self.options, takes_whole=False)
         else:
             check_shardable(each, self.options.units)
 

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import ref
 
 import torch
 from torch import nn
@@ -30,8 +31,9 @@ from unisono.comm.operations import HOST
 from unisono.parallel.agreement import broadcast_together
 from unisono.parallel.gradients import is_sparse, values_of
 from unisono.parallel.meta_modules import fill
+from unisono.parallel.parameter_names import name_of
 from unisono.strategies import FSDP
-from unisono.torch_private import current_graph_task_id, tracing_context
+from unisono.torch_private import STORAGE_ADDRESS, current_graph_task_id, tracing_context
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -208,6 +210,30 @@ def named_whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         found.update((name, each) for name, each in model.named_parameters() if not is_distributed(each))
         unit.reshard()
     return found
+
+
+class Rebinding:
+    """A record of the memory that parameters or gradients have now, to detect assignments `p.data = ...`, which replace
+    memory that a strategy continues to use. Of a sharded tensor, the memory of the one that contains the shard counts.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        # The storages are kept alive, so that no new one gets the same address.
+        self._known = [(ref(each), each.untyped_storage()) for each in tensors]
+
+    def check(self, strategy: str, attribute: str = "data") -> None:
+        """Check that the tensors still have the recorded memory; else RuntimeError names what was assigned."""
+        for place, (held, storage) in enumerate(self._known):
+            tensor = held()
+            if tensor is None:
+                continue
+            if getattr(tensor.untyped_storage(), STORAGE_ADDRESS) != getattr(storage, STORAGE_ADDRESS):
+                name = name_of(tensor, [tensor]) if attribute == "data" else f"gradient {place}"
+                raise RuntimeError(
+                    f"something, such as an optimizer's step, has assigned `parameter.{attribute} = ...`, of {name}, "
+                    f"and strategy={strategy!r} continues with the previous memory; change it in place, "
+                    f"`parameter.{attribute}.copy_(...)`, or use strategy='ddp'"
+                )
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -20,10 +20,8 @@ from torch.optim import Optimizer
 
 from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.ddp import DDPStrategy
-from unisono.parallel.strategies.elementwise import check_elementwise
-from unisono.parallel.strategies.rebinding import Rebinding
-from unisono.parallel.strategies.sharded import loaded_class
-from unisono.parallel.strategies.strategy import given_up
+from unisono.parallel.strategies.sharded import Rebinding, loaded_class
+from unisono.parallel.strategies.strategy import check_elementwise, given_up
 from unisono.torch_private import STEP_POST_HOOKS, STEP_PRE_HOOKS
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ class ZeRO1Strategy(DDPStrategy):
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         if isinstance(each, Optimizer):
-            check_elementwise(each, "zero1", self.options.elementwise_optimizer, takes_whole=True)
+            check_elementwise(each, self.options, takes_whole=True)
             check_divisible(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -49,7 +47,7 @@ class ZeRO1Strategy(DDPStrategy):
         _share_groups(ref(optimizer), sharded)
         sharded.register_step_pre_hook(partial(self._announce, ref(sharded)))
         sharded.register_load_state_dict_post_hook(partial(_share_groups, ref(optimizer)))  # which makes new groups
-        sharded.register_step_post_hook(partial(_note_state, ref(sharded), ref(optimizer)))
+        given_up.add(optimizer)
         return sharded
 
     def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
@@ -75,16 +73,6 @@ def _share_groups(replaced: Callable[[], Optimizer | None], optimizer: Optimizer
     # A scheduler that is not prepared keeps the user's optimizer, and changes the learning rates there.
     if (before := replaced()) is not None:
         before.param_groups = optimizer.param_groups
-
-
-def _note_state(
-    prepared: Callable[[], Optimizer | None], replaced: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any
-) -> None:
-    before = replaced()
-    if before is None or before in given_up or optimizer is not prepared() or not is_divided(optimizer):
-        return
-    if any(optimizer.optim.state.values()):
-        given_up.add(before)
 
 
 def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
