@@ -17,38 +17,24 @@ _Batch = tuple[int, int]  # its numbers of samples and of rows
 
 
 class Rows(NamedTuple):
-    """The rows that count among those of several consecutive batches.
+    """The rows that count among those of several consecutive batches."""
 
-    Attributes:
-        counted: the places of these rows.
-        batches: the number of batches.
-        end: the number of the last of these batches; 0 if it is not known.
-        is_new: whether no metric was gathered of them.
-        is_ambiguous: whether they may be others, of which different rows count.
-    """
-
-    counted: list[int]
-    batches: int
-    end: int
-    is_new: bool
-    is_ambiguous: bool = False
+    counted: list[int]  # their places
+    batches: int  # the number of batches
+    end: int  # the number of the last of these batches; 0 if it is not known
+    is_new: bool  # whether no metric was gathered of them
+    is_ambiguous: bool = False  # whether they may be others, of which different rows count
 
 
 class LoopRows:
-    """The rows of one loop, batch by batch.
-
-    Attributes:
-        num_batches: the number of batches.
-        is_gathered: whether a metric was gathered of some batch.
-        is_sized: whether the number of rows of every batch is known; else no number of rows identifies batches.
-    """
+    """The rows of one loop, batch by batch."""
 
     def __init__(self) -> None:
         self._runs: list[list[Any]] = []  # a batch, and how many equal ones came together: an epoch has only a few
         self._pending: deque[_Batch] = deque(maxlen=_KEPT)  # the last ones, of which no metric was gathered
         self.num_batches = self._num_rows = 0
-        self.is_gathered = False
-        self.is_sized = True
+        self.is_gathered = False  # whether a metric was gathered of some batch
+        self.is_sized = True  # whether the rows of every batch are known; else no number of rows identifies batches
 
     def count(self, samples: int, rows: int | None) -> None:
         """Register a delivered batch: the number of its samples, which come first, and of all its rows, if known."""

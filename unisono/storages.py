@@ -74,11 +74,7 @@ class StorageMap(Generic[T]):
             free(address)
 
     def note(self, tensor: torch.Tensor, value: T) -> T | None:
-        """Note a value for this tensor and for all tensors that share its memory.
-
-        Returns:
-            The previous note for exactly the same bytes, or None.
-        """
+        """Note a value for this tensor and for all that share its memory; returns the last one for the same bytes."""
         if (found := _place_of(tensor)) is None:
             return None
         storage, begin, end = found

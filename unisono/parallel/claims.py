@@ -53,12 +53,8 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
     """What a pass claims. A small collective where the weight is given, or the samples are to be summed.
 
     Args:
-        batch: that it is computed from; None for data of no loader, or of a loader that does not know the round: each
-            rank's counts the same then.
+        batch: None for data of no loader, or of one that does not know the round: each rank's counts the same then.
         weight: what the loss is the mean over, where that is not the samples.
-
-    Raises:
-        TypeError, ValueError: the weight is no weight.
     """
     size = world.comm.size
     repeats = batch is not None and batch.rows is not None and not batch.samples
@@ -81,12 +77,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
 
 
 def checked_weight(weight: float | torch.Tensor) -> float:
-    """Return the weight as a number.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is negative or not finite.
-    """
+    """Return the weight as a number; TypeError or ValueError if it is none, negative, or not finite."""
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, int | float):
@@ -100,14 +91,8 @@ def checked_weight(weight: float | torch.Tensor) -> float:
 
 
 def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = True) -> None:
-    """Check that all batches that may be meant count the same; None stands for data of no loader.
-
-    Args:
-        is_mean: the step is a mean over its microbatches, so that N must be equal, too, not only n / N.
-
-    Raises:
-        ValueError: it is not known which of these batches is meant, and they count differently.
-    """
+    """Check that all batches that may be meant count the same; None stands for data of no loader. If the step is a mean
+    over its microbatches, N must be equal, too, not only n / N."""
     if len(batches) < 2:
         return
     if any(each is not None and each.is_summed for each in batches):
@@ -134,17 +119,12 @@ def _describe(batch: Batch | None) -> str:
 
 
 class Crossings:
-    """The backward passes of `unisono.functional` on one rank: gradients that come from other ranks' losses.
-
-    Attributes:
-        number: the number of them so far.
-        task: autograd's number of the backward pass that contained the last one.
-        is_held: whether there was one since the last step by hand.
-    """
+    """The backward passes of `unisono.functional` on one rank: gradients that come from other ranks' losses."""
 
     def __init__(self) -> None:
-        # Readers: `optimizer.backward` (number), `backward.py` (task), steps after a plain loss.backward() (is_held).
-        self.number, self.task, self.is_held = 0, -1, False
+        self.number = 0  # of them so far
+        self.task = -1  # autograd's number of the backward pass that contained the last one
+        self.is_held = False  # whether there was one since the last step by hand
 
     def note(self) -> None:
         """Note that one runs, in a backward pass."""
@@ -157,13 +137,8 @@ class Crossings:
 
 
 def refuse_crossed(part: float) -> None:
-    """Refuse an uneven part of the microbatch as the weight of gradients that also come from other ranks' losses.
-
-    Rank r's would count n(r) R / N times, regardless of which rank's loss they come from.
-
-    Raises:
-        ValueError: the part is not that of an even split.
-    """
+    """Refuse an uneven part of the microbatch as the weight of gradients that also come from other ranks' losses: rank
+    r's would count n(r) R / N times, regardless of which rank's loss they come from."""
     if abs(part - 1) > _ROUNDING:
         raise ValueError(
             "the ranks have different numbers of samples, or weights, in this step, and gradients that came through "

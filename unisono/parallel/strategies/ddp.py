@@ -63,12 +63,7 @@ class DDPStrategy(Strategy):
 
 
 class DDPEngine(Engine):
-    """Runs the module in DistributedDataParallel, which reduces during the backward pass.
-
-    Args:
-        module, world, steps: as for `Engine`; the world consists of processes.
-        options: the strategy's options.
-    """
+    """Runs the module in DistributedDataParallel, which reduces during the backward pass."""
 
     def __init__(self, module: nn.Module, world: World, steps: Steps, options: DDP) -> None:
         super().__init__(module, world, steps, options.broadcast_buffers)
@@ -80,11 +75,7 @@ class DDPEngine(Engine):
         self._wrap()
 
     def _wrap(self, fills: bool = True) -> None:
-        """Create a reducer for the currently trained parameters. A collective.
-
-        Args:
-            fills: whether all ranks get rank zero's values, which changes them in place.
-        """
+        """Create a reducer for the currently trained parameters; if it fills, with rank zero's values. A collective."""
         options = self._options
         self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
         self._frozen = [each for each in self.module.parameters() if not each.requires_grad]

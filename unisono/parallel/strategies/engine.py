@@ -27,13 +27,8 @@ from unisono.world import World
 
 
 class Trainer:
-    """An optimizer of a model's parameters.
-
-    Attributes:
-        optimizer: held weakly.
-        is_unprepared: whether it steps without being prepared.
-        has_zeroed: since the last backward pass.
-    """
+    """An optimizer of a model's parameters, held weakly: whether it steps without being prepared, and whether it has
+    zeroed them since the last backward pass."""
 
     __slots__ = ("has_zeroed", "is_unprepared", "optimizer")
 
@@ -45,23 +40,15 @@ class Trainer:
 class Engine:
     """Runs the module unchanged, and reduces its gradients in flat buckets after the backward pass.
 
-    Args:
-        module: the user's module, on the world's device.
-        world: the rank's world.
-        steps: provides the weights of the rank's gradients.
-        shares_buffers: whether rank zero's buffers are broadcast after each step.
+    `backward.py` sets `scale`, `notice`, `passing` and `graphs`.
 
     Attributes:
         gathers: whether the module's parameters are whole only while it runs.
         name: the name of the module's class.
-        members: the parameters and buffers of the module.
-        gradients: what `.grad` of its parameters holds.
         hooks: the hooks of each leaf that scale its gradients, while there are any.
-        scale, notice: the hook that scales the gradients of a leaf, and what the first gradient of a pass calls; set by
-            `backward.py`.
-        passing: the last backward pass through the model; set by `backward.py`.
-        graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`); set by `backward.py`.
-        is_released: whether its model is no longer prepared.
+        scale, notice: the hook that scales the gradients of a leaf, and what the first gradient of a pass calls.
+        passing: the last backward pass through the model.
+        graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`).
         trainers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that have
             stepped.
         replaced: the parameters that the module had before it was prepared, if it has others now.
@@ -144,14 +131,7 @@ class Engine:
         """Adapt to a changed set of trained parameters. A collective."""
 
     def begin(self, reduces: bool) -> None:
-        """Record that a backward pass has reached the model.
-
-        Args:
-            reduces: whether it ends a step.
-
-        Raises:
-            RuntimeError: it builds a graph of the gradients, but those of other ranks are added outside any graph.
-        """
+        """Record that a backward pass has reached the model, and whether it ends a step."""
         if torch.is_grad_enabled() and self._world.comm.size > 1:
             raise RuntimeError(
                 f"backward(create_graph=True) through the {self.name}: the gradients of {self._world.comm.size} ranks "
@@ -163,9 +143,8 @@ class Engine:
         is_other = held.passed is not None and held.passed[0] is not steps.step
         if is_other and held.is_own and steps.step.every > 1:
             raise RuntimeError(
-                f"the gradients of the {self.name} are of microbatches of two steps: its optimizer was not asked to "
-                "step when the first of them was complete; call the step() of each optimizer on each microbatch, or "
-                "train the models with an Accelerator each"
+                f"the gradients of the {self.name} are of two steps: its optimizer was not asked to step when the "
+                "first was complete; call the step() of each optimizer on each microbatch, or use an Accelerator each"
             )
         if reduced_by is not None and is_other and steps.step.every > 1:
             held.set_aside()
@@ -204,11 +183,7 @@ class Engine:
         broadcast_together(self.members.buffers(), self._world)
 
     def complete(self) -> None:
-        """Reduce the gradients that a backward pass has not reduced itself.
-
-        Raises:
-            RuntimeError: a parameter that the reduction waits for got no gradient.
-        """
+        """Reduce the gradients that a backward pass has not reduced itself."""
         self.reduce_late()
 
     def reduce(self) -> None:
@@ -249,11 +224,7 @@ class Engine:
         self.gradients.note_reduction(factor)
 
     def adopt(self, part: float) -> None:
-        """Reduce gradients that were assigned, for example from `torch.autograd.grad`, not left by a backward pass.
-
-        Args:
-            part: the part of their batch, see `Claim.part`.
-        """
+        """Reduce gradients that were assigned, of a batch of which this rank has that part."""
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.place()}")
         scale_gradients(self.trained(), part)
         self.gradients.note_pass()
@@ -295,11 +266,7 @@ class Engine:
         self.module.zero_grad(set_to_none)
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
-        """Record that the gradients are zero.
-
-        Args:
-            optimizer: whose gradients they are; None for all of them.
-        """
+        """Record that the gradients are zero: those of the optimizer, or all of them."""
         if optimizer is not None and len(self.trainers) > 1:
             self.trainer(optimizer).has_zeroed = True
             if not all(each.has_zeroed for each in self.trainers if each.optimizer() is not None):

@@ -69,10 +69,6 @@ class FSDPEngine(Engine):
 
     A second backward pass, through gradients computed by `torch.autograd.grad`, can be detected only at the gradients
     of the model's inputs; the entire model is gathered when it begins.
-
-    Args:
-        module, world, steps: as for `Engine`; the world consists of processes.
-        options: the strategy's options.
     """
 
     gathers = True
@@ -213,10 +209,7 @@ class FSDPEngine(Engine):
             unit.unshard()
 
     def _arrive_at_part(self, _: torch.Tensor) -> None:
-        """Refuse a penalty on the parameters while microbatches accumulate.
-
-        Its gradient is complete on every rank, and would count in each microbatch.
-        """
+        """Refuse a penalty on the parameters, complete on every rank, which would count in each microbatch."""
         if self._steps.step.every > 1:
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
@@ -248,11 +241,8 @@ class FSDPEngine(Engine):
         return {name: each for name, each in found.items() if each.requires_grad}
 
     def _watch(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        """Make the outputs announce their backward pass, before FSDP2's own hooks on them gather parameters.
-
-        Returns:
-            The outputs, with copies of views: a view that is changed in place would lose the hooks.
-        """
+        """Make the outputs announce their backward pass, before FSDP2's own hooks on them gather parameters. Views are
+        copied: one that is changed in place would lose the hooks."""
         if any(map(is_view, _with_gradients(outputs))):
             outputs = tree_map(_without_base, outputs)
         for leaf in _with_gradients(outputs):

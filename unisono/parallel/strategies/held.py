@@ -84,11 +84,7 @@ def _values(tables: list[dict[str, Any]]) -> Iterator[Any]:
 
 
 class Arrivals:
-    """Counts the gradients that arrive at leaves, with a Python call for the first of a pass only.
-
-    Attributes:
-        hook: to be registered at a leaf.
-    """
+    """Counts the gradients that arrive at leaves with its `hook`, with a Python call for the first of a pass only."""
 
     def __init__(self) -> None:
         self._left = iter(range(_MANY))
@@ -118,12 +114,7 @@ _MANY = 2**62
 class HeldGradients:
     """The gradients of one model on this rank.
 
-    Args:
-        members: of the model.
-        world, steps: the rank's.
-
     Attributes:
-        arrivals: counts the gradients that arrive at the leaves.
         passed: the step of the last counted backward pass through the model, and its time (`Steps.now`); None if the
             gradients are zero.
         reduced_by: the factor by which they were reduced over the ranks; None if they are not.

@@ -53,13 +53,7 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     All ranks must already hold the same parameters. Existing optimizers keep the old ones, which are no longer trained.
     A unit must run on all ranks or on none: if control flow differs by rank, choose units that enclose the branch.
 
-    Args:
-        model: on the world's device; parts on "meta" are initialised unit by unit, with rank zero's values.
-        world: a world of processes.
-        options: `unisono.strategies.FSDP`.
-
-    Raises:
-        ValueError: the ranks cannot form the requested groups.
+    Parts on "meta" are initialised unit by unit, with rank zero's values.
     """
     # Inner units first: `fully_shard` of a module takes all parameters that belong to no unit yet.
     chosen = [*units_of(model, options.units), model]
@@ -113,17 +107,7 @@ def mesh_in(world: World, options: FSDP) -> DeviceMesh:
 
 
 def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
-    """Check that `shard` can handle the model; nothing is changed.
-
-    Args:
-        units: as for `shard`.
-
-    Raises:
-        ValueError: the model is already sharded, a layer has sparse gradients, or trained parameters of one unit differ
-            in type.
-    """
-    if is_sharded(trained):
-        raise ValueError(f"the {type(trained).__name__} is already sharded; shard a model once")
+    """Check that `shard` can handle the model, before anything is changed; else ValueError."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     if layers := [name for name, each in trained.named_modules() if isinstance(each, kinds) and each.sparse]:
         raise ValueError(
@@ -237,7 +221,7 @@ class Rebinding:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard`, or torch's `fully_shard`, was applied to the model or to a part of it."""
+    """Whether the model or a part of it is sharded."""
     return bool(units_in(model))
 
 

@@ -83,12 +83,8 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
 
     Args:
         model: plain, wrapped, compiled or sharded. If it is sharded, this is a collective.
-        world: None uses the current one.
-        copy: creates the copies; None on a rank that keeps none.
-
-    Returns:
-        The state, which shares no memory with the model; `Elsewhere` if `copy` is None, and for a sharded model on
-        other ranks than zero.
+        copy: creates the copies; None on a rank that keeps none, which gets `Elsewhere`, as all but rank zero do if the
+            model is sharded.
     """
     world = world or current_world()
     if any(is_distributed(each) for each in model.parameters()):
@@ -108,11 +104,7 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | None = None) -> None:
-    """Load rank zero's plain state on every rank.
-
-    Raises:
-        RuntimeError: names or shapes differ from those of the model; raised on every rank.
-    """
+    """Load rank zero's plain state on every rank; RuntimeError on each if names or shapes differ from the model's."""
     world = world or current_world()
     world.comm.announce("load_state_dict(model)")
     own = model.state_dict()
@@ -128,19 +120,10 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
 def optimizer_state(
     optimizer: Optimizer, models: Sequence[nn.Module], world: World | None = None, copy: Copy | None = on_host
 ) -> dict[str, Any]:
-    """The state of a plain optimizer for the same parameters, in the same groups.
+    """The state of a plain optimizer for the same parameters of the models, in the same groups.
 
-    Args:
-        optimizer: plain, for a sharded model, or a ZeroRedundancyOptimizer; the last two make this a collective.
-        models: the models that own its parameters.
-        world: None uses the current one.
-        copy: as for `model_state`.
-
-    Returns:
-        As for `model_state`; `Elsewhere` also for a ZeroRedundancyOptimizer.
-
-    Raises:
-        ValueError: it has parameters that belong to none of the models.
+    A collective for a sharded model, or a ZeroRedundancyOptimizer; all but rank zero get `Elsewhere` then. `copy` is as
+    for `model_state`.
     """
     world = world or current_world()
     _check_owned(optimizer, models)
@@ -189,8 +172,7 @@ def load_optimizer_state(
     """Load rank zero's plain state on every rank.
 
     Args:
-        optimizer, models, world: as for `optimizer_state`.
-        state: the state of an optimizer for the same parameters in the same groups.
+        state: of an optimizer for the same parameters in the same groups.
         may_differ: whether it may be of another class, as far as its groups show that. Options that they lack stay as
             they are, and parameters begin without values.
 

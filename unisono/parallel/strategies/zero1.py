@@ -76,16 +76,8 @@ def _share_groups(replaced: Callable[[], Optimizer | None], optimizer: Optimizer
 
 
 def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """Create an optimizer of the same class, groups and state, with its state divided among the ranks.
-
-    It replaces the given one, and its steps call the hooks of that one.
-
-    Args:
-        optimizer: has passed `check_divisible`; the same on each rank. Its state is moved to the new one.
-
-    Raises:
-        TypeError: its class cannot be constructed from its groups.
-    """
+    """Create an optimizer of the same class and groups, to which the state of this one moves, divided among the ranks.
+    Its steps call the hooks of this one."""
     parameters = parameters_of(optimizer)
     # Contiguous parameters are sent in one piece for each rank, which would lose other memory formats.
     shares_memory = all(parameter.is_contiguous() for parameter in parameters)
@@ -150,12 +142,7 @@ def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_divisible(optimizer: Optimizer) -> None:
-    """Check that `shard_optimizer` can handle it; nothing is changed.
-
-    Raises:
-        TypeError: its class cannot be constructed from its groups.
-        ValueError: parameters differ in type.
-    """
+    """Check that `shard_optimizer` can handle it, before anything is changed."""
     name = type(optimizer).__name__
     parameters = parameters_of(optimizer)
     for place, parameter in enumerate(parameters):
