@@ -267,7 +267,7 @@ class Deliveries:
         Args:
             rows, inputs: of the pass; None and () if they are unknown, as where no forward pass was observed.
         """
-        loops = self._open_loops()
+        loops = self.open_loops()
         if loops:
             last = loops[0].last
             found = {last: None} | self._taken_before(inputs, last)
@@ -318,15 +318,8 @@ class Deliveries:
         self._computed.note(first, (batch, version))
         return {known[0]: None} if known is not None and known[1] == version else {}
 
-    def latest(self) -> list[Batch]:
-        """The last batch of each open loop, the innermost first; of one of evaluation only if no other is open."""
-        return [each.last for each in self._open_loops()]
-
-    def innermost(self) -> Loop | None:
-        """The open loop that delivered last; one of evaluation only if no other is open."""
-        return next(iter(self._open_loops()), None)
-
-    def _open_loops(self) -> list[Loop]:
+    def open_loops(self) -> list[Loop]:
+        """The open loops, the innermost first; one of evaluation only if no other is open."""
         found = [each for each in reversed(self._loops) if each.is_open and each.last]
         return [each for each in found if each.is_trained] or found[:1]
 

@@ -401,9 +401,13 @@ class Centre(nn.Module):
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
-def test_a_model_may_return_a_parameter(mode: Mode) -> None:
+def test_a_model_may_return_nothing_but_a_parameter_where_the_batch_is_named(mode: Mode) -> None:
     def learn(accelerator: Any, network: Any, batch: Any) -> None:
-        (batch[0][:, :3] - network(batch[0])["centre"]).pow(2).mean().backward()
+        loss = (batch[0][:, :3] - network(batch[0])["centre"]).pow(2).mean()
+        if isinstance(accelerator, Accelerator):
+            accelerator.backward(loss, batch=batch)
+        else:
+            loss.backward()
 
     compare(mode, steps(learn, Centre))
 

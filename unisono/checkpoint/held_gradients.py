@@ -73,7 +73,7 @@ def resume_step(
             each.grad = None if gradient is None else gradient.to(each.device)
     steps.resume(_rebuild_step(saved, steps.world))
     for engine in engines:
-        engine.resume()
+        engine.gradients.resume()
 
 
 def _part_of_gradients(

@@ -39,14 +39,14 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
-from unisono.parallel.claims import Claim, Crossings, check_counts, refuse_crossed
+from unisono.parallel.claims import Crossings, check_counts, refuse_crossed
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import current_graph_task_id, queue_callback
-from unisono.tree import tensors, tree_map
+from unisono.tree import tensors
 
 logger = logging.getLogger(__name__)
 
@@ -120,32 +120,19 @@ class Passes:
             engine.scale_leaves()
         return origin
 
-    def watch(self, engine: Engine, outputs: Any, origin: Origin) -> Any:
-        """Watch for a backward pass to reach these outputs of the model; returns them."""
+    def watch(self, engine: Engine, outputs: Any, origin: Origin) -> None:
+        """Watch for a backward pass to reach these outputs of the model."""
         if engine.is_released:
-            return outputs
+            return
         arrive = partial(self._arrive, ref(self), ref(engine), origin)
-        found, computed, shows_pass = tensors(outputs), [], False
-        for each in found:
-            if each.is_leaf and each.requires_grad:
-                continue
-            computed.append(each)
-            if each.requires_grad:
-                each.register_hook(arrive)
-                shows_pass = True
-        if not shows_pass:
+        # No parameters: a hook on them would outlive this pass, and their memory is no batch's.
+        computed = [each for each in tensors(outputs) if not (each.is_leaf and each.requires_grad)]
+        watched = [each.register_hook(arrive) for each in computed if each.requires_grad]
+        if not watched:
             engine.may_be_bypassed = True  # by what an object holds that is no container of tensors
-        if len(computed) < len(found):
-            # Parameters: hooks on them would outlive this pass, and their memory is no batch's.
-            outputs = tree_map(lambda leaf: _viewed(leaf, arrive), outputs)
         # Metrics and a second forward pass on these outputs then find the same batch.
         if origin.batch is not None:
             self._world.state.deliveries.know(computed, origin.batch)
-        return outputs
-
-    def know(self, inputs: Any, outputs: Any) -> None:
-        """Associate the outputs of a forward pass without gradients with the batch of its inputs."""
-        self._world.state.deliveries.know_computed(inputs, outputs)
 
     def join(self, engine: Engine) -> None:
         """Begin to watch a model, before its first pass."""
@@ -328,10 +315,6 @@ class Passes:
         if run.counted is None:
             return None
         if self._crossings.task in (run.task, current_graph_task_id()):
-            visit = run.counted.visit
-            if visit.claim.uncut is not None:  # the loss is that of all ranks, also where this rank's batch repeats
-                visit.claim = Claim(*visit.claim.uncut, True)
-                run.part = visit.claim.part(self._world.comm.size)
             refuse_crossed(run.part)
         return scaled(self.steps.scale(run.counted.visit) * run.part, gradient)
 
@@ -402,8 +385,8 @@ class Passes:
                 self._check_named(engine, run.origin)
             origin = named or run.origin or self._bypassing(engine)
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
-                found = dict.fromkeys([*origin.candidates, *self._world.state.deliveries.latest()])
-                check_counts(list(found), self._world, False)
+                latest = (each.last for each in self._world.state.deliveries.open_loops())
+                check_counts([*dict.fromkeys([*origin.candidates, *latest])], self._world, False)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
             part = visit.claim.part(self._world.comm.size) if is_named else None
             counted = self._running[run.task] = _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
@@ -484,12 +467,3 @@ def _bypassed(engine: Engine) -> ValueError:
         "of which batch it is, and this rank has an uneven part of the current one; call the model itself, or a method "
         "after model.mark_forward_method(name), or name the batch, accelerator.backward(loss, batch=batch)"
     )
-
-
-def _viewed(leaf: Any, hook: Callable[[torch.Tensor], Any]) -> Any:
-    """A view of a parameter, with that hook; other values as they are."""
-    if not (isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad):
-        return leaf
-    view = leaf.view_as(leaf)
-    view.register_hook(hook)
-    return view

@@ -402,8 +402,8 @@ class Steps:
         # The pass that begins the next visit is still to come; one on a batch of which no row is left begins none.
         if origin is not None and origin.claim.is_empty:
             return step.state == FINAL
-        loop = self.world.state.deliveries.innermost() if origin is None else None
-        batch = origin.batch if origin is not None else loop.last if loop is not None else None
+        loops = self.world.state.deliveries.open_loops() if origin is None else []
+        batch = origin.batch if origin is not None else loops[0].last if loops else None
         count = 0 if step.state == TAKEN else step.count
         return count + 1 >= every or self._ends_loop(batch)
 

@@ -320,10 +320,6 @@ class Engine:
         """The tensors that `leaves` returns, by their names in the module. A collective."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
 
-    def resume(self) -> None:
-        """Continue in the middle of a step, with its gradients so far in `.grad`."""
-        self.gradients.resume()
-
 
 def _optimizers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:
     return [] if (found := engine()) is None else found.optimizers()

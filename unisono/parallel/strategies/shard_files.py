@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import enum
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -125,17 +124,7 @@ class _Metadata(pickle.Unpickler):
         module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 has its classes, and no other
         if name in _SAFE.get(module, set()) or name == _safe_private().get(module):
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle the member of an enum
-            return _member
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype | torch.layout | torch.memory_format) or found is torch.Size:
             return found
         raise DamagedCheckpointError(f"the metadata of a checkpoint names {module}.{name}, which is not executed")
-
-
-def _member(kind: Any, name: str) -> Any:
-    if not isinstance(kind, enum.EnumType):
-        raise DamagedCheckpointError(
-            f"the metadata of a checkpoint asks for {name!r} of {kind!r}, which is not an enum"
-        )
-    return kind[name]

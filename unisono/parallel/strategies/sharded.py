@@ -1,16 +1,9 @@
 """FSDP2 with weights: each rank keeps its shard of the parameters, of their gradients and of the optimizer's state.
 
 torch's `fully_shard` does the work: each gradient shard is a shard of the sum over the ranks, times the factor set by
-`scale_sums`. Gradients of backward passes between `set_requires_gradient_sync(False)` and `(True)` stay whole and
-unscaled, and are reduced with the next ones.
-
-A model is gathered and reduced unit by unit. A unit is complete on each rank while it runs, so units should be the
-repeated blocks of a model; parameters outside of units belong to the model itself, and stay gathered from its forward
-to its backward pass.
-
-torch's modules for this take a second or two to import, so only the functions that need them import them.
-
-*Threads:* the rank's own thread.
+`scale_sums`. A model is gathered and reduced unit by unit; parameters outside of units belong to the model itself, and
+stay gathered from its forward to its backward pass. torch's modules for this take a second or two to import, so only
+the functions that need them do.
 
 Invariant: a unit shares no parameter with modules outside of it, since torch would shard the parameter for only one of
 its holders.
@@ -272,22 +265,19 @@ def units_of(model: nn.Module, classes: _Classes | None = None) -> list[nn.Modul
         if isinstance(module, nn.Sequential | nn.ModuleList):
             elements.update(module)
 
-    def is_wanted(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
-        if classes is not None:
-            return isinstance(module, tuple(classes))
-        return module in elements and sum(parameter.numel() for parameter in own) >= SMALLEST_UNIT
-
-    def keeps_to_itself(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
-        inside = set(module.modules())
-        return all(holder in inside for parameter in own for holder in holders[parameter])
-
     units: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for module in reversed(list(model.modules())):  # inner modules first
         own = [parameter for parameter in module.parameters() if parameter not in taken]
+        if classes is None:
+            is_wanted = module in elements and sum(parameter.numel() for parameter in own) >= SMALLEST_UNIT
+        else:
+            is_wanted = isinstance(module, tuple(classes))
         # FSDP2 gathers a unit when its `forward` is called.
-        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if module is not model and own and has_forward and is_wanted(module, own) and keeps_to_itself(module, own):
+        if module is model or not own or not is_wanted or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        inside = set(module.modules())
+        if all(holder in inside for parameter in own for holder in holders[parameter]):
             units.append(module)
             taken.update(own)
     return units

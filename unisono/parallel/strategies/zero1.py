@@ -81,7 +81,10 @@ def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     parameters = parameters_of(optimizer)
     # Contiguous parameters are sent in one piece for each rank, which would lose other memory formats.
     shares_memory = all(parameter.is_contiguous() for parameter in parameters)
-    sharded = _made_like(optimizer, shares_memory)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kept: dict[str, Any] = {"optimizer_class": type(optimizer), "parameters_as_bucket_view": shares_memory}
+    sharded = _make(optimizer, partial(ZeroRedundancyOptimizer, **kept))
     load_local(sharded, optimizer.state_dict())
     # The whole state, if the user's optimizer kept it, would occupy the memory that is saved.
     optimizer.state.clear()
@@ -154,16 +157,6 @@ def check_divisible(optimizer: Optimizer) -> None:
             )
     # A trial: only the constructor shows what it accepts.
     _make(optimizer, type(optimizer))
-
-
-def _made_like(optimizer: Optimizer, shares_memory: bool) -> ZeroRedundancyOptimizer:
-    """Create an optimizer of the same class without state; the groups contain its arguments."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def make(groups: list[dict[str, Any]], **defaults: Any) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(groups, type(optimizer), parameters_as_bucket_view=shares_memory, **defaults)
-
-    return _make(optimizer, make)
 
 
 def _make(optimizer: Optimizer, make: Callable[..., T]) -> T:
