@@ -1,12 +1,9 @@
 """Deliveries: the batches that a rank has received, what each counts, and which of them a tensor comes from.
 
 A loader that knows the whole round states, with each batch, that it holds n of the round's N samples. A batch is
-recognised by the memory of its tensors, including views, whenever and however often it is used. A tensor that was
-computed from a batch has other memory: it is of the batch that was delivered last, if it has that batch's rows
-(docs/exactness.md, "A pass has one claim"). Where several batches can be meant, all of them are returned, and the
-caller compares what they count.
-
-This is the only connection between `loaders` and `parallel`, which are otherwise independent.
+recognised by memory, or by its rows (docs/exactness.md, "A pass has one claim"). Where several batches can be meant,
+all of them are returned, and the caller compares what they count. This is the only connection between `loaders` and
+`parallel`.
 
 *Threads:* the passes of a rank, and the queries about its batches, run in one thread. Loops may begin and draw in
 several. `end` may run at any point, in any thread: the garbage collector ends loops that were left.
@@ -35,19 +32,14 @@ class Batch:
 
     Attributes:
         samples, total: n, this rank's part of the round, and N; None if no rank knows it.
-        rows: the number of its rows; those after the samples do not count. None if unknown: the batch then counts as
-            one sample.
+        rows: the number of its rows, of which `repeated` ones after the samples do not count. None if it is unknown
+            (not `is_sized`): the batch then counts as one sample.
         mark: equal on all ranks that are in the same round.
         dealt: the number of batches that the round takes from the user's loader.
-        number: its number in the loop, from 1 on.
-        at: a logical time, counted over all deliveries of the process.
+        number, at: its number in the loop, from 1 on, and a logical time, over all deliveries of the process.
         is_summed: whether the total is to be summed over the ranks before it is used.
         is_guess: whether it may have other rows than samples, made by a `collate_fn`.
         is_used: whether a pass with gradients was computed from it.
-
-    Args:
-        repeated: the number of rows that follow the samples.
-        is_sized: whether the number of rows is known.
     """
 
     __slots__ = (
@@ -259,14 +251,8 @@ class Deliveries:
         self._used = batch
 
     def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:
-        """What inputs in other memory than any batch's may have been computed from, the most likely one first.
-
-        None stands for data of no loader. The caller compares what the entries count: where that is the same, they need
-        not be distinguished.
-
-        Args:
-            rows, inputs: of the pass; None and () if they are unknown, as where no forward pass was observed.
-        """
+        """What inputs in other memory than any batch's may have been computed from, the most likely one first; None
+        stands for data of no loader. Without rows and inputs, no forward pass was observed."""
         loops = self.open_loops()
         if loops:
             last = loops[0].last

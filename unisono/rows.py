@@ -8,7 +8,7 @@ The first rows of a batch are its samples; the rows after them repeat others and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _KEPT = 4096  # batches of which no metric was gathered
@@ -17,7 +17,7 @@ _Batch = tuple[int, int]  # its numbers of samples and of rows
 
 
 class Rows(NamedTuple):
-    """The rows that count among those of several consecutive batches."""
+    """The rows that count among those of a batch, or of a whole loop."""
 
     counted: list[int]  # their places
     batches: int  # the number of batches
@@ -49,22 +49,18 @@ class LoopRows:
         self._num_rows += batch[1]
 
     def fitting(self, rows: int, may_be_part: bool) -> Rows | None:
-        """The rows that count of batches with `rows` rows: of the whole loop; of consecutive ones of which no metric
-        was gathered, the latest that fit; or of the last one. None if none fit.
-
-        Args:
-            may_be_part: whether they may be less than the whole loop.
-        """
+        """The rows that count of the whole loop, if it has so many; or, if it may be a part, of the latest batch of so
+        many of which no metric was gathered, or of the last one. None if none fit."""
         if not self.is_sized:
             return None
         if self._runs and self._num_rows == rows:
             whole = [batch for batch, times in self._runs for _ in range(times)]
             return Rows(_places_that_count(whole), self.num_batches, self.num_batches, not self.is_gathered)
-        found = list(_windows(self._pending, rows)) if may_be_part else []
-        if found:
-            counted = [_places_that_count(batches) for _, batches in found]
-            end = found[0][0] + self.num_batches - len(self._pending) if len(found) == 1 else 0
-            return Rows(counted[-1], len(found[-1][1]), end, True, any(each != counted[0] for each in counted))
+        first = self.num_batches - len(self._pending) + 1
+        found = {number: batch[0] for number, batch in enumerate(self._pending, first) if batch[1] == rows}
+        if found and may_be_part:
+            end, samples = max(found), set(found.values())
+            return Rows(list(range(found[end])), 1, end if len(found) == 1 else 0, True, len(samples) > 1)
         last = self._runs[-1][0] if self._runs else (0, 0)
         if may_be_part and last[1] == rows:
             return Rows(list(range(last[0])), 1, 0, False)
@@ -79,19 +75,6 @@ class LoopRows:
     def recent(self) -> list[int]:
         """The numbers of rows of the last three batches, the latest last."""
         return [size for (_, size), times in self._runs[-3:] for _ in range(min(times, 3))][-3:]
-
-
-def _windows(batches: Sequence[_Batch], rows: int) -> Iterator[tuple[int, list[_Batch]]]:
-    """The stretches of consecutive batches that have `rows` rows together, each with the number of its last batch."""
-    found: deque[_Batch] = deque()
-    total = 0
-    for number, batch in enumerate(batches, 1):
-        found.append(batch)
-        total += batch[1]
-        while total > rows:
-            total -= found.popleft()[1]
-        if found and total == rows:
-            yield number, list(found)
 
 
 def _places_that_count(batches: Sequence[_Batch]) -> list[int]:

@@ -53,13 +53,10 @@ class _Notes(Generic[T]):
 class StorageMap(Generic[T]):
     """A map from the memory of tensors to values, which are not None. It keeps neither tensors nor memory alive.
 
-    If tensors overlap, the latest note applies, except to a tensor whose own note was kept. Tensors without accessible
-    memory (those of a lazy device before they are computed, some subclasses) are never found.
+    If tensors overlap, the latest note applies, except to a tensor whose own note `is_kept` when a larger one is noted.
+    Tensors without accessible memory (of a lazy device before they are computed, some subclasses) are never found.
 
     *Threads:* one at a time, except that `find` may run next to the others.
-
-    Args:
-        is_kept: whether a value stays when a larger tensor in the same memory is noted.
     """
 
     def __init__(self, is_kept: Callable[[T], bool] = lambda value: False) -> None:

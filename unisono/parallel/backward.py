@@ -1,20 +1,14 @@
 """Backward passes through an Accelerator's models: each is counted in a step, and its gradients are scaled on arrival.
 
 The outputs of a forward pass carry the origin of its inputs to the backward pass. When that reaches the model, the pass
-is counted, and it is known whether it makes its step final. If so, the gradients are reduced when the pass ends: every
-`.grad` is then the step's.
+is counted, and it is known whether it makes its step final. If so, the gradients are reduced when the pass ends.
 
-Gradients are scaled as they arrive at the parameters, so that everything computed from a batch is scaled, a gradient
-penalty too. That needs a hook on each parameter, so they have one only while they may need it:
-
-- the part of a batch is not 1, or steps have several microbatches;
-- gradients were differentiated (`create_graph=True`): a second pass through them may bypass the outputs.
-
-Other passes that bypass the outputs are noticed by `Arrivals`, when their first gradient arrives, and counted then if
-their batch is even; otherwise they are refused.
-
-If batches with different parts meet in one backward pass, the gradients that flow from the loss into the model differ,
-and they are scaled relative to the first of them.
+Gradients are scaled as they arrive at the parameters, so that a gradient penalty is scaled, too. That needs a hook on
+each parameter, so they have one only while the part of a batch is not 1, steps have several microbatches, or gradients
+were differentiated (`create_graph=True`): a second pass through them may bypass the outputs. Other passes that bypass
+the outputs are noticed by `Arrivals`, when their first gradient arrives, and counted then if their batch is even;
+otherwise they are refused. If batches with different parts meet in one backward pass, the gradients that flow from the
+loss into the model differ, and are scaled relative to the first of them.
 
 `torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`, and are not counted. A
 backward pass that runs inside another one, as in reentrant checkpoints, is a part of that one.
@@ -39,7 +33,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
-from unisono.parallel.claims import Crossings, check_counts, refuse_crossed
+from unisono.parallel.claims import Claim, Crossings, check_counts, refuse_crossed
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
@@ -315,6 +309,10 @@ class Passes:
         if run.counted is None:
             return None
         if self._crossings.task in (run.task, current_graph_task_id()):
+            visit = run.counted.visit
+            if visit.claim.uncut is not None:  # the loss is that of all ranks, also where this rank's batch repeats
+                visit.claim = Claim(*visit.claim.uncut, True)
+                run.part = visit.claim.part(self._world.comm.size)
             refuse_crossed(run.part)
         return scaled(self.steps.scale(run.counted.visit) * run.part, gradient)
 
@@ -415,10 +413,9 @@ class Passes:
 
     def _bypassing(self, engine: Engine) -> Origin:
         """The origin of a pass that has bypassed the outputs of the model."""
-        if engine.graphs:
-            return self.steps.origin_of(
-                list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
-            )
+        if engine.graphs:  # of several batches: it is not known which
+            found = list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
+            return Origin(found, self._world, is_computed=len(found) > 1)
         return self.origin if self.steps.is_recent() else self.steps.find()
 
     def _watch_end(self, task: int) -> None:

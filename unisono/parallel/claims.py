@@ -1,9 +1,5 @@
-"""Claims: how many of the samples of a microbatch a rank's gradients stand for.
-
-n and N come with the batch, from the loader; or from the user, who counts tokens: then N is summed over the ranks.
-
-*Threads:* the rank's own.
-"""
+"""Claims: how many of the samples of a microbatch a rank's gradients stand for: n and N, which come with the batch, from
+the loader; or n from the user, who counts tokens: then N is summed over the ranks."""
 
 from __future__ import annotations
 
@@ -27,16 +23,19 @@ class Claim(NamedTuple):
 
     Attributes:
         is_given: whether the numbers are the user's.
+        uncut: the numbers with the weights of batches that only repeat others, if there is such a batch. They hold for
+            the loss of all ranks, which such a rank computes as well (`unisono.functional`).
     """
 
     samples: float
     total: float
     is_given: bool = False
+    uncut: tuple[float, float] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether no row of the batch counts, on any rank; a weight of 0 of the user's is one."""
-        return not self.total and not self.is_given
+        return not self.total and (not self.is_given or self.uncut is not None)
 
     def part(self, size: int) -> float:
         """Return the factor for the gradients of the loss, in a world of that size."""
@@ -67,7 +66,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         # device.
         sums = world.comm.all_reduce(torch.tensor([own, given], dtype=torch.float64, device=HOST))
         total, whole = sums.tolist()
-        return Claim(own, total, bool(total or not whole))
+        return Claim(own, total, True, None if total == whole else (given, whole))
     if batch is None or batch.total is None:
         return Claim(1, size)
     return _counted(batch.samples, batch.total)

@@ -1,12 +1,10 @@
 """Reducing gradients: every rank ends with the gradient of the mean loss over all samples of the global batch.
 
-Each rank multiplies its gradients by the step's factor (`steps.py`), and they are summed over the ranks, in flat
-buckets with one reduction each. The first bucket has one additional number per parameter: whether it has a gradient.
-So a parameter without a gradient on some ranks counts as zero there, and is never paired with another one. On
-accelerators that run asynchronously, these numbers are sent from main memory before the buckets: reading them from a
-bucket would wait for the whole backward pass.
-
-Sparse gradients (`nn.Embedding(sparse=True)`) become dense ones, since a rank may have none of them, or dense ones.
+Each rank's gradients, times the step's factor (`steps.py`), are summed in flat buckets. The first bucket has one more
+number per parameter: whether it has a gradient. So one without a gradient on some ranks counts as zero there, and is
+never paired with another one. On accelerators that run asynchronously, these numbers are sent from main memory before:
+reading them from a bucket would wait for the whole backward pass. Sparse gradients (`nn.Embedding(sparse=True)`) become
+dense ones, since a rank may have none of them, or dense ones.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The memory of labels, and of outputs of prepared models, identifies their batch (`deliveries.py`); one such tensor
 identifies the batch of the structure that contains it. Tensors computed from them (an argmax, a concatenation) are
-recognised by their number of rows, on all ranks: consecutive batches of which nothing was gathered, or a whole loop,
-must have exactly that many rows, the same number of batches on each rank. It is an error if other batches match, too,
+recognised by their number of rows, on all ranks: a batch of which nothing was gathered, or a whole loop, must have
+exactly that many rows, the same number of batches on each rank. It is an error if other batches match, too,
 but different rows of them count.
 """
 
@@ -45,7 +45,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     """Return the rows that count, and their number. A small collective, unless `valid_samples` gives the number.
 
     The values belong to the batch whose memory they share. If there is none, they are attributed to the batch that the
-    loop has just received; else to consecutive batches of which nothing was gathered; else to a whole loop,
+    loop has just received; else to one of which nothing was gathered; else to a whole loop,
     preferably one of evaluation.
 
     Args:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -48,16 +49,8 @@ class ShardGroup:
         self._group = dist.new_group(backend="gloo")
 
     def write(self, parts: Mapping[str, torch.Tensor], directory: Path) -> None:
-        """Write this rank's shards; return when all ranks have. A collective of the writing threads.
-
-        Args:
-            parts: the shards by name; a whole tensor is passed by one rank only.
-            directory: on a file system that all ranks share; it exists on rank zero.
-
-        Raises:
-            CheckpointError: rank zero could not begin.
-            Exception: a rank could not write; raised on all of them.
-        """
+        """Write this rank's shards by name, whole tensors from one rank only, into a directory that all ranks share;
+        return when all ranks have, or raise on all of them. A collective of the writing threads."""
         # A rank that has failed before calls `abandon` instead, and `save` would wait for it.
         if not self._all_are_ready(True):
             raise CheckpointError(f"rank zero could not begin to write {directory}; its own error says why")
@@ -90,11 +83,7 @@ class ShardGroup:
 
 
 def read_shards(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the whole tensors into host memory. Called on one rank.
-
-    Raises:
-        DamagedCheckpointError: the metadata of the files is invalid.
-    """
+    """Read the whole tensors into host memory. Called on one rank."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -124,7 +113,17 @@ class _Metadata(pickle.Unpickler):
         module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 has its classes, and no other
         if name in _SAFE.get(module, set()) or name == _safe_private().get(module):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle the member of an enum
+            return _member
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype | torch.layout | torch.memory_format) or found is torch.Size:
             return found
         raise DamagedCheckpointError(f"the metadata of a checkpoint names {module}.{name}, which is not executed")
+
+
+def _member(kind: Any, name: str) -> Any:
+    if not isinstance(kind, enum.EnumType):
+        raise DamagedCheckpointError(
+            f"the metadata of a checkpoint asks for {name!r} of {kind!r}, which is not an enum"
+        )
+    return kind[name]

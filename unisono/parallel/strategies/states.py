@@ -1,14 +1,9 @@
-"""Checkpoints in torch's plain form, from any strategy into any other one.
-
-A model's state has the names of the user's module and whole tensors. An optimizer's state is what `state_dict()` of the
-plain optimizer returns, with parameters numbered in its order. So a state saved by FSDP on four ranks loads into a
-script on a laptop, and vice versa.
+"""Checkpoints in torch's plain form, from any strategy into any other one: whole tensors by the names of the user's
+module, and what `state_dict()` of the plain optimizer returns, with parameters numbered in its order.
 
 Every rank calls these functions. When saving, each rank gets the state in host memory, if it has all of it; what is
 sharded is gathered on rank zero, and `Elsewhere` on the others. When loading, rank zero's state is broadcast one tensor
 at a time, and each tensor is sharded on arrival; the states passed by other ranks are ignored.
-
-*Threads:* the rank's own thread, as for any collective.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 torch's `ZeroRedundancyOptimizer` does the work. This module converts an existing optimizer, with its groups and its
 state, and extracts from a plain state the part that a rank keeps.
-
-*Threads:* the rank's own thread.
 """
 
 from __future__ import annotations
