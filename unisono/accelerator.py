@@ -437,7 +437,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             TypeError: `prepared` is neither a model nor an optimizer.
         """
         if isinstance(prepared, Optimizer):
-            return optimizer_state(prepared, self._prepared.modules(), self.world)
+            return optimizer_state(prepared, self.world)
         if not isinstance(prepared, nn.Module):
             raise TypeError(
                 f"state_dict takes a prepared model or optimizer, got a {type(prepared).__name__}; loaders, schedulers "
@@ -464,7 +464,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             state: with the names of the module that was given to `prepare`; what other ranks than zero pass is ignored.
         """
         if isinstance(prepared, Optimizer):
-            load_optimizer_state(prepared, self._prepared.modules(), state, self.world, may_differ=False)
+            load_optimizer_state(prepared, state, self.world, may_differ=False)
         else:
             load_model_state(self.unwrap_model(prepared), state, self.world)
 

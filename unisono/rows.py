@@ -8,7 +8,6 @@ The first rows of a batch are its samples; the rows after them repeat others and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _KEPT = 4096  # batches of which no metric was gathered
@@ -54,8 +53,13 @@ class LoopRows:
         if not self.is_sized:
             return None
         if self._runs and self._num_rows == rows:
-            whole = [batch for batch, times in self._runs for _ in range(times)]
-            return Rows(_places_that_count(whole), self.num_batches, self.num_batches, not self.is_gathered)
+            places: list[int] = []
+            start = 0
+            for (samples, size), times in self._runs:
+                for _ in range(times):
+                    places += range(start, start + samples)
+                    start += size
+            return Rows(places, self.num_batches, self.num_batches, not self.is_gathered)
         first = self.num_batches - len(self._pending) + 1
         found = {number: batch[0] for number, batch in enumerate(self._pending, first) if batch[1] == rows}
         if found and may_be_part:
@@ -75,13 +79,3 @@ class LoopRows:
     def recent(self) -> list[int]:
         """The numbers of rows of the last three batches, the latest last."""
         return [size for (_, size), times in self._runs[-3:] for _ in range(min(times, 3))][-3:]
-
-
-def _places_that_count(batches: Sequence[_Batch]) -> list[int]:
-    """The places of the rows that count in the concatenated batches."""
-    places: list[int] = []
-    start = 0
-    for samples, rows in batches:
-        places += range(start, start + samples)
-        start += rows
-    return places

@@ -1,5 +1,5 @@
-"""Claims: how many of the samples of a microbatch a rank's gradients stand for: n and N, which come with the batch, from
-the loader; or n from the user, who counts tokens: then N is summed over the ranks."""
+"""Claims: how many of the samples of a microbatch a rank's gradients stand for: n and N, which come with the batch,
+from the loader; or n from the user, who counts tokens: then N is summed over the ranks."""
 
 from __future__ import annotations
 

@@ -112,16 +112,13 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
     model.load_state_dict(loaded)
 
 
-def optimizer_state(
-    optimizer: Optimizer, models: Sequence[nn.Module], world: World | None = None, copy: Copy | None = on_host
-) -> dict[str, Any]:
-    """The state of a plain optimizer for the same parameters of the models, in the same groups.
+def optimizer_state(optimizer: Optimizer, world: World | None = None, copy: Copy | None = on_host) -> dict[str, Any]:
+    """The state of a plain optimizer for the same parameters, in the same groups.
 
     A collective for a sharded model, or a ZeroRedundancyOptimizer; all but rank zero get `Elsewhere` then. `copy` is as
     for `model_state`.
     """
     world = world or current_world()
-    _check_owned(optimizer, models)
     if is_divided(optimizer) or any(is_distributed(each) for each in parameters_of(optimizer)):
         world.comm.announce("state_dict(optimizer)")
         copy = copy if world.rank == 0 else None
@@ -158,11 +155,7 @@ def optimizer_parts(optimizer: Optimizer, world: World) -> dict[tuple[int, str],
 
 
 def load_optimizer_state(
-    optimizer: Optimizer,
-    models: Sequence[nn.Module],
-    state: Mapping[str, Any],
-    world: World | None = None,
-    may_differ: bool = True,
+    optimizer: Optimizer, state: Mapping[str, Any], world: World | None = None, may_differ: bool = True
 ) -> None:
     """Load rank zero's plain state on every rank.
 
@@ -173,10 +166,9 @@ def load_optimizer_state(
 
     Raises:
         CheckpointMismatchError: it is of another class.
-        ValueError: it is not such a state, or its groups differ; raised on every rank. Or as for `optimizer_state`.
+        ValueError: it is not such a state, or its groups differ; raised on every rank.
     """
     world = world or current_world()
-    _check_owned(optimizer, models)
     world.comm.announce("load_state_dict(optimizer)")
     is_given = world.rank == 0 and "param_groups" in state
     # What is no state is broadcast as None, so that all ranks raise.
@@ -284,17 +276,6 @@ def by_parameter(entries: Mapping[tuple[int, str], Any]) -> dict[int, dict[str, 
     for (number, name), value in entries.items():
         state.setdefault(number, {})[name] = value
     return state
-
-
-def _check_owned(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-    owned = {parameter for model in models for parameter in model.parameters()}
-    for place, parameter in enumerate(parameters_of(optimizer)):
-        if parameter not in owned:
-            raise ValueError(
-                f"parameter {place} of the {type(optimizer).__name__}, shape {list(parameter.shape)}, belongs to none "
-                f"of the {len(models)} models; pass the models that it trains, and after sharding a model make the "
-                "optimizer use its new parameters"
-            )
 
 
 _DECOUPLED = "decoupled_weight_decay"  # of AdamW, in the place of Adam's
