@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.comm.operations import HOST
-from unisono.deliveries import REMEMBERED, Batch, Loop
+from unisono.deliveries import REMEMBERED, Batch, Loop, Rows
 from unisono.errors import CollectiveMismatchError
 from unisono.parallel.collectives import check_samples, gather_samples
 from unisono.parallel.prepared.metric_sync import note_gathered
 from unisono.parallel.structures import announce_structure
-from unisono.rows import Rows
 from unisono.timeline import REDUCE
 from unisono.tree import leaves, tree_map
 from unisono.world import World
