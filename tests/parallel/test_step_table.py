@@ -19,8 +19,7 @@ from plain_steps import judge
 from step_programs import Program, Setup, run_programs
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.utils.checkpoint import checkpoint
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 from twin import State, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd, steps
 
@@ -461,26 +460,6 @@ def test_an_optimizer_that_steps_within_the_backward_pass_is_refused_before_it_d
         assert is_unchanged
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_a_schedule_whose_unit_its_length_does_not_tell_asks_for_it(mode: Mode) -> None:
-    """One step more than the epochs have batches, as scripts write it to be on the safe side; the steps divide it."""
-
-    def body() -> None:
-        accelerator = Accelerator(gradient_accumulation_steps=2)
-        network, loader = model(), loader_of(9, 3)
-        optimizer = sgd(network.parameters())
-        scheduler = OneCycleLR(optimizer, 0.3, total_steps=3 * len(loader) + 1)
-        network, optimizer, scheduler, loader = accelerator.prepare(network, optimizer, scheduler, loader)
-        with pytest.raises(ValueError, match="schedule_unit"):
-            for batch in loader:
-                accelerator.backward(mean_loss(network, batch))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-
-    mode.run(body)
-
-
 # What plain torch does, and what was refused.
 
 
@@ -592,16 +571,6 @@ class Normalised(nn.Module):
         return self.parts(inputs)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 2))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(lambda each: torch.tanh(self.parts[1](each)), self.parts[0](inputs), use_reentrant=True)
-        return self.parts[2](hidden)
-
-
 def twice_through_one_graph(accelerator: Any, network: nn.Module, batch: Any) -> None:
     network.eval()
     outputs = network(batch[0])
@@ -611,11 +580,6 @@ def twice_through_one_graph(accelerator: Any, network: nn.Module, batch: Any) ->
     outputs.pow(2).mean().backward()
 
 
-def a_pass_for_each_loss(accelerator: Any, network: nn.Module, batch: Any) -> None:
-    accelerator.backward(mean_loss(network, batch))
-    accelerator.backward(network(batch[0]).pow(2).mean())
-
-
 @PROCESSES
 @pytest.mark.every_mode
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -623,12 +587,4 @@ def test_batch_norm_that_is_not_trained_may_have_two_backward_passes_through_one
     accumulate: int, mode: Mode
 ) -> None:
     lines = steps(twice_through_one_graph, lambda: seeded(Normalised().double()))
-    compare(mode, lines, gradient_accumulation_steps=accumulate)
-
-
-@PROCESSES
-@pytest.mark.every_mode
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_may_have_two_passes_through_reentrant_checkpoints(accumulate: int, mode: Mode) -> None:
-    lines = steps(a_pass_for_each_loss, lambda: seeded(Checkpointed().double()))
     compare(mode, lines, gradient_accumulation_steps=accumulate)

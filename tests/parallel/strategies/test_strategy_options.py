@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from twin import State, assert_all_are, compare, loader_of, seeded, sgd, steps
 
 from unisono import Accelerator, strategies
-from unisono.parallel.strategies.sharded import mesh_in, shard
+from unisono.parallel.strategies.sharded import shard
 from unisono.parallel.strategies.strategy import STRATEGIES, options_of
 from unisono.strategies import DDP, FSDP, ZeRO1
 from unisono.world import World, solo_world
@@ -170,30 +169,6 @@ def test_a_unit_gives_back_after_its_forward_pass_what_it_is_told_to(
     network(torch.ones(2, 8))
     weights = [getattr(each.weight, "_local_tensor", each.weight) for each in (network[0][0], network[1])]
     assert [len(each) for each in weights] == [of_unit, of_model]
-
-
-@pytest.mark.parametrize(("device", "goes_to_host"), [("cuda", True), ("cpu", False)])
-def test_torch_is_told_of_types_and_places_unit_by_unit(
-    world_of_four: World, monkeypatch: pytest.MonkeyPatch, device: str, goes_to_host: bool
-) -> None:
-    told: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda unit, **how: told.append(how) or Mock())
-    world = dataclasses.replace(world_of_four, device=torch.device(device, 0))
-    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}
-    shard(wide(), world, FSDP(units=(nn.Linear,), replicas=2, offload=True, **types))
-    assert [each["mp_policy"].output_dtype for each in told] == [None] * 5 + [torch.float32]
-    for each in told:
-        policy, offload, mesh = each["mp_policy"], each["offload_policy"], each["mesh"]
-        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-        assert isinstance(offload, torch.distributed.fsdp.CPUOffloadPolicy) is goes_to_host
-        assert (mesh.device_type, mesh.mesh.tolist()) == (device, [[0, 1], [2, 3]])
-
-
-def test_ranks_shard_in_the_group_that_they_have_also_where_they_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # torch would put NCCL in the place of gloo there
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert mesh_in(solo_world(), FSDP()).get_group() is dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("casts", [True, False])
