@@ -21,7 +21,7 @@ import torch
 
 from unisono.storages import StorageMap
 from unisono.torch_private import VERSION
-from unisono.tree import tensors
+from unisono.tree import leaves, tensors
 
 REMEMBERED = 8  # loops that have ended
 _KEPT = 4096  # batches in the same memory, and of which no metric was gathered
@@ -405,3 +405,18 @@ def _oldest_unused(batches: list[Batch]) -> Batch:
 
 
 _clock = count(1)
+
+
+def num_rows(values: Any) -> int:
+    """Return how many rows the tensors have, each the same; TypeError or ValueError else."""
+    rows = set()
+    for leaf in leaves(values):
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            what = "a tensor of no dimension" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            raise TypeError(f"values hold {what}, which has no samples; gather it with gather(), or leave it out")
+        rows.add(len(leaf))
+    if not rows:
+        raise TypeError(f"values={values!r} hold no tensor; pass one, or a nesting of them")
+    if len(rows) > 1:
+        raise ValueError(f"values have {sorted(rows)} rows; each tensor must have one row for each sample")
+    return rows.pop()

@@ -58,20 +58,7 @@ def inside_a_training_loop(accelerator, loader):
     return gathered
 
 
-def every_few_steps(accelerator, loader):
-    gathered, held = [], []
-    with torch.no_grad():
-        for number, batch in enumerate(loader):
-            held.append(batch)
-            if number % 3 == 2:
-                gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
-                held = []
-        if held:
-            gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
-    return in_order(gathered)
-
-
-ORDERS = [per_step, once_after_the_loop, after_a_training_loop, inside_a_training_loop, every_few_steps]
+ORDERS = [per_step, once_after_the_loop, after_a_training_loop, inside_a_training_loop]
 
 
 @settings(max_examples=25)
