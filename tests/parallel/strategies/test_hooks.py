@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from modes import PROCESSES_2, Mode
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin import assert_same_bits
 
 from unisono import Accelerator
-from unisono.parallel.strategies.ddp import attach_hook
+from unisono.parallel.strategies.ddp import attach_hook, power_sgd
 from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
@@ -154,8 +152,8 @@ def test_a_hook_of_the_users_gets_weighted_gradients_as_torchs_powersgd_exact_to
     def body() -> list[list[Gradients]]:
         runs = []
         for rank in (11, 1):  # 11 samples make gradients of rank 11 at most
-            state = PowerSGDState(None, rank, start_powerSGD_iter=2, min_compression_rate=0.1)
-            ddp = hooked(partial(powerSGD_hook, state))
+            options = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2, "min_compression_rate": 0.1}
+            ddp = hooked(power_sgd(**options))
             runs.append([])
             for _ in range(4):
                 ddp.zero_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from unisono.compat.accelerate.utils.dataclasses import (
@@ -35,9 +34,9 @@ _HANDLERS = (DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs, Aut
 
 
 def _power_sgd(options: Mapping[str, Any]) -> Callable[[Any], Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    from unisono.parallel.strategies.ddp import power_sgd  # which imports torch's DDP
 
-    return partial(powerSGD_hook, PowerSGDState(None, **options))
+    return power_sgd(**options)
 
 
 _HOOKS: dict[DDPCommunicationHookType, Callable[[Mapping[str, Any]], Any]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
     fp16_compress_hook,
 )
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.comm.selection import begin_average
@@ -216,6 +218,11 @@ def attach_hook(
 
     weighted.__annotations__ = {}  # which DDP would compare with classes, and which are strings here
     ddp.register_comm_hook(None, weighted)
+
+
+def power_sgd(**options: Any) -> Callable[[GradBucket], Any]:
+    """torch's PowerSGD as a hook, with the options of its state."""
+    return partial(powerSGD_hook, PowerSGDState(None, **options))
 
 
 def failed_before(model: str) -> str:
