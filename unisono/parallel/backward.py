@@ -119,10 +119,15 @@ class Passes:
         if engine.is_released:
             return
         arrive = partial(self._arrive, ref(self), ref(engine), origin)
-        # No parameters: a hook on them would outlive this pass, and their memory is no batch's.
-        computed = [each for each in tensors(outputs) if not (each.is_leaf and each.requires_grad)]
-        watched = [each.register_hook(arrive) for each in computed if each.requires_grad]
-        if not watched:
+        computed, shows_pass = [], False
+        for each in tensors(outputs):
+            if each.is_leaf and each.requires_grad:
+                continue  # a parameter: a hook would outlive this pass, and its memory is no batch's
+            computed.append(each)
+            if each.requires_grad:
+                each.register_hook(arrive)
+                shows_pass = True
+        if not shows_pass:
             engine.may_be_bypassed = True  # by what an object holds that is no container of tensors
         # Metrics and a second forward pass on these outputs then find the same batch.
         if origin.batch is not None:

@@ -112,20 +112,19 @@ class Engine:
         if list(map(id, trained)) != list(map(id, self._trained)) and not self.members.is_replaced():
             self._trained = trained
             if self._world.comm.size > 1:
-                self._refuse_added()
+                if new := [each for each in trained if each not in self._known]:
+                    self._refuse_added(new)
                 self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
                 self._world.comm.barrier()  # names the ranks, if only some have detected a change
                 self.adapt()
                 self.count_leaves()
 
-    def _refuse_added(self) -> None:
-        new = [each for each in self.trained() if each not in self._known]
-        if new:
-            shapes = ", ".join(str(list(each.shape)) for each in new)
-            raise RuntimeError(
-                f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and no rank knows those "
-                "of the others; add them before, or call free_memory() and prepare the model and a new optimizer"
-            )
+    def _refuse_added(self, new: Sequence[torch.Tensor]) -> NoReturn:
+        shapes = ", ".join(str(list(each.shape)) for each in new)
+        raise RuntimeError(
+            f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and no rank knows those of "
+            "the others; add them before, or call free_memory() and prepare the model and a new optimizer"
+        )
 
     def adapt(self) -> None:
         """Adapt to a changed set of trained parameters. A collective."""

@@ -227,7 +227,8 @@ class FSDPEngine(Engine):
                 "strategy='fsdp' cannot reduce what they hold; do so after optimizer.step(), or use strategy='ddp'"
             )
         self._were_trained = trained
-        self._refuse_added()
+        if new := [each for each in self.trained() if each not in self._known]:
+            self._refuse_added(new)
 
     def reduced(self) -> list[torch.Tensor]:
         return [each for each in self._parts if each.grad is not None]  # the module has whole ones in their place
