@@ -92,7 +92,7 @@ class Plain(Machine):
 
     def __init__(self, program: Program, ranks: int) -> None:
         super().__init__(program.setup)
-        self.ranks, self.is_mean = ranks, program.setup.every > 1 and program.setup.reduction == "mean"
+        self.ranks, self.is_mean = ranks, program.setup.every > 1
         self.positions = {"a": 0, "b": 0}  # in the last loop; 0 if it has ended
         self.starts = {"a": 0, "b": 0}  # where the next loop begins
         self.open: dict[Any, Batch] = {}  # the last batch of each open loop; the loop that delivered last is the last
@@ -227,8 +227,6 @@ class Plain(Machine):
             self.leave_at(gradients, 1.0)
 
     def decay(self) -> None:
-        if self.setup.reduction == "sum":
-            raise Unsaid("a penalty beside sums: it is no rank's own")
         if self.setup.every > 1 and self.last is None:
             raise Unsaid("a penalty of no batch")
         value = sum(each.pow(2).sum() for each in self.models["f"].parameters())

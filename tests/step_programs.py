@@ -39,7 +39,6 @@ class Setup(NamedTuple):
         every: k, the microbatches of a step.
         layout: "one": a model f and its optimizer; "two": another one, g; "halves": two optimizers for the halves of f.
         optimizer: "sgd" (with momentum) or "adam".
-        reduction: of the losses.
         is_same: whether loader a delivers the same tensors again and again, one batch per rank as often as it can.
     """
 
@@ -49,7 +48,6 @@ class Setup(NamedTuple):
     every: int = 1
     layout: str = "one"
     optimizer: str = "sgd"
-    reduction: str = "mean"
     is_same: bool = False
 
 
@@ -220,9 +218,7 @@ class Machine:
         if (errors := rows_of_loss(kind, self.models, inputs, targets)) is None:
             return
         weight = None
-        if self.setup.reduction == "sum":
-            value = errors.sum()
-        elif kind == "tokens":
+        if kind == "tokens":
             value, weight = (errors * tokens).sum() / tokens.sum().clamp(min=1), tokens.sum()
         else:
             value = errors.mean()
@@ -288,7 +284,6 @@ class Ranked(Machine):
         self.accelerator = Accelerator(
             gradient_accumulation_steps=setup.every,
             strategy=self.strategy,  # type: ignore[arg-type]
-            loss_reduction=setup.reduction,  # type: ignore[arg-type]
             project_dir=self.directory,
         )
         models = networks(setup)
@@ -474,7 +469,6 @@ def any_program(choose: Choose) -> Program:
         every=every,
         layout=choose(["one", "one", "two", "halves"]),
         optimizer=choose(["sgd", "adam"]),
-        reduction=choose(["mean", "mean", "mean", "mean", "sum"]),
     )
     ops = ["draw a", "keep", "draw a", "keep", *choose([["leave a"], []])]
     for _ in range(choose([1, 1, 2, 3])):

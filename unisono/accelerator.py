@@ -83,8 +83,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         sync_batchnorm: compute BatchNorm's statistics over the global batch.
         nan_guard: raise an error that names the parameter and the rank when a gradient is NaN or infinite. Costs one
             pass over each gradient.
-        loss_reduction: how the loss reduces the samples of a batch: "mean", and the gradient is that of the mean over
-            the step; or "sum", and it is that of the sum.
         scaler_options: for "fp16", the arguments of torch's GradScaler: `init_scale`, `growth_interval`, ...
         schedule_unit: what schedulers count: "batch", the batches of the loader as the script wrote it; "step", the
             optimizer steps of this run; "device_step", the steps that one device would take. None is an error in a
@@ -121,7 +119,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         split_batches: bool = False,
         sync_batchnorm: bool = False,
         nan_guard: bool = False,
-        loss_reduction: Literal["mean", "sum"] = "mean",
         scaler_options: Mapping[str, Any] | None = None,
         schedule_unit: Unit | None = None,
         log_with: LogWith = None,
@@ -133,7 +130,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         check_arguments(locals())
         options = options_of(strategy)
         kind = strategy_class(options)
-        kind.check_options(options)
         self.world = world_on(world or current_world(), device, cpu, kind)
         check_features(self.world, kind, options, mixed_precision, compile)
         self.device = self.world.device
@@ -143,7 +139,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self.mixed_precision, self.project_dir, self.split_batches = mixed_precision, project_dir, split_batches
         self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
         self._trigger = Trigger(self.world)
-        self._steps = Steps(self.world, gradient_accumulation_steps, loss_reduction == "sum")
+        self._steps = Steps(self.world, gradient_accumulation_steps)
         self._passes = Passes(self._steps)
         # For `unisono.backward`, which may get a loss of this Accelerator's models.
         self.world.state.part(ByHand).trainers.add(self._passes)
@@ -441,7 +437,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             TypeError: `prepared` is neither a model nor an optimizer.
         """
         if isinstance(prepared, Optimizer):
-            return optimizer_state(prepared, self._prepared.modules(), self.world)
+            return optimizer_state(prepared, self.world)
         if not isinstance(prepared, nn.Module):
             raise TypeError(
                 f"state_dict takes a prepared model or optimizer, got a {type(prepared).__name__}; loaders, schedulers "
@@ -468,7 +464,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             state: with the names of the module that was given to `prepare`; what other ranks than zero pass is ignored.
         """
         if isinstance(prepared, Optimizer):
-            load_optimizer_state(prepared, self._prepared.modules(), state, self.world, may_differ=False)
+            load_optimizer_state(prepared, state, self.world, may_differ=False)
         else:
             load_model_state(self.unwrap_model(prepared), state, self.world)
 

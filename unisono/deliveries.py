@@ -1,12 +1,9 @@
 """Deliveries: the batches that a rank has received, what each counts, and which of them a tensor comes from.
 
 A loader that knows the whole round states, with each batch, that it holds n of the round's N samples. A batch is
-recognised by the memory of its tensors, including views, whenever and however often it is used. A tensor that was
-computed from a batch has other memory: it is of the batch that was delivered last, if it has that batch's rows
-(docs/exactness.md, "A pass has one claim"). Where several batches can be meant, all of them are returned, and the
-caller compares what they count.
-
-This is the only connection between `loaders` and `parallel`, which are otherwise independent.
+recognised by memory, or by its rows (docs/exactness.md, "A pass has one claim"). Where several batches can be meant,
+all of them are returned, and the caller compares what they count. This is the only connection between `loaders` and
+`parallel`.
 
 *Threads:* the passes of a rank, and the queries about its batches, run in one thread. Loops may begin and draw in
 several. `end` may run at any point, in any thread: the garbage collector ends loops that were left.
@@ -15,34 +12,98 @@ several. `end` may run at any point, in any thread: the garbage collector ends l
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from unisono.rows import LoopRows
 from unisono.storages import StorageMap
 from unisono.torch_private import VERSION
-from unisono.tree import tensors
+from unisono.tree import leaves, tensors
 
 REMEMBERED = 8  # loops that have ended
-_KEPT = 4096  # batches in the same memory
+_KEPT = 4096  # batches in the same memory, and of which no metric was gathered
+
+
+class Rows(NamedTuple):
+    """The rows that count among those of a batch, or of a whole loop."""
+
+    counted: list[int]  # their places
+    batches: int  # the number of batches
+    end: int  # the number of the last of these batches; 0 if it is not known
+    is_new: bool  # whether no metric was gathered of them
+    is_ambiguous: bool = False  # whether they may be others, of which different rows count
+
+
+class LoopRows:
+    """The rows of one loop, batch by batch: which count for a metric, if only their number identifies the batches. Rows
+    after the samples of a batch repeat others, and do not count."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[Any]] = []  # a batch, and how many equal ones came together: an epoch has only a few
+        self._pending: deque[tuple[int, int]] = deque(maxlen=_KEPT)  # the last ones, of which no metric was gathered
+        self.num_batches = self._num_rows = 0
+        self.is_gathered = False  # whether a metric was gathered of some batch
+        self.is_sized = True  # whether the rows of every batch are known; else no number of rows identifies batches
+
+    def count(self, samples: int, rows: int | None) -> None:
+        """Register a delivered batch: the number of its samples, which come first, and of all its rows, if known."""
+        self.is_sized = self.is_sized and rows is not None
+        batch = samples, samples if rows is None else rows
+        if not self._runs or self._runs[-1][0] != batch:
+            self._runs.append([batch, 0])
+        run = self._runs[-1]
+        run[1] += 1
+        self._pending.append(run[0])  # the same object: thousands of them would leave the processor's cache
+        self.num_batches += 1
+        self._num_rows += batch[1]
+
+    def fitting(self, rows: int, may_be_part: bool) -> Rows | None:
+        """The rows that count of the whole loop, if it has so many; or, if it may be a part, of the latest batch of so
+        many of which no metric was gathered, or of the last one. None if none fit."""
+        if not self.is_sized:
+            return None
+        if self._runs and self._num_rows == rows:
+            places: list[int] = []
+            start = 0
+            for (samples, size), times in self._runs:
+                for _ in range(times):
+                    places += range(start, start + samples)
+                    start += size
+            return Rows(places, self.num_batches, self.num_batches, not self.is_gathered)
+        first = self.num_batches - len(self._pending) + 1
+        found = {number: batch[0] for number, batch in enumerate(self._pending, first) if batch[1] == rows}
+        if found and may_be_part:
+            end, samples = max(found), set(found.values())
+            return Rows(list(range(found[end])), 1, end if len(found) == 1 else 0, True, len(samples) > 1)
+        last = self._runs[-1][0] if self._runs else (0, 0)
+        if may_be_part and last[1] == rows:
+            return Rows(list(range(last[0])), 1, 0, False)
+        return None
+
+    def gather(self, end: int) -> None:
+        """Note that a metric was gathered of the batches up to number `end`."""
+        self.is_gathered = True
+        while len(self._pending) > self.num_batches - end:
+            self._pending.popleft()
+
+    def recent(self) -> list[int]:
+        """The numbers of rows of the last three batches, the latest last."""
+        return [size for (_, size), times in self._runs[-3:] for _ in range(min(times, 3))][-3:]
 
 
 class Batch:
     """A batch that a loop has received.
 
     Attributes:
-        samples: n, this rank's part of the round.
-        rows: the number of its rows; those after the samples do not count. None if unknown: the batch then counts as
-            one sample.
-        total: N, of all ranks; None if no rank knows it.
+        samples, total: n, this rank's part of the round, and N; None if no rank knows it.
+        rows: the number of its rows, of which `repeated` ones after the samples do not count. None if it is unknown
+            (not `is_sized`): the batch then counts as one sample.
         mark: equal on all ranks that are in the same round.
-        loop: the loop that received it.
         dealt: the number of batches that the round takes from the user's loader.
-        number: its number in the loop, from 1 on.
-        at: a logical time, counted over all deliveries of the process.
+        number, at: its number in the loop, from 1 on, and a logical time, over all deliveries of the process.
         is_summed: whether the total is to be summed over the ranks before it is used.
         is_guess: whether it may have other rows than samples, made by a `collate_fn`.
         is_used: whether a pass with gradients was computed from it.
@@ -58,7 +119,7 @@ class Batch:
         loop: Loop,
         samples: int,
         total: int | None,
-        mark: int,
+        mark: int = 0,
         repeated: int = 0,
         dealt: int = 1,
         is_sized: bool = True,
@@ -69,11 +130,6 @@ class Batch:
         self.rows, self.dealt = samples + repeated if is_sized else None, dealt
         self.number, self.at = loop.rows.num_batches, next(_clock)
         self.is_summed, self.is_guess, self.is_used = is_summed, is_guess, False
-
-    @property
-    def counts(self) -> tuple[int, int | None]:
-        """n and N. Batches with equal counts need not be distinguished to weight them."""
-        return self.samples, self.total
 
     @property
     def counted(self) -> tuple[int, int | None]:
@@ -90,20 +146,15 @@ class Batch:
 class Loop:
     """One loop over a loader: the batches that it has delivered to this rank.
 
-    Args:
+    Attributes:
         ends_here: returns whether the batch that was delivered last is the loop's last one.
         lengths: returns the numbers of batches of an epoch: of the user's loader, and of this rank's. None if the
             loader has no length.
-
-    Attributes:
-        rows: the rows of its batches.
         is_evaluation: whether all batches were delivered with gradients disabled.
-        is_open: whether the loop has not ended, and was not left.
         is_exhausted: whether it has ended with its last batch.
         num_used: the number of batches that passes with gradients were computed from.
         begins_ahead: whether several batches were delivered before the first pass with gradients.
         lags: whether an earlier batch was used since the last one was delivered, and that one was not.
-        last: the batch that was delivered last; None before the first.
         kinds: the first batch with each of the different counts and numbers of rows.
     """
 
@@ -176,31 +227,14 @@ class Deliveries:
         loop.is_exhausted = is_exhausted or loop.is_exhausted
         loop.is_open = False
 
-    def add(
-        self,
-        loop: Loop,
-        values: Any,
-        samples: int,
-        total: int | None,
-        mark: int = 0,
-        repeated: int = 0,
-        dealt: int = 1,
-        is_sized: bool = True,
-        is_summed: bool = False,
-        is_guess: bool = False,
-    ) -> Batch:
-        """Register a batch that is being delivered, in the loop's thread.
-
-        Args:
-            values: the batch itself, tensors in any nesting.
-            samples, total, mark, dealt, is_summed, is_guess: as for `Batch`.
-            repeated: the number of rows that follow the samples and do not count.
-            is_sized: whether the number of its rows is known.
-        """
-        loop.rows.count(samples, repeated, is_sized)
+    def add(self, loop: Loop, values: Any, *claim: Any, **others: Any) -> Batch:
+        """Register a batch that is being delivered, in the loop's thread: tensors in any nesting, and what it counts,
+        as for `Batch`."""
+        batch = Batch(loop, *claim, **others)
+        loop.rows.count(batch.samples, batch.rows)
+        batch.number = loop.rows.num_batches
         loop.is_evaluation = loop.is_evaluation and not torch.is_grad_enabled()
-        batch = Batch(loop, samples, total, mark, repeated, dealt, is_sized, is_summed, is_guess)
-        loop.kinds.setdefault((samples, total, batch.rows), batch)
+        loop.kinds.setdefault((batch.samples, batch.total, batch.rows), batch)
         loop.last = batch
         loop.lags = False
         if self._loops[-1] is not loop:
@@ -262,11 +296,7 @@ class Deliveries:
         return list(filter(None, map(self._by_memory.find, tensors(values))))
 
     def named(self, values: Any) -> list[Batch]:
-        """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`.
-
-        Raises:
-            ValueError: no tensor belongs to a batch.
-        """
+        """The batches that the user names by these tensors: that of the last pass if it matches, else as `find`."""
         used, known = self._used, self._batches_in(values)
         if used is not None and known and all(used in batches for batches in known):
             return [used]
@@ -288,15 +318,9 @@ class Deliveries:
         self._used = batch
 
     def computed_from(self, rows: int | None, inputs: Sequence[torch.Tensor] = ()) -> list[Batch | None]:
-        """What inputs in other memory than any batch's may have been computed from, the most likely one first.
-
-        None stands for data of no loader. The caller compares what the entries count: where that is the same, they need
-        not be distinguished.
-
-        Args:
-            rows, inputs: of the pass; None and () if they are unknown, as where no forward pass was observed.
-        """
-        loops = self._open_loops()
+        """What inputs in other memory than any batch's may have been computed from, the most likely one first; None
+        stands for data of no loader. Without rows and inputs, no forward pass was observed."""
+        loops = self.open_loops()
         if loops:
             last = loops[0].last
             found = {last: None} | self._taken_before(inputs, last)
@@ -306,9 +330,11 @@ class Deliveries:
                 found |= {each: None for each in others if not each.is_used or each.samples != last.samples}
                 return [each for each in found if rows is None or each.rows in (rows, None)]
             # Of another number of rows: of no loader, or computed from any batch of the loops, or of an ended one.
-            kinds = [each for loop in self._loops if not loop.is_open for each in loop.kinds.values()]
-            kept = self._kept_of([each for each in kinds if each.rows == rows and each.loop.is_trained])
-            return [None, *(each for loop in loops for each in loop.kinds.values()), *kept]
+            return [
+                None,
+                *(each for loop in loops for each in loop.kinds.values()),
+                *(each for each in self._left_of_ended() if each.rows == rows),
+            ]
         # No loop is open: a replay of a batch of the last one, or data of no loader.
         ended = next((each for each in reversed(self._loops) if each.last and each.is_trained), None)
         if ended is None:
@@ -321,28 +347,20 @@ class Deliveries:
     def _confusable(self, last: Batch, rows: int | None) -> dict[Batch, None]:
         """Batches that may be meant instead of the last one of an open loop, and that no rank can tell by their rows.
 
-        Equal rows tell batches that count differently apart on some rank, unless rows are repeated there. Of an ended
-        loop, a batch may be used yet if it is still in memory; of an open one, also what was computed from it.
+        Equal rows tell batches that count differently apart on some rank, unless rows are repeated there. What was not
+        used of an ended loop may be used yet.
         """
-        is_known = rows is not None and last.rows is not None
-        kinds = [
-            each
-            for loop in self._loops
-            if loop is last.loop or (is_known and loop.last and not loop.is_open and loop.is_trained)
-            if loop.has_gap
-            for each in loop.kinds.values()
-            if ((each.rows == rows and each.samples != last.samples) if is_known else each.counts != last.counts)
-        ]
-        own = [each for each in kinds if each.loop is last.loop]
-        return dict.fromkeys([*own, *self._kept_of([each for each in kinds if each.loop is not last.loop])])
+        own = last.loop.kinds.values() if last.loop.has_gap else ()
+        if rows is None or last.rows is None:
+            return dict.fromkeys(each for each in own if (each.samples, each.total) != (last.samples, last.total))
+        return dict.fromkeys(
+            each for each in (*own, *self._left_of_ended()) if each.rows == rows and each.samples != last.samples
+        )
 
-    def _kept_of(self, kinds: Sequence[Batch]) -> list[Batch]:
-        """Those kinds of which a batch that was not used is still in memory."""
-        if not kinds:
-            return []
-        with self._changing:
-            held = {(one.loop, one.counted) for each in self._by_memory.values() for one in each if not one.is_used}
-        return [each for each in kinds if (each.loop, each.counted) in held]
+    def _left_of_ended(self) -> list[Batch]:
+        """The kinds of batches of loops that have ended, and of which some batch was not used."""
+        loops = [each for each in self._loops if each.last and not each.is_open and each.is_trained and each.has_gap]
+        return [each for loop in loops for each in loop.kinds.values()]
 
     def _taken_before(self, inputs: Sequence[torch.Tensor], batch: Batch) -> dict[Batch, None]:
         """The batch that the same computed inputs were taken for before, if they have not changed; now for `batch`."""
@@ -353,15 +371,8 @@ class Deliveries:
         self._computed.note(first, (batch, version))
         return {known[0]: None} if known is not None and known[1] == version else {}
 
-    def latest(self) -> list[Batch]:
-        """The last batch of each open loop, the innermost first; of one of evaluation only if no other is open."""
-        return [each.last for each in self._open_loops()]
-
-    def innermost(self) -> Loop | None:
-        """The open loop that delivered last; one of evaluation only if no other is open."""
-        return next(iter(self._open_loops()), None)
-
-    def _open_loops(self) -> list[Loop]:
+    def open_loops(self) -> list[Loop]:
+        """The open loops, the innermost first; one of evaluation only if no other is open."""
         found = [each for each in reversed(self._loops) if each.is_open and each.last]
         return [each for each in found if each.is_trained] or found[:1]
 
@@ -370,20 +381,12 @@ class Deliveries:
         return self._loops[: -REMEMBERED - 1 : -1]
 
 
-def name_batches(batches: Sequence[Batch], before: Batch | None = None) -> str:
-    """Describe a rank's batches in words that are equal on another rank if its batches are of the same rounds.
-
-    Args:
-        before: the batch that was used before them.
-    """
+def name_batches(batches: Sequence[Batch]) -> str:
+    """Describe a rank's batches in words that are equal on another rank if its batches are of the same rounds."""
     last = batches[-1]
     numbers = [last.number] if len(batches) == 1 else [each.number for each in batches if each.loop is last.loop]
     names = f"batch {numbers[0]}" if len(numbers) == 1 else f"batches {', '.join(map(str, numbers))}"
-    order = f", round {last.mark:08x}" if last.mark else ""
-    first = before.number + 1 if before is not None and before.loop is last.loop else numbers[0]
-    left_out = range(first, numbers[0])
-    gap = "" if not left_out else f", {left_out[0]}" if len(left_out) == 1 else f", {left_out[0]} to {left_out[-1]}"
-    return f"{names} of its loop{order}{gap}{' left out' if gap else ''}"
+    return f"{names} of its loop{f', round {last.mark:08x}' if last.mark else ''}"
 
 
 def _are_unused(batches: list[Batch]) -> bool:
@@ -402,3 +405,18 @@ def _oldest_unused(batches: list[Batch]) -> Batch:
 
 
 _clock = count(1)
+
+
+def num_rows(values: Any) -> int:
+    """Return how many rows the tensors have, each the same; TypeError or ValueError else."""
+    rows = set()
+    for leaf in leaves(values):
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            what = "a tensor of no dimension" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            raise TypeError(f"values hold {what}, which has no samples; gather it with gather(), or leave it out")
+        rows.add(len(leaf))
+    if not rows:
+        raise TypeError(f"values={values!r} hold no tensor; pass one, or a nesting of them")
+    if len(rows) > 1:
+        raise ValueError(f"values have {sorted(rows)} rows; each tensor must have one row for each sample")
+    return rows.pop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Generic, TypeVar
 
 import torch
@@ -54,13 +53,10 @@ class _Notes(Generic[T]):
 class StorageMap(Generic[T]):
     """A map from the memory of tensors to values, which are not None. It keeps neither tensors nor memory alive.
 
-    If tensors overlap, the latest note applies, except to a tensor whose own note was kept. Tensors without accessible
-    memory (those of a lazy device before they are computed, some subclasses) are never found.
+    If tensors overlap, the latest note applies, except to a tensor whose own note `is_kept` when a larger one is noted.
+    Tensors without accessible memory (of a lazy device before they are computed, some subclasses) are never found.
 
     *Threads:* one at a time, except that `find` may run next to the others.
-
-    Args:
-        is_kept: whether a value stays when a larger tensor in the same memory is noted.
     """
 
     def __init__(self, is_kept: Callable[[T], bool] = lambda value: False) -> None:
@@ -75,11 +71,7 @@ class StorageMap(Generic[T]):
             free(address)
 
     def note(self, tensor: torch.Tensor, value: T) -> T | None:
-        """Note a value for this tensor and for all tensors that share its memory.
-
-        Returns:
-            The previous note for exactly the same bytes, or None.
-        """
+        """Note a value for this tensor and for all that share its memory; returns the last one for the same bytes."""
         if (found := _place_of(tensor)) is None:
             return None
         storage, begin, end = found
@@ -105,12 +97,6 @@ class StorageMap(Generic[T]):
         storage, begin, end = found
         held = self._held.get(getattr(storage, STORAGE_ADDRESS))
         return held.find(begin, end) if isinstance(held, _Notes) else held
-
-    def values(self) -> list[T]:
-        """The notes on memory that exists."""
-        held = [each for address, each in self._held.items() if not is_storage_expired(address)]
-        notes = [each.notes.values() if isinstance(each, _Notes) else (each,) for each in held]
-        return [*chain.from_iterable(notes)]
 
     def __len__(self) -> int:
         """The number of storages with notes, including expired ones that were not removed yet."""

@@ -10,7 +10,7 @@ reduced in flat buckets, whatever is chosen; `broadcast_buffers` applies there, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,11 +32,12 @@ class DDP:
         gradient_as_bucket_view: whether gradients are views of the buckets instead of copies, which saves memory of
             their size. (`grad.detach_()` fails then.)
         broadcast_buffers: whether running statistics are rank zero's on all ranks; False keeps each rank's own.
-        comm_hook: how gradients are sent: "fp16", "bf16", "powersgd"; None sends them unchanged.
-        comm_options: options of the hook.
+        comm_hook: how gradients are sent: "fp16", "bf16"; or a function that takes a bucket (`GradBucket`) and returns
+            the future of its mean over the ranks, such as a hook of torch with its state, `partial(powerSGD_hook,
+            PowerSGDState(None))`; None sends them unchanged.
 
     Raises:
-        ValueError: the size is not positive.
+        ValueError: the size is not positive, or the hook does not exist.
     """
 
     name: ClassVar[str] = "ddp"
@@ -44,12 +45,13 @@ class DDP:
     bucket_cap_mb: float = 25
     gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
-    comm_hook: str | None = None
-    comm_options: Mapping[str, Any] | None = None
+    comm_hook: str | Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} is not a size; pass a positive number of MiB")
+        if self.comm_hook not in (None, "fp16", "bf16") and not callable(self.comm_hook):
+            raise ValueError(f"comm_hook={self.comm_hook!r} does not exist; pass None, 'fp16', 'bf16', or a function")
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,6 @@ class FSDP:
         reshard_after_forward: whether a unit is resharded after its forward pass, and gathered again for its backward
             pass; False keeps it gathered between the two: more memory, less communication. An integer, a divisor of
             the number of ranks that share parameters, reshards to that many ranks. None reshards all but the root.
-        prefetch: the number of units that are gathered ahead of the one that runs, in the order in which the modules
-            were defined; None leaves it to torch: one in backward passes. More hides slow communication, and costs
-            memory.
         replicas: the number of groups of ranks that each hold all parameters: within a group parameters are gathered
             and gradients reduced; between groups, only the shards of gradients are reduced. The ranks of a group are
             consecutive: with one group per machine, parameters stay on the machine.
@@ -103,7 +102,6 @@ class FSDP:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     reshard_after_forward: bool | int | None = None
-    prefetch: int | None = None
     replicas: int = 1
     offload: bool = False
     broadcast_buffers: bool = True
@@ -112,8 +110,6 @@ class FSDP:
     def __post_init__(self) -> None:
         advice = "pass True, False, a number of ranks, or None"
         check_type(self.reshard_after_forward, "reshard_after_forward", advice, bool, int, NoneType)
-        if self.prefetch is not None:
-            check_integer(self.prefetch, "prefetch", 1, "pass a number of units, or None")
         check_integer(self.replicas, "replicas", 1, "pass a number of groups; 1 shares parameters among all ranks")
 
 

@@ -59,7 +59,6 @@ NAMES = {  # ours: (torch's, what we do by it)
     # Tensors and their memory.
     "sparse_indices": ("torch.Tensor._indices", "reads sparse tensors that are not coalesced"),
     "sparse_values": ("torch.Tensor._values", "reads sparse tensors that are not coalesced"),
-    "sparse_nnz": ("torch.Tensor._nnz", "counts the rows of a sparse gradient"),
     "tracing_context": ("torch._guards.TracingContext.try_get", "hides sharded gradients from dynamo"),
     "is_view": ("torch.Tensor._is_view", "copies views that a model returns"),
     "make_subclass": ("torch.Tensor._make_subclass", "copies parameters of user-defined classes"),

@@ -264,7 +264,7 @@ def test_several_optimizers_share_a_step_of_one_loader(pair):
 
 
 @pytest.mark.parametrize("is_left_early", [False, True])
-def test_a_step_after_a_loop_may_be_on_its_last_batch_or_on_others_so_its_weight_is_to_be_given(pair, is_left_early):
+def test_a_step_after_a_loop_may_be_on_its_last_batch_or_on_others_so_its_batch_is_to_be_named(pair, is_left_early):
     def body(batches: Loader) -> float:
         weight = nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -274,10 +274,12 @@ def test_a_step_after_a_loop_may_be_on_its_last_batch_or_on_others_so_its_weight
             if is_left_early:
                 break
         del batches
-        weight.grad = torch.tensor([1.0 + unisono.rank()])
+        loss = (weight * (1 + unisono.rank())).sum()
+        weight.grad = torch.zeros(1)
         with pytest.raises(ValueError, match=r"data of no loader or \d of the 4 samples of all ranks"):
             optimizer_step(optimizer)
-        optimizer_step(optimizer, weight=1)
+        unisono.backward(loss, batch=())
+        optimizer_step(optimizer)
         return weight.item()
 
     assert pair.run(lambda: body(DeviceLoader([torch.ones(3), torch.ones(1)]))) == [-1.5, -1.5]

@@ -90,6 +90,12 @@ FOUND = [
         "draw a; draw a; keep; draw a; replay 1; forward copied; backward accelerator; step f",
     ),
     (THREADS_2, Setup(others=4, batch=3), "draw a; forward fit; draw b; forward square; add; backward named; step f"),
+    (
+        THREADS_2,
+        Setup(every=3),
+        "draw a; forward copied; decay; step f; forward copied; draw a; forward copied; decay; backward accelerator; "
+        "step f",
+    ),
 ]
 
 

@@ -19,8 +19,7 @@ from plain_steps import judge
 from step_programs import Program, Setup, run_programs
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.utils.checkpoint import checkpoint
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 from twin import State, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd, steps
 
@@ -264,10 +263,6 @@ UNDER_STRATEGIES = {
         )
         for every in (1, 2)
     },
-    **{
-        f"losses are sums, in steps of {every}": program([PLAIN] * 10, samples=19, every=every, reduction="sum")
-        for every in (1, 3)
-    },
     "a forward pass stands between a forward pass and its backward pass, and after both": program(
         ["draw a; forward fit; evaluate 1; backward plain; evaluate 1; forward square; drop; step f; zero f none"] * 4,
         samples=23,
@@ -304,25 +299,9 @@ def test_it_is_refused_where_only_a_name_tells_which_batch_ends_the_loop(what: s
 
 
 EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
-    "losses are sums, and inputs are computed after a batch that was skipped": lambda ranks: program(
-        ["draw a", *[f"draw a; compute; {VISIT}"] * 2], samples=rounds(ranks, 3), reduction="sum"
+    "inputs are computed from a batch that was kept, of a loop that was left": lambda ranks: program(
+        [f"draw a; keep; draw a; keep; leave a; draw a; replay 1; compute; {VISIT}"], samples=2 * ranks - 1, batch=1
     ),
-    "losses are sums, and inputs are computed from a batch that is replayed": lambda ranks: program(
-        ["draw a; keep", f"draw a; compute; {VISIT}", f"replay 0; compute; {VISIT}"],
-        samples=rounds(ranks, 2),
-        reduction="sum",
-    ),
-    **{
-        f"losses are {name}, and inputs are computed from a batch that was kept, of a loop that was left": (
-            lambda ranks, reduction=reduction: program(
-                [f"draw a; keep; draw a; keep; leave a; draw a; replay 1; compute; {VISIT}"],
-                samples=2 * ranks - 1,
-                batch=1,
-                reduction=reduction,
-            )
-        )
-        for name, reduction in (("means", "mean"), ("sums", "sum"))
-    },
     "a penalty on one loader's batch and a loss on another's have one backward pass": lambda ranks: program(
         [f"draw a; forward penalty; draw b; forward fit; add; {STEP}"] * 4,
         samples=rounds(ranks, 2),
@@ -349,9 +328,6 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
         samples=16 * ranks,
         every=2,
     ),
-    "losses are sums, and data of no loader has the rows of an uneven tail": lambda ranks: program(
-        [*["draw a; " + VISIT] * 2, f"foreign 0; {VISIT}"], samples=6 * ranks - 1, batch=3, reduction="sum"
-    ),
     "data from no loader has the rows of an uneven tail": lambda ranks: program(
         [*["draw a; " + VISIT] * 2, f"foreign 0; {VISIT}"], samples=6 * ranks - 1, batch=3
     ),
@@ -362,13 +338,6 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
         ["draw a; forward fit; backward assigned", *[f"draw a; forward fit; {STEP}"] * 3],
         samples=rounds(ranks, 4),
         every=3,
-    ),
-    "losses are sums, and a backward pass adds to gradients that were assigned to those of another": lambda ranks: (
-        program(
-            ["draw a; forward square; backward accelerator; forward fit; backward assigned; forward square", STEP],
-            samples=8 * ranks,
-            reduction="sum",
-        )
     ),
     "a backward pass adds to gradients that were assigned, in an uneven tail": lambda ranks: program(
         [f"draw a; {VISIT}; draw a; forward fit; backward assigned; forward square; {STEP}"], samples=rounds(ranks, 2)
@@ -431,9 +400,13 @@ class Centre(nn.Module):
 
 
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
-def test_a_model_may_return_a_parameter(mode: Mode) -> None:
+def test_a_model_may_return_nothing_but_a_parameter_where_the_batch_is_named(mode: Mode) -> None:
     def learn(accelerator: Any, network: Any, batch: Any) -> None:
-        (batch[0][:, :3] - network(batch[0])["centre"]).pow(2).mean().backward()
+        loss = (batch[0][:, :3] - network(batch[0])["centre"]).pow(2).mean()
+        if isinstance(accelerator, Accelerator):
+            accelerator.backward(loss, batch=batch)
+        else:
+            loss.backward()
 
     compare(mode, steps(learn, Centre))
 
@@ -485,26 +458,6 @@ def test_an_optimizer_that_steps_within_the_backward_pass_is_refused_before_it_d
 
     for _, is_unchanged in mode.run(body):
         assert is_unchanged
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_a_schedule_whose_unit_its_length_does_not_tell_asks_for_it(mode: Mode) -> None:
-    """One step more than the epochs have batches, as scripts write it to be on the safe side; the steps divide it."""
-
-    def body() -> None:
-        accelerator = Accelerator(gradient_accumulation_steps=2)
-        network, loader = model(), loader_of(9, 3)
-        optimizer = sgd(network.parameters())
-        scheduler = OneCycleLR(optimizer, 0.3, total_steps=3 * len(loader) + 1)
-        network, optimizer, scheduler, loader = accelerator.prepare(network, optimizer, scheduler, loader)
-        with pytest.raises(ValueError, match="schedule_unit"):
-            for batch in loader:
-                accelerator.backward(mean_loss(network, batch))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-
-    mode.run(body)
 
 
 # What plain torch does, and what was refused.
@@ -618,16 +571,6 @@ class Normalised(nn.Module):
         return self.parts(inputs)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 2))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(lambda each: torch.tanh(self.parts[1](each)), self.parts[0](inputs), use_reentrant=True)
-        return self.parts[2](hidden)
-
-
 def twice_through_one_graph(accelerator: Any, network: nn.Module, batch: Any) -> None:
     network.eval()
     outputs = network(batch[0])
@@ -637,11 +580,6 @@ def twice_through_one_graph(accelerator: Any, network: nn.Module, batch: Any) ->
     outputs.pow(2).mean().backward()
 
 
-def a_pass_for_each_loss(accelerator: Any, network: nn.Module, batch: Any) -> None:
-    accelerator.backward(mean_loss(network, batch))
-    accelerator.backward(network(batch[0]).pow(2).mean())
-
-
 @PROCESSES
 @pytest.mark.every_mode
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -649,12 +587,4 @@ def test_batch_norm_that_is_not_trained_may_have_two_backward_passes_through_one
     accumulate: int, mode: Mode
 ) -> None:
     lines = steps(twice_through_one_graph, lambda: seeded(Normalised().double()))
-    compare(mode, lines, gradient_accumulation_steps=accumulate)
-
-
-@PROCESSES
-@pytest.mark.every_mode
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_may_have_two_passes_through_reentrant_checkpoints(accumulate: int, mode: Mode) -> None:
-    lines = steps(a_pass_for_each_loss, lambda: seeded(Checkpointed().double()))
     compare(mode, lines, gradient_accumulation_steps=accumulate)

@@ -94,30 +94,6 @@ def test_given_weights_take_the_place_of_samples(mode):
         assert found == pytest.approx((first, second))
 
 
-def test_the_step_takes_a_weight_for_gradients_of_plain_backward(mode):
-    def body():
-        weight, optimizer = one()
-        rank = current_world().rank
-        (weight * rank).sum().backward()
-        optimizer_step(optimizer, weight=1 + rank)
-        return weight.grad.item()
-
-    ranks = range(mode.ranks)
-    expected = sum(rank * (1 + rank) for rank in ranks) / sum(1 + rank for rank in ranks)
-    assert mode.run(body) == pytest.approx([expected] * mode.ranks)
-
-
-def test_a_batch_that_only_repeats_others_weighs_nothing_in_a_step_that_is_given_a_weight():
-    def body():
-        weight, optimizer = one()
-        for batch in DeviceLoader([host(1)], split="global"):
-            (weight * (1 + current_world().rank) * len(batch)).sum().backward()
-            optimizer_step(optimizer, weight=5)
-        return weight.grad.item()
-
-    assert THREADS_2.run(body) == [1.0] * 2
-
-
 def test_a_step_whose_weights_are_zero_everywhere_is_skipped_on_all_ranks(mode):
     def body():
         weight, optimizer = one()
@@ -132,16 +108,9 @@ def test_a_step_whose_weights_are_zero_everywhere_is_skipped_on_all_ranks(mode):
     ("weight", "error"),
     [(-1, ValueError), (float("nan"), ValueError), (float("inf"), ValueError), (True, TypeError), ("3", TypeError)],
 )
-@pytest.mark.parametrize("where", ["backward", "step"])
-def test_what_is_no_weight_is_an_error(weight, error, where):
-    parameter, optimizer = one()
-    loss = parameter.sum()
+def test_what_is_no_weight_is_an_error(weight, error):
     with pytest.raises(error, match="weight="):
-        if where == "backward":
-            backward(loss, weight)
-        else:
-            loss.backward()
-            optimizer_step(optimizer, weight=weight)
+        backward(one()[0].sum(), weight)
 
 
 def test_a_tensor_of_several_elements_is_no_weight():
@@ -236,11 +205,3 @@ def test_a_loss_is_a_tensor(loss):
     for call in (backward, Accelerator().backward):
         with pytest.raises(TypeError, match=r"loss=.* is of type .*; pass the tensor that the loss function returned"):
             call(loss)
-
-
-def test_weights_are_given_in_one_place():
-    weight, optimizer = one()
-    backward(weight.sum(), 2)
-    with pytest.raises(ValueError, match=r"give the weight to backward\(loss, weight=...\) alone"):
-        optimizer_step(optimizer, weight=2)
-    optimizer_step(optimizer)

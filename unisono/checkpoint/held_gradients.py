@@ -45,7 +45,7 @@ def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
         [*each.claim[:3], None if each.batch is None else each.batch.dealt, each.microbatch, loops.index(each.loop)]
         for each in step.visits
     ]
-    return {"number": step.number, "claims": claims, "is_sum": steps.is_sum}
+    return {"number": step.number, "claims": claims}
 
 
 def held_gradients(engines: Sequence[Engine]) -> Held:
@@ -73,7 +73,7 @@ def resume_step(
             each.grad = None if gradient is None else gradient.to(each.device)
     steps.resume(_rebuild_step(saved, steps.world))
     for engine in engines:
-        engine.resume()
+        engine.gradients.resume()
 
 
 def _part_of_gradients(
@@ -90,7 +90,7 @@ def _part_of_gradients(
     if held is None:
         return {}
     # Rank zero gets all of them: the mean over the current ranks must equal the mean over the saved ones.
-    factor = 1.0 if saved[0]["is_sum"] else world.world_size / len(saved)
+    factor = world.world_size / len(saved)
     names = dict.fromkeys(name for each in held for name in each)
     return {name: sum(each[name] for each in held if name in each) * factor for name in names}  # type: ignore[misc]
 

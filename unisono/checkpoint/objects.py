@@ -100,14 +100,14 @@ def own_states(objects: Objects) -> dict[str, Any]:
 
 def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
     """On rank zero, copies of all other states; {} on others. A collective. TypeError if a state is not plain data."""
-    modules, own_copy = modules_of(objects), copy if world.rank == 0 else None
+    own_copy = copy if world.rank == 0 else None
     states: dict[str, Any] = {}
     for name, each in objects.items():
         kind = kind_of(name, each)
         if kind == "model":
             states[name] = model_state(user_module(each), world, own_copy)
         elif kind == "optimizer":
-            states[name] = optimizer_state(each, modules, world, own_copy)
+            states[name] = optimizer_state(each, world, own_copy)
         elif kind == "state":
             states[name] = each.state_dict()  # on every rank: it may be a collective
     # Only after the loop, in which the states are gathered by collectives, which copies those of models and optimizers.
@@ -235,13 +235,12 @@ def restore(
 ) -> None:
     """Load the states: on rank zero those of models and optimizers, on all ranks `others`, and of each its `own`: those
     of its loaders and generators. A collective."""
-    modules = modules_of(objects)
     for name, each in objects.items():
         kind = kind_of(name, each)
         if kind == "model":
             load_model_state(user_module(each), states.get(name, {}), world)
         elif kind == "optimizer":
-            load_optimizer_state(each, modules, states.get(name, {}), world)
+            load_optimizer_state(each, states.get(name, {}), world)
         elif kind == "generator":
             each.set_state(own[name])
         else:

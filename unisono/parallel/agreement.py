@@ -21,7 +21,6 @@ from unisono.arguments import check_integer
 from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import CollectiveMismatchError, ReplicasDifferError
 from unisono.parallel.parameter_names import in_brackets
-from unisono.parallel.sparse import remember_sparse
 from unisono.timeline import REDUCE
 from unisono.torch_private import BatchNorm, foreach_copy_
 from unisono.world import World, current_world
@@ -99,7 +98,6 @@ def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None =
         BrokenWorldError: a peer failed or departed.
     """
     world = world or current_world()
-    remember_sparse(module)
     for tensor in module.state_dict().values():
         if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
             world.comm.broadcast(tensor, root)

@@ -1,20 +1,14 @@
 """Backward passes through an Accelerator's models: each is counted in a step, and its gradients are scaled on arrival.
 
 The outputs of a forward pass carry the origin of its inputs to the backward pass. When that reaches the model, the pass
-is counted, and it is known whether it makes its step final. If so, the gradients are reduced when the pass ends: every
-`.grad` is then the step's.
+is counted, and it is known whether it makes its step final. If so, the gradients are reduced when the pass ends.
 
-Gradients are scaled as they arrive at the parameters, so that everything computed from a batch is scaled, a gradient
-penalty too. That needs a hook on each parameter, so they have one only while they may need it:
-
-- the part of a batch is not 1; or steps have several microbatches, or losses are sums;
-- gradients were differentiated (`create_graph=True`): a second pass through them may bypass the outputs.
-
-Other passes that bypass the outputs are noticed by `Arrivals`, when their first gradient arrives, and counted then if
-their batch is even; otherwise they are refused.
-
-If batches with different parts meet in one backward pass, the gradients that flow from the loss into the model differ,
-and they are scaled relative to the first of them.
+Gradients are scaled as they arrive at the parameters, so that a gradient penalty is scaled, too. That needs a hook on
+each parameter, so they have one only while the part of a batch is not 1, steps have several microbatches, or gradients
+were differentiated (`create_graph=True`): a second pass through them may bypass the outputs. Other passes that bypass
+the outputs are noticed by `Arrivals`, when their first gradient arrives, and counted then if their batch is even;
+otherwise they are refused. If batches with different parts meet in one backward pass, the gradients that flow from the
+loss into the model differ, and are scaled relative to the first of them.
 
 `torch.autograd.grad`, and `backward(inputs=...)` of other tensors, leave nothing in `.grad`, and are not counted. A
 backward pass that runs inside another one, as in reentrant checkpoints, is a part of that one.
@@ -28,7 +22,6 @@ leaves nothing that another one could mistake for its own.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,66 +40,42 @@ from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import current_graph_task_id, queue_callback
-from unisono.tree import tensors, tree_map
+from unisono.tree import tensors
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Pass:
-    """A backward pass that was counted.
-
-    Attributes:
-        origin: of its loss.
-        visit: that it belongs to.
-        part: the part of the microbatch, if the user has named its weight or batch; None if each output knows its own.
-        reduces: whether it makes the step final.
-        engines: those of the models that it has reached, whether they may reduce, and whether they do when it ends.
-    """
+    """A backward pass that was counted."""
 
     origin: Origin
     visit: Visit
-    part: float | None
-    reduces: bool
+    part: float | None  # of the microbatch, if the user has named its weight or batch; else each output knows its own
+    reduces: bool  # whether it makes the step final
+    # Of the models that it has reached; whether they may reduce, and whether they do when it ends.
     engines: list[tuple[ref[Engine], bool, bool]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Run:
-    """A backward pass through one model.
+    """A backward pass through one model."""
 
-    Attributes:
-        task: autograd's number of the backward pass.
-        origin: that the first output carried; None if the pass has bypassed the outputs.
-        counted: None if nothing arrives in `.grad`, or not yet.
-        part: that of the batch that came first.
-        is_mixed: whether outputs of another batch passed before the pass was counted.
-        is_taken: whether torch.autograd.grad has asked for gradients of parameters.
-    """
-
-    task: int
-    origin: Origin | None
-    counted: _Pass | None = None
-    part: float = 1.0
-    is_mixed: bool = False
-    is_taken: bool = False
+    task: int  # autograd's number of it
+    origin: Origin | None  # that the first output carried; None if the pass has bypassed the outputs
+    counted: _Pass | None = None  # None if nothing arrives in `.grad`, or not yet
+    part: float = 1.0  # that of the batch that came first
+    is_mixed: bool = False  # whether outputs of another batch passed before the pass was counted
+    is_taken: bool = False  # whether torch.autograd.grad has asked for gradients of parameters
 
 
 class Passes:
-    """The backward passes of one rank through the models of one Accelerator.
-
-    Args:
-        steps: the rank's.
-
-    Attributes:
-        origin: of the last forward pass.
-        went_past: whether a backward pass of the current step was not begun by `backward`.
-    """
+    """The backward passes of one rank through the models of one Accelerator."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.origin = steps.origin_of()
-        self.went_past = False
+        self.origin = steps.origin_of()  # of the last forward pass
+        self.went_past = False  # a backward pass of the current step was not begun by `backward`
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
@@ -133,7 +102,7 @@ class Passes:
             found = self._world.state.deliveries.find(values)
             if not found:
                 return self._running[task].origin
-            return Origin(found, self._world, self.steps.is_sum, syncs=syncs, optimizers=engine.give_optimizers)
+            return Origin(found, self._world, syncs=syncs, optimizers=engine.give_optimizers)
         steps = self.steps
         if steps.origin is None and steps.now == steps.requested:
             self._parts.clear()
@@ -141,36 +110,28 @@ class Passes:
         self.origin = steps.origin = origin = steps.find(inputs, syncs, engine.give_optimizers)
         origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
         self._parts.add(origin.part)
-        if origin.part != 1 or steps.step.every > 1 or steps.every > 1 or steps.is_sum:
+        if origin.part != 1 or steps.step.every > 1 or steps.every > 1:
             engine.scale_leaves()
         return origin
 
-    def watch(self, engine: Engine, outputs: Any, origin: Origin) -> Any:
-        """Watch for a backward pass to reach these outputs of the model; returns them."""
+    def watch(self, engine: Engine, outputs: Any, origin: Origin) -> None:
+        """Watch for a backward pass to reach these outputs of the model."""
         if engine.is_released:
-            return outputs
+            return
         arrive = partial(self._arrive, ref(self), ref(engine), origin)
-        found, computed, shows_pass = tensors(outputs), [], False
-        for each in found:
+        computed, shows_pass = [], False
+        for each in tensors(outputs):
             if each.is_leaf and each.requires_grad:
-                continue
+                continue  # a parameter: a hook would outlive this pass, and its memory is no batch's
             computed.append(each)
             if each.requires_grad:
                 each.register_hook(arrive)
                 shows_pass = True
         if not shows_pass:
             engine.may_be_bypassed = True  # by what an object holds that is no container of tensors
-        if len(computed) < len(found):
-            # Parameters: hooks on them would outlive this pass, and their memory is no batch's.
-            outputs = tree_map(lambda leaf: _viewed(leaf, arrive), outputs)
         # Metrics and a second forward pass on these outputs then find the same batch.
         if origin.batch is not None:
             self._world.state.deliveries.know(computed, origin.batch)
-        return outputs
-
-    def know(self, inputs: Any, outputs: Any) -> None:
-        """Associate the outputs of a forward pass without gradients with the batch of its inputs."""
-        self._world.state.deliveries.know_computed(inputs, outputs)
 
     def join(self, engine: Engine) -> None:
         """Begin to watch a model, before its first pass."""
@@ -178,7 +139,7 @@ class Passes:
         engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
         engine.notice = partial(self._notice, ref(self), ref(engine))
         engine.count_leaves()
-        if self.steps.step.every > 1 or self.steps.is_sum:
+        if self.steps.step.every > 1:
             engine.scale_leaves()
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
@@ -188,16 +149,7 @@ class Passes:
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any, retain_graph: bool = False
     ) -> None:
-        """Run `loss.backward()` with the user's weight or batch.
-
-        Args:
-            weight: the number of samples, or tokens. None uses the batch's.
-            batch: tensors of the batch. None uses those that the model's inputs came from; an empty list or tuple says
-                that the data is no loader's.
-
-        Raises:
-            TypeError: the loss was computed from the parts of parameters that strategy="fsdp" leaves on each rank.
-        """
+        """Run `loss.backward()` with the user's weight or batch, as `unisono.backward`."""
         if type(loss) is not torch.Tensor and is_distributed(loss):
             raise TypeError(
                 "the loss is a DTensor: a penalty on parameters that strategy='fsdp' has sharded was added to it; give "
@@ -227,11 +179,7 @@ class Passes:
             self._is_called, self._given = False, None
 
     def adopt(self, engine: Engine) -> None:
-        """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective.
-
-        Raises:
-            ValueError: their weight is not known.
-        """
+        """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""
         if len(self._parts) > 1:
             raise ValueError(
                 "gradients were assigned or added by hand, and may come from several batches, of which this rank had "
@@ -244,11 +192,7 @@ class Passes:
         engine.adopt(origin.part)
 
     def reduce(self, engine: Engine) -> None:
-        """Reduce what backward passes have left on this rank alone, at a step. A collective.
-
-        Raises:
-            ValueError: a pass was not seen, and has a batch of which this rank has an uneven part.
-        """
+        """Reduce what backward passes have left on this rank alone, at a step. A collective."""
         if engine.gradients.has_bypassed():
             origin = self._bypassing(engine)
             if not self.steps.is_recent():
@@ -272,11 +216,8 @@ class Passes:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
         pass runs, as far as it is known."""
         task = current_graph_task_id()
-        for engine in self._engines if task >= 0 else ():
-            if engine.passing is not None and engine.passing.task == task:
-                part: float = engine.passing.part
-                return part
-        return self.origin.part
+        runs = [each.passing for each in self._engines if each.passing is not None and each.passing.task == task]
+        return runs[0].part if runs else self.origin.part
 
     def _count_late(self, origin: Origin, engine: Engine) -> Visit:
         """Count gradients of a batch for which no pass was counted, or not yet."""
@@ -342,28 +283,19 @@ class Passes:
         return visit
 
     def _check_named(self, engine: Engine, origin: Origin) -> None:
-        """Check that outputs which are known to be of another batch than the user names count as that one does."""
+        """Check that outputs are not known to be of another batch than the user names."""
         named = self._given[1] if self._given is not None else None
         if named is None or origin.is_computed or origin.batch in (None, named.batch):
             return
-        if origin.part != named.part:
-            why = "of which this rank has a different part"
-        elif 1 < self.steps.step.every < math.inf:
-            why = "which may be another microbatch, or the last of its loop"
-        else:
-            return
         raise ValueError(
-            f"backward(batch=) names one batch, and the loss has outputs of the {engine.name} for another one, {why}; "
-            "call it for the loss of each batch, or, if the loss is a mean over the samples of one of them, pass their "
-            "number as weight="
+            f"backward(batch=) names one batch, and the loss has outputs of the {engine.name} for another one; call it "
+            "for the loss of each batch, or, if the loss is a mean over the samples of one of them, pass their number "
+            "as weight="
         )
 
     def _check_graphs(self, engine: Engine, part: float) -> None:
-        """Check that gradients which were differentiated, and which may be in this pass, have its part.
-
-        Raises:
-            ValueError: they do not: they bypass the outputs, where they could be scaled by themselves.
-        """
+        """Check that gradients which were differentiated, and which may be in this pass, have its part: they bypass the
+        outputs, where they could be scaled by themselves."""
         if any(each.part != part for each in engine.graphs):
             raise ValueError(
                 "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of "
@@ -392,11 +324,7 @@ class Passes:
     @staticmethod
     def _notice(passes: ref[Passes], engine: ref[Engine]) -> None:
         """Handle the first gradient that arrives at the model in a pass: it is counted now, if no output has shown it,
-        and no leaf has a hook, which would do so.
-
-        Raises:
-            ValueError: this rank has an uneven part of its batch. Now, since other ranks may reduce in this pass.
-        """
+        and no leaf has a hook, which would do so. An uneven part is refused now: other ranks may reduce now."""
         self, model = passes(), engine()
         if self is None or model is None or model.is_released or model.gathers or model.hooks:
             return
@@ -409,11 +337,8 @@ class Passes:
             raise _bypassed(model)
 
     def _run(self, engine: Engine, origin: Origin | None) -> _Run:
-        """Return the current backward pass through that model; begin it when it reaches the model.
-
-        Args:
-            origin: that an output carries; None if the pass has bypassed the outputs.
-        """
+        """Return the current backward pass through that model; begin it when it reaches the model, by an output that
+        carries this origin, or past all outputs."""
         task = current_graph_task_id()
         run: _Run | None = engine.passing
         if run is not None and run.task == task:
@@ -451,8 +376,8 @@ class Passes:
         counted = self._running.get(run.task)
         if run.is_mixed and self._given is None:
             raise RuntimeError(
-                f"outputs of the {engine.name} from several batches met in one backward pass, and all parameters that "
-                "it has reached are in checkpoints with use_reentrant=True, so their weights cannot be applied; pass "
+                f"outputs of the {engine.name} from several batches met in one backward pass, and all its parameters "
+                "are in checkpoints with use_reentrant=True, so that no weights can be applied; pass "
                 "use_reentrant=False, or call backward() for the loss of each batch"
             )
         if counted is None:
@@ -463,8 +388,8 @@ class Passes:
                 self._check_named(engine, run.origin)
             origin = named or run.origin or self._bypassing(engine)
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
-                found = dict.fromkeys([*origin.candidates, *self._world.state.deliveries.latest()])
-                check_counts(list(found), self._world, False, self.steps.is_sum)
+                latest = (each.last for each in self._world.state.deliveries.open_loops())
+                check_counts([*dict.fromkeys([*origin.candidates, *latest])], self._world, False)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
             part = visit.claim.part(self._world.comm.size) if is_named else None
             counted = self._running[run.task] = _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
@@ -476,7 +401,7 @@ class Passes:
         if engine.graphs and counted.part is None:
             self._check_graphs(engine, run.part)
         held = engine.gradients
-        is_weighed = self.steps.step.every > 1 or run.part != 1 or (self.steps.is_sum and held.is_reduced)
+        is_weighed = self.steps.step.every > 1 or run.part != 1
         # Or the assigned ones are of another batch.
         if held.known is not None and (is_weighed or self._parts != {1}) and held.is_changed():
             raise RuntimeError(
@@ -485,7 +410,7 @@ class Passes:
                 "and zero_grad() in between"
             )
         engine.passing = run
-        if run.part != 1 or self.steps.step.every > 1 or self.steps.is_sum:  # others may train since the forward pass
+        if is_weighed:  # others may train since the forward pass
             engine.scale_leaves()
         reduces = counted.reduces and origin.syncs
         counted.engines.append((ref(engine), origin.syncs, reduces))
@@ -493,10 +418,9 @@ class Passes:
 
     def _bypassing(self, engine: Engine) -> Origin:
         """The origin of a pass that has bypassed the outputs of the model."""
-        if engine.graphs:
-            return self.steps.origin_of(
-                list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
-            )
+        if engine.graphs:  # of several batches: it is not known which
+            found = list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
+            return Origin(found, self._world, is_computed=len(found) > 1)
         return self.origin if self.steps.is_recent() else self.steps.find()
 
     def _watch_end(self, task: int) -> None:
@@ -545,12 +469,3 @@ def _bypassed(engine: Engine) -> ValueError:
         "of which batch it is, and this rank has an uneven part of the current one; call the model itself, or a method "
         "after model.mark_forward_method(name), or name the batch, accelerator.backward(loss, batch=batch)"
     )
-
-
-def _viewed(leaf: Any, hook: Callable[[torch.Tensor], Any]) -> Any:
-    """A view of a parameter, with that hook; other values as they are."""
-    if not (isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad):
-        return leaf
-    view = leaf.view_as(leaf)
-    view.register_hook(hook)
-    return view

@@ -1,9 +1,5 @@
-"""Claims: how many of the samples of a microbatch a rank's gradients stand for.
-
-n and N come with the batch, from the loader; or from the user, who counts tokens: then N is summed over the ranks.
-
-*Threads:* the rank's own.
-"""
+"""Claims: how many of the samples of a microbatch a rank's gradients stand for: n and N, which come with the batch,
+from the loader; or n from the user, who counts tokens: then N is summed over the ranks."""
 
 from __future__ import annotations
 
@@ -49,28 +45,18 @@ class Claim(NamedTuple):
 _counted = lru_cache(Claim)  # a loop's batches have few sizes
 
 
-def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: World, is_sum: bool = False) -> Claim:
+def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: World) -> Claim:
     """What a pass claims. A small collective where the weight is given, or the samples are to be summed.
 
     Args:
-        batch: that it is computed from; None for data of no loader, or of a loader that does not know the round: each
-            rank's counts the same then.
+        batch: None for data of no loader, or of one that does not know the round: each rank's counts the same then.
         weight: what the loss is the mean over, where that is not the samples.
-        is_sum: losses are sums over samples, and add up as they are.
-
-    Raises:
-        TypeError, ValueError: the weight is no weight, or it is given for a sum.
     """
     size = world.comm.size
     repeats = batch is not None and batch.rows is not None and not batch.samples
-    if is_sum and weight is not None:
-        raise ValueError("loss_reduction='sum' adds losses as they are; leave out weight=, or use 'mean'")
     if weight is None and batch is not None and batch.is_summed:
         batch.total = int(world.comm.all_reduce(torch.tensor(batch.samples, device=HOST)))
         batch.is_summed = False
-    if is_sum:
-        is_empty = batch is not None and batch.total == 0
-        return Claim(0 if repeats else 1, 0 if is_empty else size)  # a part of 0 or 1
     if weight is not None:
         given = checked_weight(weight)
         own = given * (not repeats)  # the sample counts on another rank
@@ -87,12 +73,7 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
 
 
 def checked_weight(weight: float | torch.Tensor) -> float:
-    """Return the weight as a number.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is negative or not finite.
-    """
+    """Return the weight as a number; TypeError or ValueError if it is none, negative, or not finite."""
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, int | float):
@@ -105,25 +86,16 @@ def checked_weight(weight: float | torch.Tensor) -> float:
     return float(weight)
 
 
-def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = True, is_sum: bool = False) -> None:
-    """Check that all batches that may be meant count the same; None stands for data of no loader.
-
-    Args:
-        is_mean: the step is a mean over its microbatches, so that N must be equal, too, not only n / N.
-        is_sum: as for `claim_of`.
-
-    Raises:
-        ValueError: it is not known which of these batches is meant, and they count differently.
-    """
+def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = True) -> None:
+    """Check that all batches that may be meant count the same; None stands for data of no loader. If the step is a mean
+    over its microbatches, N must be equal, too, not only n / N."""
     if len(batches) < 2:
         return
-    # The ranks must take the same one, also where sums weigh all alike.
-    is_sum = is_sum and None not in batches
-    if not is_sum and any(each is not None and each.is_summed for each in batches):
+    if any(each is not None and each.is_summed for each in batches):
         # Nothing is summed here, where ranks may differ: if N differs, then n does on some rank, which raises.
         differ = len({None if each is None else each.samples for each in batches}) > 1
     else:
-        claims = [claim_of(each, None, world, is_sum) for each in batches]
+        claims = [claim_of(each, None, world) for each in batches]
         loaded = {claim.total for claim, each in zip(claims, batches, strict=True) if each is not None}
         differ = len({each.part(world.comm.size) for each in claims}) > 1 or (is_mean and len(loaded) > 1)
     if differ:
@@ -143,17 +115,12 @@ def _describe(batch: Batch | None) -> str:
 
 
 class Crossings:
-    """The backward passes of `unisono.functional` on one rank: gradients that come from other ranks' losses.
-
-    Attributes:
-        number: the number of them so far.
-        task: autograd's number of the backward pass that contained the last one.
-        is_held: whether there was one since the last step by hand.
-    """
+    """The backward passes of `unisono.functional` on one rank: gradients that come from other ranks' losses."""
 
     def __init__(self) -> None:
-        # Readers: `optimizer.backward` (number), `backward.py` (task), steps after a plain loss.backward() (is_held).
-        self.number, self.task, self.is_held = 0, -1, False
+        self.number = 0  # of them so far
+        self.task = -1  # autograd's number of the backward pass that contained the last one
+        self.is_held = False  # whether there was one since the last step by hand
 
     def note(self) -> None:
         """Note that one runs, in a backward pass."""
@@ -166,13 +133,8 @@ class Crossings:
 
 
 def refuse_crossed(part: float) -> None:
-    """Refuse an uneven part of the microbatch as the weight of gradients that also come from other ranks' losses.
-
-    Rank r's would count n(r) R / N times, regardless of which rank's loss they come from.
-
-    Raises:
-        ValueError: the part is not that of an even split.
-    """
+    """Refuse an uneven part of the microbatch as the weight of gradients that also come from other ranks' losses: rank
+    r's would count n(r) R / N times, regardless of which rank's loss they come from."""
     if abs(part - 1) > _ROUNDING:
         raise ValueError(
             "the ranks have different numbers of samples, or weights, in this step, and gradients that came through "

@@ -1,29 +1,21 @@
 """Reducing gradients: every rank ends with the gradient of the mean loss over all samples of the global batch.
 
-Each rank multiplies its gradients by the step's factor (`steps.py`), and they are summed over the ranks, in flat
-buckets with one reduction each. The first bucket has one additional number per parameter: whether it has a gradient.
-So a parameter without a gradient on some ranks counts as zero there, and is never paired with another one. On
-accelerators that run asynchronously, these numbers are sent from main memory before the buckets: reading them from a
-bucket would wait for the whole backward pass.
+Each rank's gradients, times the step's factor (`steps.py`), are summed in flat buckets. The first bucket has one more
+number per parameter: whether it has a gradient. So one without a gradient on some ranks counts as zero there, and is
+never paired with another one. On accelerators that run asynchronously, these numbers are sent from main memory before:
+reading them from a bucket would wait for the whole backward pass. Sparse gradients (`nn.Embedding(sparse=True)`) become
+dense ones, since a rank may have none of them, or dense ones.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm.operations import HOST
-from unisono.parallel.parameter_names import name_of
-from unisono.parallel.sparse import is_known_as_sparse, is_sparse, reduce_sparse, refuse_unknown
-from unisono.torch_private import foreach_copy_, foreach_mul_, foreach_zero_
+from unisono.torch_private import foreach_copy_, foreach_mul_, foreach_zero_, sparse_values
 from unisono.world import World
-
-logger = logging.getLogger(__name__)
-
-_warned = WeakTensorKeyDictionary()
 
 BUCKET_BYTES = 64 * 2**20  # large enough to be bandwidth-bound, small enough not to double a model's memory
 
@@ -37,17 +29,15 @@ def reduce_gradients(
     is_part: bool = False,
     watchers: Sequence[Callable[[torch.Tensor], None]] = (),
 ) -> None:
-    """Replace the gradients, in place, by the weighted sum over the ranks.
+    """Replace the gradients, in place, by the sum over the ranks of factor times gradient.
 
     Args:
         parameters: the same ones in the same order on each rank.
-        factor: the factor of this rank's gradients.
         place: the position of this rank in its loop, in words that are equal on all ranks in lock-step.
         is_part: whether the step has further parameters, so that none of these needs to have a gradient.
         watchers: called with this rank's part of each bucket.
 
     Raises:
-        TypeError: a gradient is sparse, and the other ranks do not know it (`sparse.py`).
         RuntimeError: no parameter has a gradient, on any rank.
         CollectiveMismatchError: the ranks are at different positions.
     """
@@ -56,30 +46,37 @@ def reduce_gradients(
         if not is_part:
             check_presence(parameters)
         return
-    dense = [each for each in parameters if not is_known_as_sparse(each)]
-    for each in dense:
-        refuse_unknown(each)
+    for each in parameters:
+        if each.grad is not None and each.grad.layout is not torch.strided:
+            each.grad = each.grad.to_dense()
     world.comm.announce(f"the gradients of {place}")
     notes = [float(parameter.grad is not None) for parameter in parameters]
     present: set[int] = set()
-    # Sent on their own where reading them from a bucket would wait, and where there is no bucket.
-    if world.is_hosted or world.backend.is_accelerated() or not dense:
-        present = _ids_with_gradient(world.comm.all_reduce(torch.tensor(notes, device=HOST)), parameters, world)
+    # Sent on their own where reading them from a bucket would wait.
+    if world.is_hosted or world.backend.is_accelerated():
+        present = _ids_with_gradient(world.comm.all_reduce(torch.tensor(notes, device=HOST)), parameters)
         notes = []
-    for bucket in _buckets(dense):
+    for bucket in _buckets(parameters):
         flat = _flatten(bucket, factor, notes)
         for watch in watchers:
             watch(flat)
         world.comm.all_reduce(flat)
         if notes:
-            present = _ids_with_gradient(flat[-len(notes) :], parameters, world)
+            present = _ids_with_gradient(flat[-len(notes) :], parameters)
             flat, notes = flat[: -len(notes)], []
         _unflatten(flat, bucket, present, in_place=not world.backend.is_lazy)
-    for each in parameters:
-        if is_known_as_sparse(each):
-            reduce_sparse(each, world, factor)
     if not is_part:
         check_presence(parameters)
+
+
+def is_sparse(tensor: torch.Tensor | None) -> bool:
+    """Whether it is a sparse tensor of rows with indices."""
+    return tensor is not None and tensor.layout is torch.sparse_coo
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or the rows of a sparse one; repeated rows are separate unless it is coalesced."""
+    return sparse_values(tensor) if is_sparse(tensor) else tensor
 
 
 @torch.no_grad()
@@ -127,25 +124,9 @@ def check_presence(parameters: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _ids_with_gradient(summed: torch.Tensor, parameters: Sequence[torch.Tensor], world: World) -> set[int]:
-    """The parameters that have a gradient on some rank; rank zero warns once about each that is missing on some.
-
-    Args:
-        summed: for each parameter, the number of ranks with a gradient.
-    """
-    size = world.comm.size
-    # The flags have the type of their bucket. In bfloat16 they count exactly up to 256; only the warning depends on it.
-    counts = (summed.real if summed.is_complex() else summed).tolist()
-    for parameter, count in zip(parameters, counts, strict=True):
-        if 0 < round(count) < size and world.rank == 0 and parameter not in _warned:
-            _warned[parameter] = True
-            logger.warning(
-                "%s has a gradient on %d of %d ranks only; on the others it counts as zero",
-                name_of(parameter, parameters),
-                round(count),
-                size,
-            )
-    return {id(parameter) for parameter, count in zip(parameters, counts, strict=True) if count}
+def _ids_with_gradient(counts: torch.Tensor, parameters: Sequence[torch.Tensor]) -> set[int]:
+    """The parameters that have a gradient on some rank, of which `counts` has the numbers."""
+    return {id(parameter) for parameter, count in zip(parameters, counts.tolist(), strict=True) if count}
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

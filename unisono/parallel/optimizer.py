@@ -23,8 +23,7 @@ from unisono.parallel.agreement import check_agreement
 from unisono.parallel.backward import Passes
 from unisono.parallel.claims import Crossings, check_counts, claim_of, refuse_crossed
 from unisono.parallel.gradients import reduce_gradients, scaled
-from unisono.parallel.learning_rates import describe_rates
-from unisono.parallel.parameter_names import trained_parameters
+from unisono.parallel.parameter_names import describe_rates, trained_parameters
 from unisono.parallel.steps import Origin, Steps
 from unisono.parallel.strategies.sharded import holds_any
 from unisono.timeline import REDUCE, STEP
@@ -40,21 +39,14 @@ unreduced = WeakTensorKeyDictionary()
 
 
 class ByHand:
-    """The state of a rank that trains without an Accelerator.
-
-    Attributes:
-        agreed: the optimizers whose parameters have been compared with those of the other ranks.
-        brings_batches: whether each rank loads its own batches, as PyTorch/XLA's scripts do by a DistributedSampler.
-        steps: those that `backward` has counted for; None before its first call.
-        trainers: the passes through prepared models.
-    """
+    """The state of a rank that trains without an Accelerator."""
 
     def __init__(self) -> None:
-        self.agreed: WeakSet[Optimizer] = WeakSet()
-        self.brings_batches = False
-        # Weak: an Accelerator that the user has dropped must not claim the losses of its models.
+        self.agreed: WeakSet[Optimizer] = WeakSet()  # whose parameters have been compared with those of the other ranks
+        self.brings_batches = False  # each rank loads its own, as PyTorch/XLA's scripts do by a DistributedSampler
+        # The passes through prepared models. Weak: a dropped Accelerator must not claim the losses of its models.
         self.trainers: WeakSet[Passes] = WeakSet()
-        self.steps: Steps | None = None
+        self.steps: Steps | None = None  # those that `backward` has counted for
 
     def steps_of(self, world: World) -> Steps:
         if self.steps is None:
@@ -137,7 +129,6 @@ def optimizer_step(
     barrier: bool = False,
     optimizer_args: Mapping[str, Any] | None = None,
     *,
-    weight: float | torch.Tensor | None = None,
     world: World | None = None,
 ) -> Any:
     """Reduce the gradients of the optimizer's parameters over all ranks and call `optimizer.step(**optimizer_args)`.
@@ -152,18 +143,15 @@ def optimizer_step(
         barrier: wait until the device has finished the step. A lazy device starts it in any case.
         optimizer_args: keyword arguments of `optimizer.step`. A "closure" is called by it, on every rank, and its
             gradients and its loss are reduced each time.
-        weight: the number of terms in the mean that is this rank's loss, if these are not its samples: unmasked tokens,
-            for example. For gradients of one plain `loss.backward()`; for several use `unisono.backward(loss, weight)`.
         world: None uses the current one.
 
     Returns:
         The result of `optimizer.step`.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer, or a gradient is sparse.
+        TypeError: `optimizer` is not an optimizer.
         RuntimeError: no parameter has a gradient.
-        ValueError: the weight is negative or not finite; or plain `loss.backward()` has accumulated batches that were
-            split differently.
+        ValueError: plain `loss.backward()` has accumulated batches that were split differently.
         CollectiveMismatchError: the ranks' models differ, or the ranks took different numbers of batches.
         BrokenWorldError: a peer failed or left.
     """
@@ -171,8 +159,6 @@ def optimizer_step(
     world = world or current_world()
     arguments = dict(optimizer_args or {})
     if optimizer in prepared:
-        if weight is not None:
-            raise ValueError("a prepared optimizer's gradients are weighted already; pass backward(loss, weight=...)")
         return optimizer.step(**arguments)
     hand, track = world.state.part(ByHand), world.timeline.loop()
     steps = hand.steps_of(world)
@@ -181,14 +167,14 @@ def optimizer_step(
         with track.span(REDUCE):
             check_once(optimizer, trained_parameters(optimizer), world)
             if arguments.get("closure") is not None:
-                arguments["closure"] = _reducing(optimizer, arguments["closure"], weight, world)
+                arguments["closure"] = _reducing(optimizer, arguments["closure"], world)
             else:
                 # All ranks skip the step, or none does: the totals are equal on all of them.
                 is_empty = _is_counted(optimizer, hand) and steps.step.is_empty()
                 if is_empty and not holds_any(trained_parameters(optimizer), world):
                     track.count("skipped steps")
                     return None
-                reduce_held(optimizer, world, weight)
+                reduce_held(optimizer, world)
         with track.span(STEP):
             result = optimizer.step(**arguments)
             world.backend.mark_step(world.device)
@@ -201,29 +187,21 @@ def optimizer_step(
         world.state.part(Crossings).is_held = False
 
 
-def reduce_held(
-    optimizer: Optimizer, world: World, weight: float | torch.Tensor | None = None, origin: Origin | None = None
-) -> float:
+def reduce_held(optimizer: Optimizer, world: World, origin: Origin | None = None) -> float:
     """Reduce the gradients of an optimizer that is not prepared; returns this rank's part of the step. A collective.
 
     Args:
-        weight: as for `optimizer_step`.
         origin: of the gradients that plain `loss.backward()` has left; None finds it.
     """
     hand = world.state.part(ByHand)
     steps = hand.steps_of(world)
     if _is_counted(optimizer, hand):
-        if weight is not None:
-            raise ValueError(
-                "backward() has weighted these gradients; give the weight to backward(loss, weight=...) alone"
-            )
         part, factor, place = steps.fraction(), steps.factor(), steps.step.place()
     else:
         origin = origin or steps.find()
-        if weight is None:
-            # A sum of plain backward passes: the batches need not be of one size, but one number weighs them all.
-            check_counts(origin.candidates, world, is_mean=False)
-        claim = claim_of(origin.batch, weight, world)
+        # A sum of plain backward passes: the batches need not be of one size, but one number weighs them all.
+        check_counts(origin.candidates, world, is_mean=False)
+        claim = claim_of(origin.batch, None, world)
         if world.state.part(Crossings).is_held:
             refuse_crossed(claim.part(world.comm.size))
         # n / N without the factor R: the ranks' gradients are added, not averaged.
@@ -242,11 +220,7 @@ def _is_counted(optimizer: Optimizer, hand: ByHand) -> bool:
 
 
 def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: World) -> None:
-    """Check before an optimizer's first step that all ranks have the same model.
-
-    Raises:
-        CollectiveMismatchError: they do not.
-    """
+    """Check before an optimizer's first step that all ranks have the same model."""
     agreed = world.state.part(ByHand).agreed
     if world.comm.size == 1 or optimizer in agreed:
         return
@@ -258,12 +232,7 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
 
 
 def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
-    """Warn on rank zero of several if no loader of this package has delivered a batch.
-
-    Args:
-        called: the user's call.
-        way_out: how to give each rank a part.
-    """
+    """Warn on rank zero of several if no loader of this package has delivered a batch."""
     is_expected = world.state.part(ByHand).brings_batches or not world.state.deliveries.is_unused
     if world.rank == 0 and world.world_size > 1 and not is_expected:
         logger.warning(
@@ -275,9 +244,7 @@ def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
         )
 
 
-def _reducing(
-    optimizer: Optimizer, closure: Callable[[], Any], weight: float | torch.Tensor | None, world: World
-) -> Callable[[], Any]:
+def _reducing(optimizer: Optimizer, closure: Callable[[], Any], world: World) -> Callable[[], Any]:
     """A closure for `optimizer`, each call of which is a separate step."""
     hand = world.state.part(ByHand)
     origin = hand.steps_of(world).find(())
@@ -286,16 +253,12 @@ def _reducing(
         hand.steps_of(world).give_up()
         return closure()
 
-    return reducing(compute, lambda: reduce_held(optimizer, world, weight, origin), world)
+    return reducing(compute, lambda: reduce_held(optimizer, world, origin), world)
 
 
 def reducing(closure: Callable[[], Any], reduce: Callable[[], float], world: World) -> Callable[[], Any]:
     """A closure with the gradients and the loss of the global batch, since the optimizer's decisions depend on them and
-    must be equal on all ranks.
-
-    Args:
-        reduce: reduces the gradients left by the closure, and returns this rank's part of the step.
-    """
+    must be equal on all ranks. `reduce` reduces the gradients, and returns this rank's part of the step."""
 
     def reduced() -> Any:
         loss = torch.as_tensor(closure(), device=world.device).detach()

@@ -1,14 +1,18 @@
-"""Names of parameters for messages, since optimizers hold parameters without names."""
+"""What ranks call the parameters of optimizers, which hold them without names, and their learning rates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+_SHOWN = 3  # learning rates; more are compared by a checksum
 _names = WeakTensorKeyDictionary()
 
 
@@ -50,3 +54,14 @@ def has_gradient(optimizer: Optimizer) -> bool:
             if each.grad is not None:
                 return True
     return False
+
+
+def describe_rates(optimizers: Iterable[Optimizer]) -> str:
+    """The learning rates that are plain numbers, to be compared by the ranks, which step with them."""
+    # To six digits: hosts may compute the cosine of a schedule differently in the last one.
+    groups = chain.from_iterable(map(attrgetter("param_groups"), optimizers))
+    rates = [f"{rate:.6g}" for group in groups if isinstance(rate := group.get("lr"), int | float)]
+    shown = list(dict.fromkeys(rates))
+    if len(shown) > _SHOWN:
+        shown = [*shown[:_SHOWN], f"{zlib.crc32(repr(rates).encode()):08x}"]
+    return f" at lr {'/'.join(shown)}" if shown else ""

@@ -38,13 +38,10 @@ _ELSEWHERE = object()  # stands for the batch, and the loop, of data from no loa
 
 
 class Origin:
-    """Where the inputs of a forward pass come from.
+    """Where the inputs of a forward pass come from, and what a pass on that batch claims.
 
     Attributes:
         candidates: the batches that may be meant, the most likely first; None stands for data of no loader.
-        batch: the first of them.
-        claim: what a pass on that batch claims.
-        part: this rank's part of it.
         is_computed: whether the inputs share no memory with a batch.
         may_lag: whether they may be computed from the batch before, which was used last.
         is_chained: whether the inputs were computed with gradients, for example by another model.
@@ -58,7 +55,6 @@ class Origin:
         self,
         candidates: Sequence[Batch | None],
         world: World,
-        is_sum: bool,
         is_computed: bool = False,
         syncs: bool = True,
         optimizers: Callable[[], Collection[Optimizer]] = tuple,
@@ -66,7 +62,7 @@ class Origin:
         self.candidates, self.batch = candidates, candidates[0]
         self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
         self.is_chained = self.may_lag = False
-        self.claim = claim = claim_of(self.batch, None, world, is_sum)
+        self.claim = claim = claim_of(self.batch, None, world)
         self.part = claim.samples * world.comm.size / claim.total if claim.total else 0.0
 
 
@@ -74,11 +70,8 @@ class Visit:
     """One use of a batch between two requests of an optimizer.
 
     Attributes:
-        source: the batch; or the `accumulate()` block, or what stands for data of no loader.
-        batch: None for data of no loader.
+        source: the batch; or the `accumulate()` block, or what stands for data of no loader, which has no batch.
         loops: of all its batches; a block may have several.
-        loop: that delivered it, or what stands for one; losses of different loops may be one microbatch.
-        claim: n of N.
         began: the logical time of its first pass (`Steps.now`).
         microbatch: the time of the first pass of its microbatch, which identifies it within the step.
     """
@@ -91,30 +84,24 @@ class Visit:
 
     @property
     def loop(self) -> object:
+        """Losses of different ones may be one microbatch."""
         return _ELSEWHERE if self.batch is None else self.batch.loop
 
 
 class Step:
-    """The visits whose gradients an optimizer applies together.
-
-    Args:
-        number: its number, from 1 on; a step that was given up does not count.
-        before: the last batch of the previous step, from which `place` tells which were left out.
-        visits: in the order of their first passes.
-        every: k, the number of its microbatches, as for `Steps`.
+    """The visits whose gradients an optimizer applies together, in the order of their first passes.
 
     Attributes:
+        number: from 1 on; a step that was given up does not count.
+        every: k, the number of its microbatches, as for `Steps`.
         latest: the latest visit of each source.
-        state: one of the three above.
         visited: of each loop, the number of the latest batch that was visited before this step.
     """
 
-    __slots__ = ("before", "every", "latest", "number", "state", "visited", "visits")
+    __slots__ = ("every", "latest", "number", "state", "visited", "visits")
 
-    def __init__(
-        self, number: int = 1, before: Batch | None = None, visits: Sequence[Visit] = (), every: float = 1
-    ) -> None:
-        self.number, self.before, self.visits, self.every = number, before, list(visits), every
+    def __init__(self, number: int = 1, visits: Sequence[Visit] = (), every: float = 1) -> None:
+        self.number, self.visits, self.every = number, list(visits), every
         self.latest: dict[object, Visit] = {}
         self.visited: dict[Loop, int] = {}
         self.state = COLLECTING
@@ -126,7 +113,7 @@ class Step:
 
     @property
     def last(self) -> Batch | None:
-        """The batch that was visited last."""
+        """The batch visited last."""
         return self.visits[-1].batch if self.visits else None
 
     @property
@@ -163,7 +150,7 @@ class Step:
         batches = list(filter(None, map(attrgetter("batch"), self.visits)))
         if not batches:
             return f"step {self.number}" + (f" ({self.count} microbatches of no loader)" if self.count > 1 else "")
-        return f"step {self.number} ({name_batches(batches, self.before)})"
+        return f"step {self.number} ({name_batches(batches)})"
 
 
 class _Requests:
@@ -179,23 +166,17 @@ class _Requests:
 class Steps:
     """The steps of one rank's training loop.
 
-    Args:
-        world: the rank's.
-        every: the number of microbatches per step, over whose samples it is the mean; math.inf if the user decides by
-            stepping. With 1, it is the sum of the means of whatever passes it has, as in a plain script.
-        is_sum: losses are sums over samples, and nothing is averaged.
-
     Attributes:
-        step: the current one.
-        every: that of the next one.
+        every: the number of microbatches of the next step, over whose samples it is the mean; math.inf if the user
+            decides by stepping. With 1, it is the sum of the means of whatever passes it has, as in a plain script.
         origin: of the last forward pass; None after a pass or a request.
         now: a logical time, counted over visits and requests: what began at a time is over for an optimizer that has
             made a request since.
         requested: the time of the last request of any optimizer.
     """
 
-    def __init__(self, world: World, every: float = 1, is_sum: bool = False) -> None:
-        self.world, self.every, self.is_sum = world, every, is_sum
+    def __init__(self, world: World, every: float = 1) -> None:
+        self.world, self.every = world, every
         self._size = world.comm.size
         self._block: object = None  # stands for the batch in an `accumulate()` block
         # Weak: a rank keeps its steps, and must not keep an optimizer alive that the user has dropped.
@@ -238,7 +219,7 @@ class Steps:
         is_computed = not batches
         if is_computed:
             batches = deliveries.computed_from(rows_of(inputs), inputs)
-        found = Origin(batches, self.world, self.is_sum, is_computed, syncs, optimizers)
+        found = Origin(batches, self.world, is_computed, syncs, optimizers)
         if found.batch is not None:
             found.may_lag = is_computed and found.batch.loop.lags
             deliveries.use(found.batch)
@@ -246,7 +227,7 @@ class Steps:
 
     def origin_of(self, batches: Sequence[Batch | None] = (None,)) -> Origin:
         """The origin of a pass on one of these batches."""
-        return Origin(batches, self.world, self.is_sum)
+        return Origin(batches, self.world)
 
     def name(self, batch: Any) -> Origin:
         """The origin that the user names by tensors of a batch; an empty value names data of no loader."""
@@ -293,9 +274,7 @@ class Steps:
             elsewhere: distinguishes data of no loader.
 
         Raises:
-            ValueError: nothing is counted. The pass may be of one batch or another, and they count differently, or
-                steps depend on it; the batch was visited with another claim; or the step has visits of which some have
-                weights of the user's, or whose loops' batches change in size.
+            ValueError: nothing is counted, since it has no known claim, or its claim does not fit those of the step.
         """
         batch, step = origin.batch, self.step
         source = self._block or batch or elsewhere
@@ -305,12 +284,12 @@ class Steps:
         if known is None and step.state == TAKEN:
             step = step_after(step, self.every)
         if weight is None and len(origin.candidates) > 1:
-            check_counts(origin.candidates, self.world, step.every > 1, self.is_sum)
+            check_counts(origin.candidates, self.world, step.every > 1)
         if 1 < step.every < math.inf and not is_named:
             self._check_microbatch(origin)
         if weight is None and batch is not None and batch.is_guess and (self._size > 1 or step.every > 1):
             raise ValueError(_UNKNOWN_ROWS)
-        claim = origin.claim if weight is None else claim_of(batch, weight, self.world, self.is_sum)
+        claim = origin.claim if weight is None else claim_of(batch, weight, self.world)
         self.origin = None
         if batch is not None and 1 < step.every < math.inf:
             if claim.is_empty:  # as if it were skipped, as on one device: known, and none of the step's visits
@@ -423,8 +402,8 @@ class Steps:
         # The pass that begins the next visit is still to come; one on a batch of which no row is left begins none.
         if origin is not None and origin.claim.is_empty:
             return step.state == FINAL
-        loop = self.world.state.deliveries.innermost() if origin is None else None
-        batch = origin.batch if origin is not None else loop.last if loop is not None else None
+        loops = self.world.state.deliveries.open_loops() if origin is None else []
+        batch = origin.batch if origin is not None else loops[0].last if loops else None
         count = 0 if step.state == TAKEN else step.count
         return count + 1 >= every or self._ends_loop(batch)
 
@@ -461,14 +440,12 @@ class Steps:
 
     def scale(self, visit: Visit) -> float:
         """The size of that visit's batch against the step's first: a factor for all that its passes compute."""
-        if self.step.every == 1 or self.is_sum or self.step.is_joint:
+        if self.step.every == 1 or self.step.is_joint:
             return 1.0
         return visit.claim.total / (self.step.unit or 1)
 
     def factor(self) -> float:
         """The factor for the accumulated gradients, in the reduction that makes them those of the step."""
-        if self.is_sum:
-            return 1.0
         step = self.step
         if step.every == 1:
             return 1 / self._size
@@ -487,8 +464,6 @@ class Steps:
                 "all of them, which cannot be weighed; compute the loss of one batch in a closure, or use batches that "
                 "the ranks share evenly (drop_last=True)"
             )
-        if self.is_sum:
-            return float(claims[-1].samples) if claims else 1.0  # 0 for a batch that only repeats others
         counted = claims if self.step.every > 1 else claims[-1:]
         total = sum(each.total for each in counted)
         return sum(each.samples for each in counted) / total if total else 1 / self._size
@@ -496,8 +471,7 @@ class Steps:
 
 def step_after(step: Step, every: float) -> Step:
     """The step after this one; or its replacement, if no optimizer has stepped."""
-    last = step.visits[-1].batch if step.visits else None
-    return Step(step.number + (step.state == TAKEN and bool(step.visits)), last or step.before, every=every)
+    return Step(step.number + (step.state == TAKEN and bool(step.visits)), every=every)
 
 
 def _check_same(known: Claim, claim: Claim) -> None:

@@ -17,7 +17,6 @@ from twin import (
     assert_all_are,
     assert_same_bits,
     loader_of,
-    model,
     seeded,
     sgd,
     straight,
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.skipif(FAMILY != "cpu", reason="these are of processes 
 
 
 def with_another_head(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """A new head on each rank, with values of its own; rank zero's count."""
+    """A new head on each rank, with values of its own."""
     network = nn.Sequential(seeded(nn.Linear(5, 4).double()), nn.Tanh(), seeded(nn.Linear(4, 2).double(), 1))
     rank = getattr(accelerator, "process_index", 0)
     network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
@@ -54,15 +53,14 @@ def with_another_head(accelerator: Any, loader: DataLoader[Any]) -> State:
     return whole(network)
 
 
-@pytest.mark.parametrize(("mode", "strategy"), [each for each in ALL if each[1] != "fsdp"], ids=lambda each: str(each))
-def test_a_head_that_is_put_in_has_rank_zeros_values_and_trains_as_on_one_device(mode: Mode, strategy: str) -> None:
-    ranks = mode.run(lambda: with_another_head(Accelerator(strategy=strategy), loader_of(23, 3)))
-    assert_all_are(ranks, with_another_head(Plain(), loader_of(23, 3 * mode.ranks)))
-
-
-def test_fsdp_refuses_parameters_that_are_put_in() -> None:
-    body = lambda: with_another_head(Accelerator(strategy="fsdp"), loader_of(23, 3))  # noqa: E731
-    for told in PROCESSES_2.told(body, RuntimeError):
+@EVERYWHERE
+def test_several_ranks_refuse_parameters_that_are_put_in(mode: Mode, strategy: str) -> None:
+    if mode is SOLO:
+        (state,) = mode.run(lambda: with_another_head(Accelerator(), loader_of(23, 3)))
+        assert_all_are([state], with_another_head(Plain(), loader_of(23, 3)))
+        return
+    body = lambda: with_another_head(Accelerator(strategy=strategy), loader_of(23, 3))  # noqa: E731
+    for told in mode.told(body, RuntimeError):
         assert "parameters of shapes [2, 4], [2] were put into the Sequential" in told
         assert "add them before" in told
 
@@ -103,15 +101,6 @@ def test_one_rank_alone_may_evaluate_before_any_step(strategy: str) -> None:
 
     body = lambda: train(Accelerator(strategy=strategy), loader_of(24, 2), evaluate_first, normalised())  # noqa: E731
     assert_same_bits(PROCESSES_2.run(body))
-
-
-def test_a_sum_has_no_weight_and_no_other_reduction_exists() -> None:
-    accelerator, network = Accelerator(loss_reduction="sum"), model()
-    network = accelerator.prepare(network)
-    with pytest.raises(ValueError, match="loss_reduction='sum' adds losses as they are; leave out weight="):
-        accelerator.backward(network(torch.ones(1, 5).double()).sum(), weight=3)
-    with pytest.raises(ValueError, match="loss_reduction='max' does not exist; choose one of mean, sum"):
-        Accelerator(loss_reduction="max")  # type: ignore[arg-type]
 
 
 class Looked(nn.Module):

@@ -58,20 +58,7 @@ def inside_a_training_loop(accelerator, loader):
     return gathered
 
 
-def every_few_steps(accelerator, loader):
-    gathered, held = [], []
-    with torch.no_grad():
-        for number, batch in enumerate(loader):
-            held.append(batch)
-            if number % 3 == 2:
-                gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
-                held = []
-        if held:
-            gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
-    return in_order(gathered)
-
-
-ORDERS = [per_step, once_after_the_loop, after_a_training_loop, inside_a_training_loop, every_few_steps]
+ORDERS = [per_step, once_after_the_loop, after_a_training_loop, inside_a_training_loop]
 
 
 @settings(max_examples=25)
@@ -307,24 +294,16 @@ def test_training_metrics_count_once_while_evaluation_runs_inside():
     st.integers(1, 19),
     st.integers(1, 4),
     st.integers(0, 3),
-    st.integers(1, 3),
     st.sampled_from(MODES[:3]),
     st.sampled_from(["split", "pad"]),
 )
-def test_computed_values_count_once_or_are_an_error_that_names_the_way_out(count, batch, number, every, mode, tail):
+def test_computed_values_count_once_or_are_an_error_that_names_the_way_out(count, batch, number, mode, tail):
     def body():
         accelerator = Accelerator()
         loader = accelerator.prepare(DeviceLoader(numbers(count, batch), tail=tail))
-        gathered, held = [], []
         try:
             with torch.no_grad():
-                for each in ahead(loader, number):
-                    held.append(each + 0)
-                    if len(held) == every:
-                        gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
-                        held = []
-                if held:
-                    gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
+                gathered = [accelerator.gather_for_metrics(each + 0) for each in ahead(loader, number)]
         except ValueError as error:
             assert number, "in a straight loop all is known"
             return str(error)
@@ -356,23 +335,6 @@ def test_batches_of_the_same_tensors_count_once_or_are_an_error(mode):
     for straight, at_last in mode.run(body):
         assert straight == 7
         assert at_last == 7 or ("pass valid_samples" in at_last and mode.ranks > 1)
-
-
-def test_what_is_left_of_a_loop_is_not_taken_for_an_earlier_loop_of_which_nothing_was_gathered():
-    """Four rows: of the last two batches, or of the whole loop before, where rank 1 has a repeated one."""
-
-    def body():
-        accelerator = Accelerator()
-        earlier, loader = accelerator.prepare(DeviceLoader(numbers(7, 4), tail="pad"), numbers(24, 2))
-        with torch.no_grad():
-            assert len(list(earlier)) == 1
-            drawn = [batch + 0 for batch in loader]
-        first = accelerator.gather_for_metrics(torch.cat(drawn[:5]))
-        with pytest.raises(ValueError, match="may be those of several loops"):
-            accelerator.gather_for_metrics(torch.cat(drawn[4:]))
-        return len(first)
-
-    assert THREADS_2.run(body) == [20, 20]
 
 
 @pytest.mark.parametrize("gathers", ["labels", "computed"])

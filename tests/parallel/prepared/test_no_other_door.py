@@ -134,14 +134,11 @@ def test_a_reduction_that_failed_is_not_taken_up_again_and_a_new_attempt_is_exac
     assert_all_are(PROCESSES_2.run(body), plain_run(Case(23, 3, epochs=1), 2, sgd))
 
 
-def test_under_zero1_the_same_optimizer_is_prepared_again_and_layers_are_unfrozen() -> None:
+def test_under_zero1_layers_are_unfrozen() -> None:
     def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
         network = model()
         network[0].requires_grad_(False)
         optimizer = sgd(network.parameters())
-        if isinstance(accelerator, Accelerator):
-            accelerator.prepare(network, optimizer)
-            accelerator.free_memory()
         trained, optimizer, loader = accelerator.prepare(network, optimizer, loader)
         for number, batch in enumerate(loader):
             if number == 1:

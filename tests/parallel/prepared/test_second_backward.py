@@ -160,6 +160,7 @@ def test_a_backward_pass_inside_of_another_one_is_a_part_of_it(
 ) -> None:
     def learn(accelerator: Any, network: Any, batch: Any) -> None:
         accelerator.backward(loss(network, batch))
+        accelerator.backward(loss(network, batch) / 2)
 
     check(steps(learn, lambda: units(kind)), strategy, accumulate)
 

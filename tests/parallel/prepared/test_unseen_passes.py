@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Losses, str]] = {
     "a name that fits two batches": (
         model,
         lambda one, other, first, second: (mean_loss(one, first) + mean_loss(one, second), (first, second)),
-        "name the batch",
+        "call it for the loss of each batch",
     ),
 }
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from twin import assert_same_bits
 
 from unisono import Accelerator
-from unisono.parallel.strategies.hooks import attach_hook
+from unisono.parallel.strategies.ddp import attach_hook, power_sgd
 from unisono.world import current_world
 
 PROCESSES_4 = Mode("processes", 4)
@@ -74,10 +74,10 @@ def plain_gradients(dtype: torch.dtype = torch.float64) -> Gradients:
 
 
 def hooked(
-    name: str | None, scale: Callable[[], float] = own_share, dtype: torch.dtype = torch.float64, **options: Any
+    hook: Any, scale: Callable[[], float] = own_share, dtype: torch.dtype = torch.float64
 ) -> DistributedDataParallel:
     ddp = DistributedDataParallel(network(dtype), bucket_cap_mb=SEVERAL_BUCKETS)
-    attach_hook(ddp, name, scale, options)
+    attach_hook(ddp, hook, scale)
     return ddp
 
 
@@ -148,11 +148,12 @@ def test_a_gradient_too_large_for_fp16_is_infinite_on_all_ranks():
     assert PROCESSES_2.run(body) == [True, True]
 
 
-def test_powersgd_is_exact_at_first_then_exact_to_its_rank(mode):
+def test_a_hook_of_the_users_gets_weighted_gradients_as_torchs_powersgd_exact_to_its_rank(mode):
     def body() -> list[list[Gradients]]:
         runs = []
         for rank in (11, 1):  # 11 samples make gradients of rank 11 at most
-            ddp = hooked("powersgd", start_powerSGD_iter=2, matrix_approximation_rank=rank, min_compression_rate=0.1)
+            options = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2, "min_compression_rate": 0.1}
+            ddp = hooked(power_sgd(**options))
             runs.append([])
             for _ in range(4):
                 ddp.zero_grad()
@@ -174,30 +175,6 @@ def test_powersgd_is_exact_at_first_then_exact_to_its_rank(mode):
         torch.testing.assert_close(
             vectors, [each for each in plain_gradients() if each.ndim == 1], rtol=1e-12, atol=1e-14
         )
-
-
-def test_names_options_and_types_that_do_not_fit_are_told():
-    def body() -> list[str]:
-        wrong: list[tuple[str, torch.dtype, dict[str, Any]]] = [
-            ("fp8", torch.float64, {}),
-            ("fp16", torch.float64, {"rank": 1}),
-            ("powersgd", torch.float64, {"rank": 1}),
-            ("powersgd", torch.complex128, {}),
-        ]
-        told = []
-        for name, dtype, options in wrong:
-            with pytest.raises(ValueError) as error:
-                hooked(name, dtype=dtype, **options)
-            told.append(str(error.value))
-        return told
-
-    for told in PROCESSES_2.run(body):
-        name, no_options, unknown, complex_numbers = told
-        assert "None, 'fp16', 'bf16', 'powersgd'" in name
-        assert "got the option 'rank'; it has no options" in no_options
-        assert "'rank'" in unknown
-        assert "matrix_approximation_rank, start_powerSGD_iter" in unknown
-        assert "'0.weight' is torch.complex128" in complex_numbers
 
 
 class Multiplied(TorchDispatchMode):

@@ -51,7 +51,6 @@ from unisono.parallel.prepared.checks import AUTOCAST
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.schedule_units import Unit
-from unisono.parallel.strategies.elsewhere import EmptyElsewhere
 from unisono.strategies import DDP, FSDP
 from unisono.tree import leaves
 
@@ -262,7 +261,7 @@ class Accelerator(Native):
         others get is empty and cannot be pickled."""
         if self.distributed_type != DistributedType.FSDP:
             return self.unwrap_model(model).state_dict()
-        return self.state_dict(model) or EmptyElsewhere("model")
+        return self.state_dict(model) or {}
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unisono.compat.accelerate.utils.dataclasses import (
@@ -31,11 +31,19 @@ _REFUSED = {
     "parallelism_config": _ONE_AXIS,
 }
 _HANDLERS = (DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs, AutocastKwargs, InitProcessGroupKwargs)
-_HOOKS = {
-    DDPCommunicationHookType.NO: None,
-    DDPCommunicationHookType.FP16: "fp16",
-    DDPCommunicationHookType.BF16: "bf16",
-    DDPCommunicationHookType.POWER_SGD: "powersgd",
+
+
+def _power_sgd(options: Mapping[str, Any]) -> Callable[[Any], Any]:
+    from unisono.parallel.strategies.ddp import power_sgd  # which imports torch's DDP
+
+    return power_sgd(**options)
+
+
+_HOOKS: dict[DDPCommunicationHookType, Callable[[Mapping[str, Any]], Any]] = {
+    DDPCommunicationHookType.NO: lambda options: None,
+    DDPCommunicationHookType.FP16: lambda options: "fp16",
+    DDPCommunicationHookType.BF16: lambda options: "bf16",
+    DDPCommunicationHookType.POWER_SGD: _power_sgd,
 }
 
 
@@ -89,8 +97,7 @@ def ddp_options(given: DistributedDataParallelKwargs | None) -> DDP:
         asked.bucket_cap_mb,
         asked.gradient_as_bucket_view,
         asked.broadcast_buffers,
-        _HOOKS[hook],
-        asked.comm_state_option or None,
+        _HOOKS[hook](asked.comm_state_option),
     )
 
 

@@ -92,7 +92,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         sync_batchnorm=_SWITCH,
         nan_guard=_SWITCH,
         schedule_unit=ArgumentRule(choices=(*get_args(Unit), None)),
-        loss_reduction=ArgumentRule(choices=("mean", "sum")),
     )
     options, precision = given["scaler_options"], given["mixed_precision"]
     if given["nan_guard"] and precision == "fp16":

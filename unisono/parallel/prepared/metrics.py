@@ -2,8 +2,8 @@
 
 The memory of labels, and of outputs of prepared models, identifies their batch (`deliveries.py`); one such tensor
 identifies the batch of the structure that contains it. Tensors computed from them (an argmax, a concatenation) are
-recognised by their number of rows, on all ranks: consecutive batches of which nothing was gathered, or a whole loop,
-must have exactly that many rows, the same number of batches on each rank. It is an error if other batches match, too,
+recognised by their number of rows, on all ranks: a batch of which nothing was gathered, or a whole loop, must have
+exactly that many rows, the same number of batches on each rank. It is an error if other batches match, too,
 but different rows of them count.
 """
 
@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.comm.operations import HOST
-from unisono.deliveries import REMEMBERED, Batch, Loop
+from unisono.deliveries import REMEMBERED, Batch, Loop, Rows, num_rows
 from unisono.errors import CollectiveMismatchError
 from unisono.parallel.collectives import check_samples, gather_samples
 from unisono.parallel.prepared.metric_sync import note_gathered
 from unisono.parallel.structures import announce_structure
-from unisono.rows import Rows, num_rows
 from unisono.timeline import REDUCE
 from unisono.tree import tree_map
 from unisono.world import World
@@ -45,7 +44,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     """Return the rows that count, and their number. A small collective, unless `valid_samples` gives the number.
 
     The values belong to the batch whose memory they share. If there is none, they are attributed to the batch that the
-    loop has just received; else to consecutive batches of which nothing was gathered; else to a whole loop,
+    loop has just received; else to one of which nothing was gathered; else to a whole loop,
     preferably one of evaluation.
 
     Args:

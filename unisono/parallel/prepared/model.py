@@ -109,8 +109,9 @@ class PreparedModel(nn.Module):
                 error.add_note(explain_one_sample(engine.module, passes.steps.world.world_size))
             raise
         if origin is not None:
-            return passes.watch(engine, result, origin)
-        passes.know(inputs, result)
+            passes.watch(engine, result, origin)
+        else:
+            passes.steps.world.state.deliveries.know_computed(inputs, result)
         return result
 
     @contextmanager

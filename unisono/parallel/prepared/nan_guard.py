@@ -16,8 +16,8 @@ from torch.nn.utils import get_total_norm
 
 from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import NonFiniteGradientError
+from unisono.parallel.gradients import is_sparse, values_of
 from unisono.parallel.parameter_names import name_of
-from unisono.parallel.sparse import is_sparse, values_of
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.world import World
 

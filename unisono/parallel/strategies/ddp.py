@@ -8,24 +8,33 @@ broadcast after a step. So a forward pass has no collective, and one rank alone 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.comm.selection import begin_average
 from unisono.comm.shutdown import free_reducer
+from unisono.parallel.gradients import scale_in_place
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.hooks import attach_hook, check_hook
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.strategies import DDP
 from unisono.torch_private import (
     ACTIVE,
     BUILD_PARAMETERS,
+    GradBucket,
     current_graph_task_id,
     overrides,
     push_rebuilt_parameters,
@@ -39,6 +48,7 @@ _SYNCS_NO_BUFFERS: dict[str, Any] = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")  # deprecated in newer versions of torch
     if name in inspect.signature(DistributedDataParallel).parameters
 )
+_HOOKS = {None: allreduce_hook, "fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 _FORWARD_PASSES = 16  # the most that one backward pass may use, with find_unused_parameters
 
 
@@ -48,10 +58,6 @@ class DDPStrategy(Strategy):
     name = "ddp"
     is_of_torch = True
 
-    @classmethod
-    def check_options(cls, options: DDP) -> None:
-        check_hook(options.comm_hook)
-
     def wrap_model(self, module: nn.Module) -> Engine:
         if not any(each.requires_grad for each in module.parameters()):  # refused by DDP
             return super().wrap_model(module)
@@ -59,12 +65,7 @@ class DDPStrategy(Strategy):
 
 
 class DDPEngine(Engine):
-    """Runs the module in DistributedDataParallel, which reduces during the backward pass.
-
-    Args:
-        module, world, steps: as for `Engine`; the world consists of processes.
-        options: the strategy's options.
-    """
+    """Runs the module in DistributedDataParallel, which reduces during the backward pass."""
 
     def __init__(self, module: nn.Module, world: World, steps: Steps, options: DDP) -> None:
         super().__init__(module, world, steps, options.broadcast_buffers)
@@ -76,11 +77,7 @@ class DDPEngine(Engine):
         self._wrap()
 
     def _wrap(self, fills: bool = True) -> None:
-        """Create a reducer for the currently trained parameters. A collective.
-
-        Args:
-            fills: whether all ranks get rank zero's values, which changes them in place.
-        """
+        """Create a reducer for the currently trained parameters; if it fills, with rank zero's values. A collective."""
         options = self._options
         self._names = {each: name for name, each in self.module.named_parameters() if each.requires_grad}
         self._frozen = [each for each in self.module.parameters() if not each.requires_grad]
@@ -95,16 +92,10 @@ class DDPEngine(Engine):
         self._replicated.fill_buckets()
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
         attach_hook(
-            self._replicated,
-            options.comm_hook,
-            self._steps.factor,
-            options.comm_options,
-            finish=self._unsent.clear,
-            watchers=self.gradients.watchers,
+            self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self.gradients.watchers
         )
 
-    def adapt(self, new: Sequence[torch.Tensor]) -> None:
-        super().adapt(new)
+    def adapt(self) -> None:
         if any(each.requires_grad for each in self.module.parameters()):
             self._wrap(fills=False)  # the graphs of earlier forward passes need the others unchanged
 
@@ -173,6 +164,65 @@ class _Ordered(DistributedDataParallel):
         """Create the final buckets. A collective. With find_unused_parameters, torch keeps its initial buckets."""
         push_rebuilt_parameters(self.reducer)
         rebuild_buckets(self.reducer)
+
+
+def attach_hook(
+    ddp: DistributedDataParallel,
+    hook: str | Callable[[GradBucket], Any] | None,
+    scale: Callable[[], float],
+    finish: Callable[[], None] = lambda: None,
+    watchers: Sequence[Callable[[torch.Tensor], None]] = (),
+) -> None:
+    """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`.
+
+    Hooks compute the mean over the ranks: gradients are multiplied by scale() * size before. DDP sends buckets in the
+    order of their indices, so that all buckets of a backward pass have the factor that was computed for the first one.
+
+    Args:
+        hook: as `DDP.comm_hook`.
+        finish: called when the last bucket of a backward pass is sent.
+        watchers: called with each dense bucket before it is sent.
+    """
+    group = ddp.process_group  # `weighted` must not reference the DDP, whose C++ part references it
+    size: int = group.size()
+    factor = 1.0
+
+    def weighted(_: None, bucket: GradBucket) -> Any:
+        nonlocal factor
+        if bucket.index() == 0:
+            factor = scale() * size
+        gradients = bucket.buffer()
+        if gradients.is_complex():
+            raise ValueError(  # newer versions put pairs of real numbers into the bucket
+                f"torch {torch.__version__} reduces complex gradients wrongly after a communication hook; use a newer "
+                "one, or real parameters and torch.view_as_complex in forward()"
+            )
+        # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
+        if factor != 1:
+            scale_in_place(gradients, factor)
+        is_dense = gradients.layout is torch.strided
+        for watch in watchers if is_dense else ():
+            watch(gradients)
+        sent: Any = begin_average(gradients, group) if is_dense and hook is None else None
+        if sent is None and is_dense and callable(hook):
+            sent = hook(bucket)
+            # A hook of several collectives: with gloo, those of two buckets could be mixed up on some rank.
+            if not sent.done():
+                sent.wait()
+        elif sent is None:  # compression is of dense gradients only
+            sent = _HOOKS[hook if is_dense and not callable(hook) else None](group, bucket)
+        # Sent, not reduced: DDP waits for the results when the backward pass ends.
+        if bucket.is_last():
+            finish()
+        return sent
+
+    weighted.__annotations__ = {}  # which DDP would compare with classes, and which are strings here
+    ddp.register_comm_hook(None, weighted)
+
+
+def power_sgd(**options: Any) -> Callable[[GradBucket], Any]:
+    """torch's PowerSGD as a hook, with the options of its state."""
+    return partial(powerSGD_hook, PowerSGDState(None, **options))
 
 
 def failed_before(model: str) -> str:

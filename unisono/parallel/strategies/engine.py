@@ -18,23 +18,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.parallel.agreement import broadcast_together, check_agreement, warn_of_unequal_buffers
 from unisono.parallel.compilation import compilable
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
-from unisono.parallel.learning_rates import describe_rates
+from unisono.parallel.parameter_names import describe_rates
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.held import HeldGradients
-from unisono.parallel.strategies.members import Members
+from unisono.parallel.strategies.held import HeldGradients, Members
 from unisono.parallel.weak_methods import weak_method
 from unisono.torch_private import queue_callback, will_engine_execute_node
 from unisono.world import World
 
 
 class Trainer:
-    """An optimizer of a model's parameters.
-
-    Attributes:
-        optimizer: held weakly.
-        is_unprepared: whether it steps without being prepared.
-        has_zeroed: since the last backward pass.
-    """
+    """An optimizer of a model's parameters, held weakly: whether it steps without being prepared, and whether it has
+    zeroed them since the last backward pass."""
 
     __slots__ = ("has_zeroed", "is_unprepared", "optimizer")
 
@@ -46,23 +40,15 @@ class Trainer:
 class Engine:
     """Runs the module unchanged, and reduces its gradients in flat buckets after the backward pass.
 
-    Args:
-        module: the user's module, on the world's device.
-        world: the rank's world.
-        steps: provides the weights of the rank's gradients.
-        shares_buffers: whether rank zero's buffers are broadcast after each step.
+    `backward.py` sets `scale`, `notice`, `passing` and `graphs`.
 
     Attributes:
         gathers: whether the module's parameters are whole only while it runs.
         name: the name of the module's class.
-        members: the parameters and buffers of the module.
-        gradients: what `.grad` of its parameters holds.
         hooks: the hooks of each leaf that scale its gradients, while there are any.
-        scale, notice: the hook that scales the gradients of a leaf, and what the first gradient of a pass calls; set by
-            `backward.py`.
-        passing: the last backward pass through the model; set by `backward.py`.
-        graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`); set by `backward.py`.
-        is_released: whether its model is no longer prepared.
+        scale, notice: the hook that scales the gradients of a leaf, and what the first gradient of a pass calls.
+        passing: the last backward pass through the model.
+        graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`).
         trainers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that have
             stepped.
         replaced: the parameters that the module had before it was prepared, if it has others now.
@@ -116,9 +102,9 @@ class Engine:
         return self._steps.step.place() + describe_rates(self.optimizers())
 
     def refresh(self) -> None:
-        """Detect parameters that were frozen, unfrozen or added since the last forward pass with gradients.
+        """Detect parameters that were frozen or unfrozen since the last forward pass with gradients.
 
-        Called before each such pass. A change makes it a collective: added parameters get rank zero's values.
+        Called before each such pass. A change makes it a collective.
         """
         if not self.members.has_changed():
             return
@@ -126,30 +112,25 @@ class Engine:
         if list(map(id, trained)) != list(map(id, self._trained)) and not self.members.is_replaced():
             self._trained = trained
             if self._world.comm.size > 1:
+                if new := [each for each in trained if each not in self._known]:
+                    self._refuse_added(new)
                 self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
                 self._world.comm.barrier()  # names the ranks, if only some have detected a change
-                self.adapt([each for each in trained if each not in self._known])
+                self.adapt()
                 self.count_leaves()
-            self._known.update(dict.fromkeys(trained))
 
-    def adapt(self, new: Sequence[torch.Tensor]) -> None:
-        """Adapt to a changed set of trained parameters. A collective.
+    def _refuse_added(self, new: Sequence[torch.Tensor]) -> NoReturn:
+        shapes = ", ".join(str(list(each.shape)) for each in new)
+        raise RuntimeError(
+            f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and no rank knows those of "
+            "the others; add them before, or call free_memory() and prepare the model and a new optimizer"
+        )
 
-        Args:
-            new: the parameters that were added; they get rank zero's values.
-        """
-        for each in new:
-            self._world.comm.broadcast(each.detach(), 0)
+    def adapt(self) -> None:
+        """Adapt to a changed set of trained parameters. A collective."""
 
     def begin(self, reduces: bool) -> None:
-        """Record that a backward pass has reached the model.
-
-        Args:
-            reduces: whether it ends a step.
-
-        Raises:
-            RuntimeError: it builds a graph of the gradients, but those of other ranks are added outside any graph.
-        """
+        """Record that a backward pass has reached the model, and whether it ends a step."""
         if torch.is_grad_enabled() and self._world.comm.size > 1:
             raise RuntimeError(
                 f"backward(create_graph=True) through the {self.name}: the gradients of {self._world.comm.size} ranks "
@@ -161,9 +142,8 @@ class Engine:
         is_other = held.passed is not None and held.passed[0] is not steps.step
         if is_other and held.is_own and steps.step.every > 1:
             raise RuntimeError(
-                f"the gradients of the {self.name} are of microbatches of two steps: its optimizer was not asked to "
-                "step when the first of them was complete; call the step() of each optimizer on each microbatch, or "
-                "train the models with an Accelerator each"
+                f"the gradients of the {self.name} are of two steps: its optimizer was not asked to step when the "
+                "first was complete; call the step() of each optimizer on each microbatch, or use an Accelerator each"
             )
         if reduced_by is not None and is_other and steps.step.every > 1:
             held.set_aside()
@@ -171,7 +151,7 @@ class Engine:
                 held.earlier = dict.fromkeys(self.reduced())
         elif reduced_by is not None and held.earlier:
             self._refuse_earlier()
-        elif reduced_by and (steps.step.every > 1 or steps.is_sum):
+        elif reduced_by and steps.step.every > 1:
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
             # gathered, it adds to what is reduced.
             factor = steps.factor() / reduced_by if self.gathers else 1 / (reduced_by * size)
@@ -202,11 +182,7 @@ class Engine:
         broadcast_together(self.members.buffers(), self._world)
 
     def complete(self) -> None:
-        """Reduce the gradients that a backward pass has not reduced itself.
-
-        Raises:
-            RuntimeError: a parameter that the reduction waits for got no gradient.
-        """
+        """Reduce the gradients that a backward pass has not reduced itself."""
         self.reduce_late()
 
     def reduce(self) -> None:
@@ -247,11 +223,7 @@ class Engine:
         self.gradients.note_reduction(factor)
 
     def adopt(self, part: float) -> None:
-        """Reduce gradients that were assigned, for example from `torch.autograd.grad`, not left by a backward pass.
-
-        Args:
-            part: the part of their batch, see `Claim.part`.
-        """
+        """Reduce gradients that were assigned, of a batch of which this rank has that part."""
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.place()}")
         scale_gradients(self.trained(), part)
         self.gradients.note_pass()
@@ -293,11 +265,7 @@ class Engine:
         self.module.zero_grad(set_to_none)
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
-        """Record that the gradients are zero.
-
-        Args:
-            optimizer: whose gradients they are; None for all of them.
-        """
+        """Record that the gradients are zero: those of the optimizer, or all of them."""
         if optimizer is not None and len(self.trainers) > 1:
             self.trainer(optimizer).has_zeroed = True
             if not all(each.has_zeroed for each in self.trainers if each.optimizer() is not None):
@@ -312,16 +280,7 @@ class Engine:
         has_stepped = held.passed is not None and self._steps.stepped_at(optimizer) > held.passed[1]
         if held.passed is not None and not has_stepped and not (held.known and held.is_changed()):
             return False
-        is_there = any(each.grad is not None for each in self.trained())
-        # The sum of what all ranks hold already would be larger; a mean of equal ones is equal.
-        if is_there and self._steps.is_sum:
-            raise RuntimeError(
-                f"the {type(optimizer).__name__} finds gradients of the {self.name} that were assigned or changed by "
-                "hand, or stepped on before, and with loss_reduction='sum' it is not known whether they are this "
-                "rank's, or the ranks' sum already; let accelerator.backward(loss) leave them, zero_grad() after each "
-                "step, or use loss_reduction='mean'"
-            )
-        return is_there
+        return any(each.grad is not None for each in self.trained())
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
@@ -330,7 +289,7 @@ class Engine:
         self.gradients.known = None
         self.may_be_bypassed = False
         self.graphs.clear()
-        if self.hooks and not (self._steps.every > 1 or self._steps.is_sum):
+        if self.hooks and self._steps.every == 1:
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
     def step_unprepared(self, optimizer: Optimizer) -> None:
@@ -359,10 +318,6 @@ class Engine:
     def named_leaves(self) -> dict[str, torch.Tensor]:
         """The tensors that `leaves` returns, by their names in the module. A collective."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-
-    def resume(self) -> None:
-        """Continue in the middle of a step, with its gradients so far in `.grad`."""
-        self.gradients.resume()
 
 
 def _optimizers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:

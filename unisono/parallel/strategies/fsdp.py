@@ -15,10 +15,9 @@ from unisono.comm.selection import raise_translated
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
-from unisono.parallel.strategies.elementwise import check_elementwise
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
-from unisono.parallel.strategies.rebinding import Rebinding
 from unisono.parallel.strategies.sharded import (
+    Rebinding,
     any_whole_gradient,
     check_shardable,
     drop_whole_gradients,
@@ -28,7 +27,7 @@ from unisono.parallel.strategies.sharded import (
     units_in,
     whole_parameters,
 )
-from unisono.parallel.strategies.strategy import Strategy
+from unisono.parallel.strategies.strategy import Strategy, check_elementwise
 from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
 from unisono.torch_private import (
@@ -53,7 +52,7 @@ class FSDPStrategy(Strategy):
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         if isinstance(each, Optimizer):
-            check_elementwise(each, "fsdp", self.options.elementwise_optimizer, takes_whole=False)
+            check_elementwise(each, self.options, takes_whole=False)
         else:
             check_shardable(each, self.options.units)
 
@@ -70,10 +69,6 @@ class FSDPEngine(Engine):
 
     A second backward pass, through gradients computed by `torch.autograd.grad`, can be detected only at the gradients
     of the model's inputs; the entire model is gathered when it begins.
-
-    Args:
-        module, world, steps: as for `Engine`; the world consists of processes.
-        options: the strategy's options.
     """
 
     gathers = True
@@ -214,10 +209,7 @@ class FSDPEngine(Engine):
             unit.unshard()
 
     def _arrive_at_part(self, _: torch.Tensor) -> None:
-        """Refuse a penalty on the parameters while microbatches accumulate.
-
-        Its gradient is complete on every rank, and would count in each microbatch.
-        """
+        """Refuse a penalty on the parameters, complete on every rank, which would count in each microbatch."""
         if self._steps.step.every > 1:
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
@@ -226,11 +218,7 @@ class FSDPEngine(Engine):
             )
 
     def refresh(self) -> None:
-        """Check that no parameters were added.
-
-        Raises:
-            RuntimeError: parameters were added, which are not sharded; or frozen or unfrozen in the middle of a step.
-        """
+        """Check that no parameters were added; nor frozen or unfrozen in the middle of a step."""
         self._take_flags()
         trained = self._flags
         if trained != self._were_trained and self.gradients.is_own:
@@ -239,13 +227,8 @@ class FSDPEngine(Engine):
                 "strategy='fsdp' cannot reduce what they hold; do so after optimizer.step(), or use strategy='ddp'"
             )
         self._were_trained = trained
-        new = [each for each in self.trained() if each not in self._known]
-        if new:
-            shapes = ", ".join(str(list(each.shape)) for each in new)
-            raise RuntimeError(
-                f"parameters of shapes {shapes} were put into the {self.name} after prepare(), and strategy='fsdp' has "
-                "sharded the others; add them before, or use strategy='ddp'"
-            )
+        if new := [each for each in self.trained() if each not in self._known]:
+            self._refuse_added(new)
 
     def reduced(self) -> list[torch.Tensor]:
         return [each for each in self._parts if each.grad is not None]  # the module has whole ones in their place
@@ -259,11 +242,8 @@ class FSDPEngine(Engine):
         return {name: each for name, each in found.items() if each.requires_grad}
 
     def _watch(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        """Make the outputs announce their backward pass, before FSDP2's own hooks on them gather parameters.
-
-        Returns:
-            The outputs, with copies of views: a view that is changed in place would lose the hooks.
-        """
+        """Make the outputs announce their backward pass, before FSDP2's own hooks on them gather parameters. Views are
+        copied: one that is changed in place would lose the hooks."""
         if any(map(is_view, _with_gradients(outputs))):
             outputs = tree_map(_without_base, outputs)
         for leaf in _with_gradients(outputs):

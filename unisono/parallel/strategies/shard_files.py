@@ -49,16 +49,8 @@ class ShardGroup:
         self._group = dist.new_group(backend="gloo")
 
     def write(self, parts: Mapping[str, torch.Tensor], directory: Path) -> None:
-        """Write this rank's shards; return when all ranks have. A collective of the writing threads.
-
-        Args:
-            parts: the shards by name; a whole tensor is passed by one rank only.
-            directory: on a file system that all ranks share; it exists on rank zero.
-
-        Raises:
-            CheckpointError: rank zero could not begin.
-            Exception: a rank could not write; raised on all of them.
-        """
+        """Write this rank's shards by name, whole tensors from one rank only, into a directory that all ranks share;
+        return when all ranks have, or raise on all of them. A collective of the writing threads."""
         # A rank that has failed before calls `abandon` instead, and `save` would wait for it.
         if not self._all_are_ready(True):
             raise CheckpointError(f"rank zero could not begin to write {directory}; its own error says why")
@@ -91,11 +83,7 @@ class ShardGroup:
 
 
 def read_shards(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the whole tensors into host memory. Called on one rank.
-
-    Raises:
-        DamagedCheckpointError: the metadata of the files is invalid.
-    """
+    """Read the whole tensors into host memory. Called on one rank."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load

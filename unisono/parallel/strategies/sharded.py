@@ -1,16 +1,9 @@
 """FSDP2 with weights: each rank keeps its shard of the parameters, of their gradients and of the optimizer's state.
 
 torch's `fully_shard` does the work: each gradient shard is a shard of the sum over the ranks, times the factor set by
-`scale_sums`. Gradients of backward passes between `set_requires_gradient_sync(False)` and `(True)` stay whole and
-unscaled, and are reduced with the next ones.
-
-A model is gathered and reduced unit by unit. A unit is complete on each rank while it runs, so units should be the
-repeated blocks of a model; parameters outside of units belong to the model itself, and stay gathered from its forward
-to its backward pass.
-
-torch's modules for this take a second or two to import, so only the functions that need them import them.
-
-*Threads:* the rank's own thread.
+`scale_sums`. A model is gathered and reduced unit by unit; parameters outside of units belong to the model itself, and
+stay gathered from its forward to its backward pass. torch's modules for this take a second or two to import, so only
+the functions that need them do.
 
 Invariant: a unit shares no parameter with modules outside of it, since torch would shard the parameter for only one of
 its holders.
@@ -22,16 +15,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import ref
 
 import torch
 from torch import nn
 
 from unisono.comm.operations import HOST
 from unisono.parallel.agreement import broadcast_together
+from unisono.parallel.gradients import is_sparse, values_of
 from unisono.parallel.meta_modules import fill
-from unisono.parallel.sparse import is_sparse, sparse_layers, values_of
+from unisono.parallel.parameter_names import name_of
 from unisono.strategies import FSDP
-from unisono.torch_private import current_graph_task_id, tracing_context
+from unisono.torch_private import STORAGE_ADDRESS, current_graph_task_id, tracing_context
 from unisono.world import World, current_world
 
 if TYPE_CHECKING:
@@ -51,23 +46,12 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
     All ranks must already hold the same parameters. Existing optimizers keep the old ones, which are no longer trained.
     A unit must run on all ranks or on none: if control flow differs by rank, choose units that enclose the branch.
 
-    Args:
-        model: on the world's device; parts on "meta" are initialised unit by unit, with rank zero's values.
-        world: a world of processes.
-        options: `unisono.strategies.FSDP`.
-
-    Raises:
-        ValueError: torch is too old to find unused parameters, or the ranks cannot form the requested groups.
+    Parts on "meta" are initialised unit by unit, with rank zero's values.
     """
     # Inner units first: `fully_shard` of a module takes all parameters that belong to no unit yet.
     chosen = [*units_of(model, options.units), model]
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    if options.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ValueError(
-            f"find_unused_parameters=True with strategy='fsdp' needs a newer torch than {torch.__version__}; use all "
-            "parameters on all ranks, or use strategy='ddp'"
-        )
     mesh = mesh_in(world, options)
     precision = MixedPrecisionPolicy(
         options.param_dtype, options.reduce_dtype, cast_forward_inputs=options.cast_forward_inputs
@@ -89,13 +73,8 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
         )
         # Otherwise torch multiplies within the collective (PREMUL_SUM), which gloo does not support.
         sharded.set_force_sum_reduction_for_comms(True)
-    units = units_in(model)
     # torch's default is the mean over the ranks; the weights make it a sum.
-    scale_sums(units, 1.0)
-    if (ahead := options.prefetch) is not None:
-        for place, each in enumerate(units):
-            each.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
-            each.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
+    scale_sums(units_in(model), 1.0)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself
@@ -105,16 +84,11 @@ def mesh_in(world: World, options: FSDP) -> DeviceMesh:
     """The device mesh: one row of ranks for each replica of the parameters; the ranks of a row shard them."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    size, kept = world.world_size // options.replicas, options.reshard_after_forward
+    size = world.world_size // options.replicas
     if size * options.replicas != world.world_size or 1 == size < world.world_size:
         raise ValueError(
             f"FSDP(replicas={options.replicas}) cannot divide the {world.world_size} ranks into equal groups of "
             "several; pass a divisor, or use strategy='ddp', where each rank has all parameters"
-        )
-    if kept is not None and not isinstance(kept, bool) and (kept < 1 or size % kept):
-        raise ValueError(
-            f"FSDP(reshard_after_forward={kept}) does not divide the {size} ranks that share parameters; pass a "
-            "divisor, True or False"
         )
     if options.replicas == 1:
         # Use the existing group. If there is a GPU, torch would create another one in place of a gloo group: in some
@@ -126,18 +100,9 @@ def mesh_in(world: World, options: FSDP) -> DeviceMesh:
 
 
 def check_shardable(trained: nn.Module, units: _Classes | None = None) -> None:
-    """Check that `shard` can handle the model; nothing is changed.
-
-    Args:
-        units: as for `shard`.
-
-    Raises:
-        ValueError: the model is already sharded, a layer has sparse gradients, or trained parameters of one unit differ
-            in type.
-    """
-    if is_sharded(trained):
-        raise ValueError(f"the {type(trained).__name__} is already sharded; shard a model once")
-    if layers := sparse_layers(trained):
+    """Check that `shard` can handle the model, before anything is changed; else ValueError."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    if layers := [name for name, each in trained.named_modules() if isinstance(each, kinds) and each.sparse]:
         raise ValueError(
             f"strategy='fsdp' reduces dense gradients only, and the layer {layers[0]!r} of the "
             f"{type(trained).__name__} has sparse=True; make it with sparse=False, or use strategy='ddp' or 'zero1'"
@@ -224,8 +189,32 @@ def named_whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+class Rebinding:
+    """A record of the memory that parameters or gradients have now, to detect assignments `p.data = ...`, which replace
+    memory that a strategy continues to use. Of a sharded tensor, the memory of the one that contains the shard counts.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        # The storages are kept alive, so that no new one gets the same address.
+        self._known = [(ref(each), each.untyped_storage()) for each in tensors]
+
+    def check(self, strategy: str, attribute: str = "data") -> None:
+        """Check that the tensors still have the recorded memory; else RuntimeError names what was assigned."""
+        for place, (held, storage) in enumerate(self._known):
+            tensor = held()
+            if tensor is None:
+                continue
+            if getattr(tensor.untyped_storage(), STORAGE_ADDRESS) != getattr(storage, STORAGE_ADDRESS):
+                name = name_of(tensor, [tensor]) if attribute == "data" else f"gradient {place}"
+                raise RuntimeError(
+                    f"something, such as an optimizer's step, has assigned `parameter.{attribute} = ...`, of {name}, "
+                    f"and strategy={strategy!r} continues with the previous memory; change it in place, "
+                    f"`parameter.{attribute}.copy_(...)`, or use strategy='ddp'"
+                )
+
+
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard`, or torch's `fully_shard`, was applied to the model or to a part of it."""
+    """Whether the model or a part of it is sharded."""
     return bool(units_in(model))
 
 
@@ -276,22 +265,19 @@ def units_of(model: nn.Module, classes: _Classes | None = None) -> list[nn.Modul
         if isinstance(module, nn.Sequential | nn.ModuleList):
             elements.update(module)
 
-    def is_wanted(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
-        if classes is not None:
-            return isinstance(module, tuple(classes))
-        return module in elements and sum(parameter.numel() for parameter in own) >= SMALLEST_UNIT
-
-    def keeps_to_itself(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
-        inside = set(module.modules())
-        return all(holder in inside for parameter in own for holder in holders[parameter])
-
     units: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for module in reversed(list(model.modules())):  # inner modules first
         own = [parameter for parameter in module.parameters() if parameter not in taken]
+        if classes is None:
+            is_wanted = module in elements and sum(parameter.numel() for parameter in own) >= SMALLEST_UNIT
+        else:
+            is_wanted = isinstance(module, tuple(classes))
         # FSDP2 gathers a unit when its `forward` is called.
-        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if module is not model and own and has_forward and is_wanted(module, own) and keeps_to_itself(module, own):
+        if module is model or not own or not is_wanted or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        inside = set(module.modules())
+        if all(holder in inside for parameter in own for holder in holders[parameter]):
             units.append(module)
             taken.update(own)
     return units

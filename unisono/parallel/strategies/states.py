@@ -1,22 +1,14 @@
-"""Checkpoints in torch's plain form, from any strategy into any other one.
-
-A model's state has the names of the user's module and whole tensors. An optimizer's state is what `state_dict()` of the
-plain optimizer returns, with parameters numbered in its order. So a state saved by FSDP on four ranks loads into a
-script on a laptop, and vice versa.
+"""Checkpoints in torch's plain form, from any strategy into any other one: whole tensors by the names of the user's
+module, and what `state_dict()` of the plain optimizer returns, with parameters numbered in its order.
 
 Every rank calls these functions. When saving, each rank gets the state in host memory, if it has all of it; what is
 sharded is gathered on rank zero, and `Elsewhere` on the others. When loading, rank zero's state is broadcast one tensor
 at a time, and each tensor is sharded on arrival; the states passed by other ranks are ignored.
-
-*Threads:* the rank's own thread, as for any collective.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,18 +18,51 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from unisono.comm.operations import HOST
-from unisono.errors import CheckpointMismatchError
+from unisono.errors import CheckpointError, CheckpointMismatchError
 from unisono.parallel.parameter_names import parameters_of
-from unisono.parallel.strategies.elsewhere import Elsewhere
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.zero1 import is_divided, load_local, numbered
+from unisono.pickling import BETWEEN_RANKS
 from unisono.torch_private import MODULES
 from unisono.world import World, current_world
 
 K = TypeVar("K", bound=Hashable)
 Copy = Callable[[torch.Tensor], torch.Tensor]
 """A function that copies a tensor to main memory."""
+
+
+class Elsewhere(dict[str, Any]):
+    """Stands for a state that is on rank zero: without entries, so that `if state:` means that it is here.
+
+    It is a dict for `Accelerator.load_state_dict`, which takes rank zero's, for copies, and as a result of `spawn`. If
+    every rank saved what it has to one file, the last one would leave {} there: so whatever reads it or pickles it for
+    a file is a CheckpointError.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def _refuse(self, *_: Any) -> Any:
+        raise CheckpointError(
+            f"this rank does not have the state of the {self._what}, of which each rank has a part: it is whole on "
+            "rank zero only; call state_dict on every rank, and read or save what it returns on rank zero: "
+            "if accelerator.is_main_process: torch.save(...)"
+        )
+
+    __reduce_ex__ = __getitem__ = __contains__ = __iter__ = __or__ = _refuse
+    get = keys = values = items = _refuse
+
+    def __repr__(self) -> str:
+        return f"<the state of the {self._what}, on rank zero>"
+
+    def copy(self, *_: Any) -> Elsewhere:
+        return self
+
+    __copy__ = __deepcopy__ = copy
+
+
+BETWEEN_RANKS[Elsewhere] = lambda state: (Elsewhere, (state._what,))
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,12 +78,8 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
 
     Args:
         model: plain, wrapped, compiled or sharded. If it is sharded, this is a collective.
-        world: None uses the current one.
-        copy: creates the copies; None on a rank that keeps none.
-
-    Returns:
-        The state, which shares no memory with the model; `Elsewhere` if `copy` is None, and for a sharded model on
-        other ranks than zero.
+        copy: creates the copies; None on a rank that keeps none, which gets `Elsewhere`, as all but rank zero do if the
+            model is sharded.
     """
     world = world or current_world()
     if any(is_distributed(each) for each in model.parameters()):
@@ -78,11 +99,7 @@ def model_state(model: nn.Module, world: World | None = None, copy: Copy | None 
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | None = None) -> None:
-    """Load rank zero's plain state on every rank.
-
-    Raises:
-        RuntimeError: names or shapes differ from those of the model; raised on every rank.
-    """
+    """Load rank zero's plain state on every rank; RuntimeError on each if names or shapes differ from the model's."""
     world = world or current_world()
     world.comm.announce("load_state_dict(model)")
     own = model.state_dict()
@@ -95,25 +112,13 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World | 
     model.load_state_dict(loaded)
 
 
-def optimizer_state(
-    optimizer: Optimizer, models: Sequence[nn.Module], world: World | None = None, copy: Copy | None = on_host
-) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, world: World | None = None, copy: Copy | None = on_host) -> dict[str, Any]:
     """The state of a plain optimizer for the same parameters, in the same groups.
 
-    Args:
-        optimizer: plain, for a sharded model, or a ZeroRedundancyOptimizer; the last two make this a collective.
-        models: the models that own its parameters.
-        world: None uses the current one.
-        copy: as for `model_state`.
-
-    Returns:
-        As for `model_state`; `Elsewhere` also for a ZeroRedundancyOptimizer.
-
-    Raises:
-        ValueError: it has parameters that belong to none of the models.
+    A collective for a sharded model, or a ZeroRedundancyOptimizer; all but rank zero get `Elsewhere` then. `copy` is as
+    for `model_state`.
     """
     world = world or current_world()
-    _check_owned(optimizer, models)
     if is_divided(optimizer) or any(is_distributed(each) for each in parameters_of(optimizer)):
         world.comm.announce("state_dict(optimizer)")
         copy = copy if world.rank == 0 else None
@@ -150,48 +155,40 @@ def optimizer_parts(optimizer: Optimizer, world: World) -> dict[tuple[int, str],
 
 
 def load_optimizer_state(
-    optimizer: Optimizer,
-    models: Sequence[nn.Module],
-    state: Mapping[str, Any],
-    world: World | None = None,
-    may_differ: bool = True,
+    optimizer: Optimizer, state: Mapping[str, Any], world: World | None = None, may_differ: bool = True
 ) -> None:
     """Load rank zero's plain state on every rank.
 
     Args:
-        optimizer, models, world: as for `optimizer_state`.
-        state: the state of an optimizer for the same parameters in the same groups.
-        may_differ: whether it may be of another class, as far as the state shows that. Options that it lacks stay as
-            they are, and parameters for which it lacks values begin without any.
+        state: of an optimizer for the same parameters in the same groups.
+        may_differ: whether it may be of another class, as far as its groups show that. Options that they lack stay as
+            they are, and parameters begin without values.
 
     Raises:
         CheckpointMismatchError: it is of another class.
-        ValueError: it is not such a state, or its groups differ; raised on every rank. Or as for `optimizer_state`.
+        ValueError: it is not such a state, or its groups differ; raised on every rank.
     """
     world = world or current_world()
-    _check_owned(optimizer, models)
     world.comm.announce("load_state_dict(optimizer)")
     is_given = world.rank == 0 and "param_groups" in state
     # What is no state is broadcast as None, so that all ranks raise.
     groups = world.comm.broadcast_object(numbered(state["param_groups"]) if is_given else None)
     _check_groups(groups, optimizer)
     plain = optimizer.optim if is_divided(optimizer) else optimizer
-    if not may_differ:
-        _check_class(groups, plain)
+    other = _other_class(groups, plain)
+    if other and not may_differ:
+        raise CheckpointMismatchError(
+            f"the state is of an optimizer of another class than {type(plain).__name__}: {other}; load it into one of "
+            "the class that was saved, or begin without a state"
+        )
     pairs = zip(optimizer.param_groups, groups, strict=True)
     groups = [{**{name: own[name] for name in own if name not in _LATER}, **group} for own, group in pairs]
     parameters, kept = parameters_of(optimizer), set(parameters_of(plain))
     entries: dict[tuple[int, str], Any] = {}
-    held: dict[int, set[str]] = defaultdict(set)
     for (number, name), value in broadcast_entries(_flat(state) if world.rank == 0 else {}, world):
-        held[number].add(name)
         # Every rank receives each value; with ZeRO-1 only the rank that steps the parameter keeps it.
-        if parameters[number] in kept:
+        if parameters[number] in kept and not other.startswith("its groups"):
             entries[number, name] = _cut_like(parameters[number], value)
-    lacking = _lacking_values(plain, groups, held, parameters)
-    if lacking and not may_differ:
-        raise _other_class(plain, f"it has no {min(lacking.values())!r} of a parameter")
-    entries = {key: value for key, value in entries.items() if key[0] not in lacking}
     loaded = {"state": by_parameter(entries), "param_groups": groups}
     if is_divided(optimizer):
         load_local(optimizer, loaded)
@@ -281,65 +278,19 @@ def by_parameter(entries: Mapping[tuple[int, str], Any]) -> dict[int, dict[str, 
     return state
 
 
-def _check_owned(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-    owned = {parameter for model in models for parameter in model.parameters()}
-    for place, parameter in enumerate(parameters_of(optimizer)):
-        if parameter not in owned:
-            raise ValueError(
-                f"parameter {place} of the {type(optimizer).__name__}, shape {list(parameter.shape)}, belongs to none "
-                f"of the {len(models)} models; pass the models that it trains, and after sharding a model make the "
-                "optimizer use its new parameters"
-            )
-
-
 _DECOUPLED = "decoupled_weight_decay"  # of AdamW, in the place of Adam's
 # What torch adds to the groups of states that were saved before it had these.
 _LATER = {"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize", "nesterov", _DECOUPLED}
 
 
-def _check_class(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+def _other_class(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> str:
+    """What shows that groups are of an optimizer of another class; empty if nothing does."""
     for group in groups:
-        lacking = [name for name in optimizer.defaults if name not in group and name not in _LATER]
-        if lacking or group.get(_DECOUPLED, False) != optimizer.defaults.get(_DECOUPLED, group.get(_DECOUPLED, False)):
-            what = f"its groups have no {lacking[0]!r}" if lacking else "its weight decay is of another kind"
-            raise _other_class(optimizer, what)
-
-
-def _other_class(optimizer: Optimizer, what: str) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"the state is of an optimizer of another class than {type(optimizer).__name__}: {what}; load it into one of "
-        "the class that was saved, or begin without a state"
-    )
-
-
-def _lacking_values(
-    optimizer: Optimizer, groups: Sequence[Any], held: Mapping[int, set[str]], parameters: Sequence[torch.Tensor]
-) -> dict[int, str]:
-    """For each parameter of which a state holds some values, and not all that a step needs, one that is missing."""
-    needed: dict[tuple[int, int], set[str]] = {}
-    lacking = {}
-    for number, place in enumerate(place for place, group in enumerate(groups) for _ in group["params"]):
-        key = place, parameters[number].ndim
-        if number in held and key not in needed:
-            needed[key] = _values_of_step(optimizer, groups[place], key[1])
-        if number in held and not needed[key] <= held[number]:
-            lacking[number] = min(needed[key] - held[number])
-    return lacking
-
-
-def _values_of_step(optimizer: Optimizer, group: Mapping[str, Any], ndim: int) -> set[str]:
-    """The names of what a step keeps for a parameter: by a trial on one number, for torch's own classes."""
-    trial = shallow_copy(optimizer)
-    parameter = torch.zeros((1,) * ndim, device=HOST, requires_grad=True)
-    parameter.grad = torch.zeros_like(parameter)
-    trial.param_groups, trial.state = [{**optimizer.defaults, **group, "params": [parameter]}], defaultdict(dict)
-    try:
-        if type(optimizer).__module__.startswith("torch.optim."):
-            with torch.no_grad():
-                inspect.unwrap(type(optimizer).step)(trial)  # without the hooks of steps
-    except Exception:
-        return set()  # LBFGS needs a closure, for example
-    return set(trial.state[parameter])
+        if lacking := [name for name in optimizer.defaults if name not in group and name not in _LATER]:
+            return f"its groups have no {lacking[0]!r}"
+        if group.get(_DECOUPLED, False) != optimizer.defaults.get(_DECOUPLED, group.get(_DECOUPLED, False)):
+            return "its weight decay is of another kind"
+    return ""
 
 
 def _check_groups(groups: Sequence[Mapping[str, Any]] | None, optimizer: Optimizer) -> None:

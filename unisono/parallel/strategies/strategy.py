@@ -1,11 +1,12 @@
 """Strategy: determines how gradients are reduced, and what each rank keeps of prepared models and optimizers.
 
-Each one is a module of its name, imported on demand, that ends with `strategy_class = ...`.
+Those over torch's engines are modules of their names, imported on demand, that end with `strategy_class = ...`.
 tests/contract/test_strategy.py runs the same tests for each of them.
 """
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -20,7 +21,7 @@ from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.meta_modules import check_fillable
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.sharded import is_sharded, loaded_class
+from unisono.parallel.strategies.sharded import loaded_class
 from unisono.protocols import Backend
 from unisono.strategies import DDP, FSDP, SPMD, Choice, ZeRO1
 from unisono.world import World
@@ -38,13 +39,7 @@ class Strategy:
     This one reduces gradients in flat buckets after the backward pass: in a world of one, among threads, and on devices
     that process groups do not support. The others are derived from it.
 
-    Args:
-        world: the rank's world.
-        steps: provides the weights of the rank's gradients.
-        options: an object of `unisono.strategies` that has passed `check_options`.
-
     Attributes:
-        name: the name by which users choose it.
         is_of_torch: whether it uses one of torch's engines, which need several processes; elsewhere the plain strategy
             is used.
         is_needed: whether no other strategy may replace it in a world of processes.
@@ -60,10 +55,6 @@ class Strategy:
         self.world, self.steps, self.options = world, steps, options
 
     @classmethod
-    def check_options(cls, options: Any) -> None:
-        """Refuse unknown options. Raises ValueError."""
-
-    @classmethod
     def check_world(cls, world: World) -> None:
         """Refuse a world in which it cannot run. Raises ValueError."""
 
@@ -72,11 +63,7 @@ class Strategy:
         """Prepare a world of one, before the first work on the device. Raises ValueError if that is not supported."""
 
     def check(self, each: nn.Module | Optimizer) -> None:
-        """Check that a model or an optimizer is supported; nothing is changed.
-
-        Raises:
-            TypeError, ValueError: it is not.
-        """
+        """Check that a model or an optimizer is supported, before anything is changed; else TypeError, ValueError."""
         if isinstance(each, nn.Module):
             _check_plain(each)
             check_fillable(each)
@@ -84,9 +71,9 @@ class Strategy:
                 _check_norms(each)
         elif each in given_up and not each.state:
             raise ValueError(
-                f"strategy='zero1' has divided the state of this {type(each).__name__} among the ranks, and it was "
-                "released, so that training would begin again without it; save accelerator.state_dict(optimizer) "
-                "before free_memory(), load it into a new optimizer after prepare(), or make a new one to begin again"
+                f"strategy='zero1' has divided the state of this {type(each).__name__} among the ranks, so that "
+                "training would begin again without it; make a new optimizer, and load into it, after prepare(), what "
+                "accelerator.state_dict(optimizer) returned before free_memory()"
             )
 
     def wrap_model(self, module: nn.Module) -> Engine:
@@ -101,12 +88,7 @@ class Strategy:
 
 
 def options_of(strategy: Any) -> Choice:
-    """The options of a strategy that is given by name or by options.
-
-    Raises:
-        ValueError: there is no strategy of that name.
-        TypeError: it is neither a name nor options.
-    """
+    """The options of a strategy that is given by name or by options."""
     if isinstance(strategy, Choice):
         return strategy
     kinds = ", ".join(each.__name__ for each in STRATEGIES.values())
@@ -117,6 +99,8 @@ def options_of(strategy: Any) -> Choice:
 
 def strategy_class(options: Choice) -> type[Strategy]:
     """The class of the strategy with these options."""
+    if options.name == "spmd":
+        return SPMDStrategy
     found: type[Strategy] = import_module(f"{__package__}.{options.name}").strategy_class
     return found
 
@@ -127,20 +111,17 @@ def strategy_in(world: World, kind: type[Strategy], steps: Steps, options: Choic
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse a model whose gradients or parameters another engine reduces or shards. Raises ValueError."""
-    sharded_before = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    """Refuse a model whose gradients or parameters another engine reduces or shards."""
+    fsdp = "torch.distributed.fsdp"
+    engines = loaded_class(fsdp, "FSDPModule"), loaded_class(fsdp, "FullyShardedDataParallel")
     for name, part in model.named_modules():
-        where = f"its part {name!r}" if name else "it"
-        if isinstance(part, DistributedDataParallel | nn.DataParallel):
+        if isinstance(part, (DistributedDataParallel, nn.DataParallel, engines)):
+            where = f"its part {name!r}" if name else "it"
             raise ValueError(
-                f"the {type(model).__name__} cannot be prepared: {where} is wrapped in {type(part).__name__}, which "
-                "reduces gradients by itself; pass the model inside it (its .module), and prepare() does what the "
-                "wrapper is for"
+                f"the {type(model).__name__} cannot be prepared: {where} is wrapped or sharded already "
+                f"({type(part).__name__}), and so reduces gradients by itself, without the weights of the ranks; pass "
+                "the model inside it (its .module), or as it was before sharding, and prepare() does what that is for"
             )
-        if sharded_before and isinstance(part, sharded_before):
-            raise ValueError(_SHARDED.format(type(model).__name__, where, "FullyShardedDataParallel"))
-    if is_sharded(model):
-        raise ValueError(_SHARDED.format(type(model).__name__, "it, or a part of it,", "torch's fully_shard"))
 
 
 def _check_norms(model: nn.Module) -> None:
@@ -155,7 +136,69 @@ def _check_norms(model: nn.Module) -> None:
             )
 
 
-_SHARDED = (
-    "the {} cannot be prepared: {} was sharded by {}, which does not know the weights of the ranks' gradients; pass "
-    "the model as it was before sharding, with Accelerator(strategy='fsdp'), and prepare() shards it"
-)
+# Optimizers of torch.optim that combine all parameters, or the elements of each; and those that use operations which
+# torch lacks for DTensors, or gradients which shards do not have.
+_OVER_ALL = {torch.optim.LBFGS}
+_OVER_EACH = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
+_NOT_SHARDED = {torch.optim.Rprop, torch.optim.SparseAdam}
+_FUSED = {torch.optim.Adam, torch.optim.AdamW}  # their fused steps support DTensors
+
+
+def check_elementwise(optimizer: Optimizer, options: ZeRO1 | FSDP, takes_whole: bool) -> None:
+    """Check that the optimizer can step separately for what the strategy divides: whole parameters, or their elements.
+
+    Raises:
+        TypeError: its steps may depend on elements of other ranks, or cannot update DTensors.
+    """
+    kind, name, strategy = _kind(optimizer), type(optimizer).__name__, options.name
+    cut = "parameters" if takes_whole else "each parameter"
+    if kind in (_OVER_ALL if takes_whole else _OVER_ALL | _OVER_EACH):
+        what = "all parameters as one vector" if kind in _OVER_ALL else "each parameter as a whole"
+        raise TypeError(
+            f"strategy={strategy!r} divides {cut} by ranks, and {name} takes {what}; use strategy='ddp', or an "
+            "optimizer that treats each element separately"
+        )
+    is_fused = kind not in _FUSED and any(group.get("fused") for group in optimizer.param_groups)
+    if not takes_whole and (kind in _NOT_SHARDED or is_fused):
+        raise TypeError(
+            f"strategy={strategy!r} keeps DTensors, and torch's {name}{'(fused=True)' * is_fused} cannot update these; "
+            "use another optimizer, fused=False, or strategy='zero1' or 'ddp'"
+        )
+    if kind is None and not options.elementwise_optimizer:
+        raise TypeError(
+            f"strategy={strategy!r} divides {cut} by ranks, and {name} is not one of torch.optim's, so it is unknown "
+            "whether it combines several of them, as a norm over all does; if it treats each element separately, pass "
+            f"strategy=unisono.strategies.{type(options).__name__}(elementwise_optimizer=True), otherwise use "
+            "strategy='ddp'"
+        )
+
+
+def _kind(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch.optim that defines the optimizer's `step`; None if it is defined elsewhere."""
+    # torch wraps the `step` of a class when its first optimizer is created.
+    step = inspect.unwrap(type(optimizer).step)
+    for kind in vars(torch.optim).values():
+        if inspect.isclass(kind) and issubclass(kind, Optimizer) and inspect.unwrap(kind.step) is step:
+            return kind
+    return None
+
+
+class SPMDStrategy(Strategy):
+    """One program, with batches spread over all devices of the process: XLA's compiler inserts the reductions, so that
+    this package runs it as a world of one."""
+
+    name = "spmd"
+
+    @classmethod
+    def check_world(cls, world: World) -> None:
+        if world.world_size > 1:
+            raise ValueError(
+                f"strategy='spmd' is one program that has all devices, and this is rank {world.rank} of "
+                f"{world.world_size}; call it in a plain script, or use strategy='ddp' here"
+            )
+
+    @classmethod
+    def enter(cls, backend: Backend, device: torch.device) -> None:
+        if reason := backend.unsupported_reason("spmd"):
+            raise ValueError(f"strategy='spmd' does not work with {device}: {reason}")
+        backend.spread()

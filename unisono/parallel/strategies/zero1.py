@@ -2,8 +2,6 @@
 
 torch's `ZeroRedundancyOptimizer` does the work. This module converts an existing optimizer, with its groups and its
 state, and extracts from a plain state the part that a rank keeps.
-
-*Threads:* the rank's own thread.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ from torch.optim import Optimizer
 
 from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.ddp import DDPStrategy
-from unisono.parallel.strategies.elementwise import check_elementwise
-from unisono.parallel.strategies.rebinding import Rebinding
-from unisono.parallel.strategies.sharded import loaded_class
-from unisono.parallel.strategies.strategy import given_up
+from unisono.parallel.strategies.sharded import Rebinding, loaded_class
+from unisono.parallel.strategies.strategy import check_elementwise, given_up
 from unisono.torch_private import STEP_POST_HOOKS, STEP_PRE_HOOKS
 
 if TYPE_CHECKING:
@@ -41,7 +37,7 @@ class ZeRO1Strategy(DDPStrategy):
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         if isinstance(each, Optimizer):
-            check_elementwise(each, "zero1", self.options.elementwise_optimizer, takes_whole=True)
+            check_elementwise(each, self.options, takes_whole=True)
             check_divisible(each)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -49,7 +45,7 @@ class ZeRO1Strategy(DDPStrategy):
         _share_groups(ref(optimizer), sharded)
         sharded.register_step_pre_hook(partial(self._announce, ref(sharded)))
         sharded.register_load_state_dict_post_hook(partial(_share_groups, ref(optimizer)))  # which makes new groups
-        sharded.register_step_post_hook(partial(_note_state, ref(sharded), ref(optimizer)))
+        given_up.add(optimizer)
         return sharded
 
     def _announce(self, prepared: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any) -> None:
@@ -77,31 +73,16 @@ def _share_groups(replaced: Callable[[], Optimizer | None], optimizer: Optimizer
         before.param_groups = optimizer.param_groups
 
 
-def _note_state(
-    prepared: Callable[[], Optimizer | None], replaced: Callable[[], Optimizer | None], optimizer: Optimizer, *_: Any
-) -> None:
-    before = replaced()
-    if before is None or before in given_up or optimizer is not prepared() or not is_divided(optimizer):
-        return
-    if any(optimizer.optim.state.values()):
-        given_up.add(before)
-
-
 def shard_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """Create an optimizer of the same class, groups and state, with its state divided among the ranks.
-
-    It replaces the given one, and its steps call the hooks of that one.
-
-    Args:
-        optimizer: has passed `check_divisible`; the same on each rank. Its state is moved to the new one.
-
-    Raises:
-        TypeError: its class cannot be constructed from its groups.
-    """
+    """Create an optimizer of the same class and groups, to which the state of this one moves, divided among the ranks.
+    Its steps call the hooks of this one."""
     parameters = parameters_of(optimizer)
     # Contiguous parameters are sent in one piece for each rank, which would lose other memory formats.
     shares_memory = all(parameter.is_contiguous() for parameter in parameters)
-    sharded = _made_like(optimizer, shares_memory)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kept: dict[str, Any] = {"optimizer_class": type(optimizer), "parameters_as_bucket_view": shares_memory}
+    sharded = _make(optimizer, partial(ZeroRedundancyOptimizer, **kept))
     load_local(sharded, optimizer.state_dict())
     # The whole state, if the user's optimizer kept it, would occupy the memory that is saved.
     optimizer.state.clear()
@@ -162,12 +143,7 @@ def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_divisible(optimizer: Optimizer) -> None:
-    """Check that `shard_optimizer` can handle it; nothing is changed.
-
-    Raises:
-        TypeError: its class cannot be constructed from its groups.
-        ValueError: parameters differ in type.
-    """
+    """Check that `shard_optimizer` can handle it, before anything is changed."""
     name = type(optimizer).__name__
     parameters = parameters_of(optimizer)
     for place, parameter in enumerate(parameters):
@@ -179,16 +155,6 @@ def check_divisible(optimizer: Optimizer) -> None:
             )
     # A trial: only the constructor shows what it accepts.
     _make(optimizer, type(optimizer))
-
-
-def _made_like(optimizer: Optimizer, shares_memory: bool) -> ZeroRedundancyOptimizer:
-    """Create an optimizer of the same class without state; the groups contain its arguments."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def make(groups: list[dict[str, Any]], **defaults: Any) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(groups, type(optimizer), parameters_as_bucket_view=shares_memory, **defaults)
-
-    return _make(optimizer, make)
 
 
 def _make(optimizer: Optimizer, make: Callable[..., T]) -> T:
