@@ -10,7 +10,6 @@ package adds one by an entry point, and runs the same tests:
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -97,7 +96,7 @@ def pick_backend(name: str | None = None) -> Backend:
             for backend in map(get_backend, family_names())
             if backend.is_available() and backend.is_accelerated()
         )
-        return next(here, None) or only_the_cpu()
+        return next(here, None) or get_backend(CPU)
     backend = get_backend(name)
     if not backend.is_available():
         reason = backend.unavailable_reason()
@@ -106,15 +105,6 @@ def pick_backend(name: str | None = None) -> Backend:
             f"{', '.join(available_devices())}"
         )
     return backend
-
-
-@cache
-def only_the_cpu() -> Backend:
-    """The CPU; a warning, given once, names the hardware that is not used."""
-    for backend in map(get_backend, family_names()):
-        if unused := backend.unused_hardware():
-            logging.getLogger("unisono").warning("computing on the CPU: %s", unused)
-    return get_backend(CPU)
 
 
 def backend_of_group(config: str) -> Backend:

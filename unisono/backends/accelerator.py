@@ -8,8 +8,8 @@ issued from it have completed, which it knows by an event. So the staged tensor 
 issued.
 
 The memory of a moved batch belongs to the side stream. Its use on another stream must be recorded (`record_stream`), or
-the next copy could overwrite what a kernel is still reading. For an object of an unknown class that is not possible: it
-is moved on the calling thread's stream, without overlap, unless it has a method `record_stream(stream)` of its own.
+the next copy could overwrite what a kernel still reads. For a sparse tensor, or an object of an unknown class, this
+is not possible: it is moved on the calling thread's stream, without overlap, unless it has a method `record_stream`.
 
 *Threads:* several may move batches concurrently; their copies are ordered on the device's side stream.
 """
@@ -28,7 +28,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends.movement import send
 from unisono.protocols import Backend, DeviceClock
-from unisono.torch_private import sparse_indices, sparse_values
 from unisono.tree import map_objects, nbytes, objects
 
 
@@ -141,11 +140,9 @@ class AcceleratorBackend(Backend):
             return self._streams[device.index]
 
     def _move_leaf(self, leaf: Any, device: torch.device, own: torch.Stream) -> Any:
-        """A leaf on the device, or on its way there on the current stream; one of an unknown class, on `own`."""
-        if isinstance(leaf, torch.Tensor | PackedSequence):
+        """A leaf on the device, or on its way there on the current stream; if its use cannot be recorded, on `own`."""
+        if dense_parts(leaf) or _records_streams(leaf):
             return send(pin_leaf(leaf) if self.pins_memory else leaf, device, non_blocking=True)
-        if _records_streams(leaf):
-            return send(pin_leaf(leaf) if self.pins_memory else leaf, device)
         with _on_stream(own):
             return send(leaf, device)
 
@@ -197,39 +194,21 @@ def _records_streams(leaf: Any) -> bool:
 
 
 def dense_parts(leaf: Any) -> list[torch.Tensor]:
-    """The tensors whose memory a leaf holds: a stream can be recorded on dense ones only."""
+    """The tensors of a leaf that a stream can be recorded on; none if it is sparse, or a wrapper of other tensors."""
     if isinstance(leaf, PackedSequence):
         return [part for part in leaf if isinstance(part, torch.Tensor)]
-    if not isinstance(leaf, torch.Tensor):
-        return []
-    if leaf.layout is torch.sparse_coo:
-        return [sparse_indices(leaf), sparse_values(leaf)]
-    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
-    if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
-    if hasattr(leaf, "__tensor_flatten__"):  # a wrapper of other tensors, such as a jagged one
-        return [part for name in leaf.__tensor_flatten__()[0] for part in dense_parts(getattr(leaf, name))]
-    return [leaf]
+    is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    return [leaf] if is_plain and not hasattr(leaf, "__tensor_flatten__") else []
 
 
 def pin_leaf(leaf: Any) -> Any:
     """The leaf in page-locked memory; for a user-defined object, by its method `pin_memory()`, if it has one."""
-    if isinstance(leaf, torch.Tensor):
-        if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
-            return leaf
-        if torch.empty_like(leaf, device="meta").stride() != leaf.stride():
-            leaf = leaf.clone()  # torch refuses an expanded tensor, and would lock what lies between the elements
-    elif isinstance(leaf, PackedSequence):
-        if leaf.data.device.type != "cpu":
-            return leaf
-    elif not callable(getattr(leaf, "pin_memory", None)):
+    if any(part.device.type != "cpu" for part in dense_parts(leaf)) or not hasattr(leaf, "pin_memory"):
         return leaf
+    if isinstance(leaf, torch.Tensor) and torch.empty_like(leaf, device="meta").stride() != leaf.stride():
+        leaf = leaf.clone()  # torch refuses an expanded tensor, and would lock what lies between the elements
     try:
         return leaf.pin_memory()
     except RuntimeError as error:
-        error.add_note(
-            f"while {nbytes(leaf):,} bytes were put into page-locked memory, which is scarcer than other memory; "
-            "prefetch_bytes bounds what waits there"
-        )
+        error.add_note(f"while {nbytes(leaf):,} bytes were put into page-locked memory; prefetch_bytes bounds them")
         raise

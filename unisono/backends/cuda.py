@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from unisono.backends.accelerator import AcceleratorBackend
-from unisono.backends.mig import describe_mig
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, and hipStreamCaptureModeThreadLocal
 
@@ -30,16 +29,8 @@ class CudaBackend(AcceleratorBackend):
     def unavailable_reason(self) -> str:
         return "" if torch.backends.cuda.is_built() or torch.version.hip else "this torch is built without CUDA"
 
-    def unused_hardware(self) -> str:
-        return describe_mig() if self.is_available() else ""
-
     def activate(self, device: torch.device) -> None:
-        try:
-            super().activate(device)
-        except RuntimeError as error:
-            if advice := describe_mig():
-                error.add_note(advice)
-            raise
+        super().activate(device)
         if threading.current_thread() is not threading.main_thread():
             _leave_captures_alone()
 

@@ -14,25 +14,20 @@ raises an error for those that come too late, or that would change the results s
 
 from __future__ import annotations
 
-import glob
 import importlib.metadata
 import importlib.util
 import os
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.backends.accelerator import current_accelerator
 from unisono.backends.movement import send
-from unisono.backends.recompilation import RecompilationWatch
 from unisono.errors import UnisonoError
 from unisono.protocols import Backend, Feature, Transport
 from unisono.randomness import seed_of
@@ -52,9 +47,6 @@ _SETTINGS = {
     "XLA_ENABLE_PARAM_ALIASING": "0",
 }
 """What virtual devices on the CPU need, with the reasons; valid for torch_xla 2.9."""
-
-_GOOGLE, _CHIPS = "0x1ae0", {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
-"""The ids of TPUs v2 to v7 on the PCI bus."""
 
 _NARROWING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")
 """Modes that keep the dtype's name but not its precision."""
@@ -81,7 +73,6 @@ class XlaBackend(Backend):
         self._compiling = threading.Lock()
         self._loading = threading.Lock()
         self._xla: Any = None
-        self._watches: dict[torch.device, RecompilationWatch] = defaultdict(RecompilationWatch)
         self._sharding: Callable[[torch.Tensor], None] | None = None  # lays out batches, if one program has all devices
         self._asked = 0  # the number of virtual devices, if it is not set elsewhere
 
@@ -89,16 +80,8 @@ class XlaBackend(Backend):
         return _hardware()
 
     def unavailable_reason(self) -> str:
-        return _missing_reason() or (
-            "" if self.is_available() else f"PJRT_DEVICE={_hardware()}, and there is no chip here"
-        )
-
-    def unused_hardware(self) -> str:
-        if os.environ.get("PJRT_DEVICE") or current_accelerator() == "tpu" or not (chips := _num_chips()):
-            return ""
-        missing = _not_installed().partition(": pip")[0]
-        missing = missing or ("" if importlib.util.find_spec("libtpu") else "libtpu is not installed")
-        return f"this machine has {chips} TPU chips, but {missing}: pip install 'unisono[tpu]'" if missing else ""
+        has_none = f"PJRT_DEVICE={_hardware()}, and there is no chip here; PJRT_DEVICE=CPU has virtual devices"
+        return _missing_reason() or ("" if self.is_available() else has_none)
 
     def is_accelerated(self) -> bool:
         return _hardware() != _CPU
@@ -247,7 +230,6 @@ class XlaBackend(Backend):
         inner = self.runtime()._XLAC
         with self._compiling:
             inner._xla_step_marker(str(device), [], wait=False, reset_scope=True)
-        self._watches[device].look(inner._xla_counter_value("UncachedCompile") or 0, _num_reads(inner))
 
     def rng_state(self, device: torch.device) -> torch.Tensor:
         seed = self.runtime()._XLAC._xla_get_rng_seed(str(device))
@@ -404,11 +386,6 @@ def _check_late(torch_xla: Any, lacking: list[str]) -> None:
         )
 
 
-def _num_reads(inner: Any) -> int:
-    """How often a value was read while the graph that computes it was not cut."""
-    return int(inner._xla_counter_value("aten::_local_scalar_dense") or 0)
-
-
 def _runtime_module() -> Any:
     """torch_xla's C++ module, if its runtime is running in this process; otherwise None."""
     xla = sys.modules.get("torch_xla")
@@ -416,19 +393,17 @@ def _runtime_module() -> Any:
     return xla._XLAC if xla is not None and is_up else None
 
 
-@cache
-def _num_chips(bus: str = "/sys/bus/pci/devices") -> int:
-    """The number of TPU chips in the machine, whether or not they can be used."""
-    places = (Path(each).parent for each in glob.glob(f"{bus}/*/vendor"))
-    numbers = [tuple((place / name).read_text().strip() for name in ("vendor", "device")) for place in places]
-    return sum(vendor == _GOOGLE and device in _CHIPS for vendor, device in numbers)
-
-
 def _hardware() -> str:
-    """The runtime's hardware, as `PJRT_DEVICE` names it; if that is unset, a TPU if there is one, otherwise the CPU."""
+    """The runtime's hardware, as `PJRT_DEVICE` names it; if that is unset, a TPU where libtpu is installed, otherwise
+    the CPU."""
     if named := os.environ.get("PJRT_DEVICE"):
         return named.split("_")[0].upper()
-    return _TPU if _num_chips() and importlib.util.find_spec("libtpu") else _CPU
+    return _TPU if _has_libtpu() else _CPU
+
+
+@cache
+def _has_libtpu() -> bool:
+    return importlib.util.find_spec("libtpu") is not None
 
 
 def _virtual_count() -> int:

@@ -55,7 +55,6 @@ class Job:
         nprocs: the number of workers on this machine.
         backend: the device family's name.
         num_threads: CPU threads of each worker.
-        cores: the logical cores of each worker on this machine; None leaves placement to the system.
         restart_count: how many times the group has been restarted.
         first_rank, world_size, node_rank: the place of this machine's workers among all; a world size of 0 means that
             these are all.
@@ -67,7 +66,6 @@ class Job:
     backend: str
     options: Options
     num_threads: int
-    cores: list[set[int]] | None = None
     caller: Caller = field(default_factory=Caller)
     restart_count: int = 0
     first_rank: int = 0

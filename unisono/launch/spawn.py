@@ -175,14 +175,12 @@ def make_job(call: bytes, count: int, family: Backend, options: Options, caller:
         caller: what they take over; None is this process.
 
     Raises:
-        ValueError: there are fewer cores than workers to be pinned, or too little memory, files or processes for them.
+        ValueError: workers without GPUs are to be pinned near them; or memory, files or processes do not suffice.
         UnisonoError: workers cannot be supervised on this platform.
     """
-    num_threads, cores = options.shared_cores.divide(count)
-    if isinstance(pin := options.shared_cores.pin, str) and not family.is_accelerated():
-        raise ValueError(
-            f"Cores(pin={pin!r}) keeps workers near their GPUs, and theirs are on {family.name}; pass pin=True"
-        )
+    num_threads = options.shared_cores.threads_of_each(count)
+    if (pin := options.shared_cores.pin) is not None and not family.is_accelerated():
+        raise ValueError(f"Cores(pin={pin!r}) keeps workers near their GPUs, and theirs are on {family.name}")
     if not hasattr(os, "fork"):
         raise UnisonoError(
             f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
@@ -191,7 +189,7 @@ def make_job(call: bytes, count: int, family: Backend, options: Options, caller:
     check_room(count)
     caller = caller or Caller()
     caller = replace(caller, environ={**caller.environ, **family.worker_environment(count)})
-    job = Job(call, count, family.name, options, num_threads, cores, caller)
+    job = Job(call, count, family.name, options, num_threads, caller)
     _settle_streams()
     return job
 
