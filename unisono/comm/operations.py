@@ -25,13 +25,20 @@ HOST = torch.default_generator.device
 """Main memory. Flags and counts are sent from there: sending them from a device, and reading them, would wait for all
 of its work."""
 
-# Shown only if nothing else differs.
-_ROUND = re.compile(r", round [0-9a-f]{8}")
 CALLED = "called "
+_HIDDEN = re.compile(r", round [0-9a-f]{8}| at lr \S+$")
+"""What is shown only if nothing else differs."""
 _OF_STEPS = re.compile(
     r"the gradients of|the end of step|(?:a|the) (?:for|back)ward pass|came to (?:step|attempt)|new buckets"
 )
-_RATES = re.compile(r" at lr \S+$")
+_RULE = (
+    "call the same collectives in the same order with the same shapes and types (all_gather_samples takes different "
+    "numbers of rows); make a call that all ranks must make outside of `if is_rank_zero():`"
+)
+_RULE_OF_STEPS = (
+    "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, loop over each "
+    "loader equally often, in the same order, and step schedulers alike"
+)
 _IN_PLACE = ("all_reduce", "broadcast")
 
 
@@ -169,17 +176,10 @@ def left(rank: int, call: Entry) -> BrokenWorldError:
     return BrokenWorldError(f"rank {rank} has left this world and cannot call {call}")
 
 
-def departure(last_actions: Mapping[int, str]) -> str:
-    """Describe which ranks have left and, if that is known, the last action of each."""
-    names = ", ".join(map(str, sorted(last_actions)))
-    has = f"rank {names} has left this world" if len(last_actions) == 1 else f"ranks {names} have left this world"
-    actions = {_RATES.sub("", _ROUND.sub("", action)) for action in last_actions.values() if action}
-    if len(last_actions) > 1 or not actions:
-        return has
-    return (
-        f"{has} after it {actions.pop()}: it returned, or left its loop, while others continue; end loops on all ranks,"
-        " and make a call that all ranks must make outside of `if is_rank_zero():`"
-    )
+def departure(ranks: Sequence[int]) -> str:
+    """Describe that ranks have left."""
+    has = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    return f"{has} left this world: end loops on all ranks, and call nothing for all ranks under `if is_rank_zero():`"
 
 
 def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None = None) -> CollectiveMismatchError:
@@ -190,44 +190,16 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
         places: the user's call on each of these ranks, as `describe_call` returns it, as far as they are known.
     """
     groups: dict[str, list[int]] = {}
-    without_rounds = {rank: _ROUND.sub("", action) for rank, action in actions.items()}
-    short = {rank: _RATES.sub("", action) for rank, action in without_rounds.items()}
-    if have_other_rates := len(set(without_rounds.values())) > len(set(short.values())) == 1:
-        actions = without_rounds
-    elif len(set(short.values())) > 1:  # the difference is visible without them
-        actions = short
-    for rank, action in sorted(actions.items()):
+    short = {rank: _HIDDEN.sub("", action) for rank, action in actions.items()}
+    for rank, action in sorted((short if len(set(short.values())) > 1 else actions).items()):
         groups.setdefault(action, []).append(rank)
     first, *others = (
         f"{name_ranks(ranks)} {_placed(action, places.get(ranks[0], '') if places else '')}"
         for action, ranks in groups.items()
     )
-    rule = "call the same collectives in the same order with the same shapes and types"
-    have_purpose = [not action.startswith(CALLED) or " for " in action for action in groups]
-    gathered = {action.partition(")")[0] for action in groups}  # the calls, with their shapes
-    are_by_hand = all(" for " not in action or " for functional." in action for action in groups)
-    if have_other_rates:
-        rule = "step the scheduler, set learning rates, and load optimizer states alike: not under `if is_rank_zero():`"
-    elif len(gathered) > 1 and are_by_hand and all(each.partition("(")[0].endswith("all_gather") for each in gathered):
-        rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
-    elif all(map(_OF_STEPS.search, groups)):
-        rule = (
-            "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop "
-            "over each loader equally often, in the same order"
-        )
-    elif any(have_purpose):  # also calls that are announced, such as save_state
-        rule = (
-            "make the same calls and take the same steps, in the same order: make a call that all ranks must make "
-            "outside of `if is_rank_zero():`, and leave a loop on all ranks or on none"
-        )
-    elif len({each.partition("(")[0] for each in groups}) > 1:
-        rule += "; make a call that all ranks must make outside of `if is_rank_zero():`"
-    found = f"{first} while {' and '.join(others)}"
-    if len(set(without_rounds.values())) == 1:
-        apart = " and ".join(map(name_ranks, groups.values()))
-        found = f"{name_ranks(sorted(actions))} {short[min(actions)]}, but {apart} are in different loops or loaders"
+    rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else _RULE
     odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
-    return CollectiveMismatchError(f"{found}; every rank must {rule}", odd)
+    return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
 
 
 def _placed(action: str, place: str) -> str:

@@ -388,7 +388,7 @@ class ProcessCommunicator:
         with contextlib.suppress(RuntimeError):
             if self._store is not None and (gone := self._departed_ranks(self._store)):
                 first = [rank for rank in gone if rank in missing] or gone  # the others arrived, and left as victims
-                return departure({rank: here.notes.last_action(rank) if here else "" for rank in first}), error
+                return departure(first), error
         if missing:
             return f"{name_ranks(missing)} did not arrive: {error}", error
         return f"a peer is gone or did not answer ({error}); {_ADVICE}", error

@@ -93,7 +93,7 @@ class MeetingPoint:
         if self._is_closed:  # first: peers may be reading what this rank noted last
             self._refuse()
         name, self._name = self._name, ""
-        self.notes.add(name or action, is_torchs=not name)
+        self.notes.add(name or action)
         self.meet()
         difference = self.notes.find_difference()
         self.notes.turn_page()
