@@ -141,6 +141,10 @@ NAMES = {  # ours: (torch's, what we do by it)
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
         "sees whether collectives go on",
     ),
+    "create_work_from_future": (
+        "torch._C._distributed_c10d._create_work_from_future",
+        "returns collectives that are done from shared memory",
+    ),
     "GlooOptions": ("torch.distributed.ProcessGroupGloo._Options", "sends what shared memory does not carry"),
     "GLOO_TIMEOUT": ("torch.distributed.ProcessGroupGloo._Options._timeout", "limits what waits for gloo"),
     "GLOO_DEVICES": ("torch.distributed.ProcessGroupGloo._Options._devices", "connects gloo within a machine"),

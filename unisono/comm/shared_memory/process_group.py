@@ -1,8 +1,9 @@
 """A torch process group whose collectives use the shared memory of one machine: `init_process_group("shm")`.
 
 DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own torch.distributed calls use it like any
-other group. All ranks compare their calls before any data is moved. What the group does not implement is sent by gloo:
-messages between two ranks, all-to-all, sparse tensors; and everything if ranks share no memory, as on several machines.
+other group. All ranks compare their calls before any data is moved. gloo carries out what training needs rarely: messages
+between two ranks, reductions to one, gather, scatter, all-to-all, sparse tensors; and everything if ranks share no
+memory, as on several machines.
 
 A call is complete when it returns, with `async_op` too: its work then waits for nothing.
 
@@ -27,7 +28,7 @@ from unisono.comm.operations import Call, action_of
 from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
-from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions
+from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions, create_work_from_future
 
 NAME = "shm"
 
@@ -68,29 +69,11 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return SharedMemoryGroup(mapping, store, timeout)
 
 
-class Done(dist.Work):
+def _done(tensors: Any) -> Any:
     """Work that was completed before it is returned."""
-
-    def __init__(self, tensors: Any) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(tensors)
+    return create_work_from_future(future)
 
 
 class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
@@ -106,30 +89,18 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if any(map(_is_sparse, tensors)):
-            return self._by_gloo(*range(self.size())).allreduce(tensors, opts)
+            return self._together_by_gloo("allreduce", tensors, opts)
         op = _op_of(opts, tensors)
         return self._in_place("all_reduce", tensors, op, self._blocks.all_reduce, op)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        op, root = _op_of(opts, tensors), opts.rootRank
-        return self._in_place("reduce", tensors, f"{op} to {root}", self._blocks.reduce, op, root)
-
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         return self._in_place("broadcast", tensors, opts.rootRank, self._blocks.broadcast, opts.rootRank)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         return self._gather("all_gather", outputs, inputs)
-
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-        # torch passes no outputs on ranks other than the root.
-        return self._gather("gather", outputs or [[]], inputs, opts.rootRank)
-
-    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        pieces = output.view(self.size(), -1).unbind() if self.rank() == opts.rootRank else ()
-        return self._gather("gather_single", [pieces], [tensor], opts.rootRank)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [tensor], opts)
@@ -155,16 +126,9 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         return self.reduce_scatter(outputs, [[*_flat(each).view(self.size(), -1).unbind()] for each in inputs], opts)
 
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
-        root = opts.rootRank
-        parts = [_flat(part) for part in inputs[0]] if inputs else []
-        if self.rank() == root:
-            self._check_parts("scatter", parts, outputs[0])
-        return self._in_place("scatter", outputs, root, self._blocks.scatter, root, parts=[parts] * len(outputs))
-
     def barrier(self, opts: Any = None) -> Any:
         self._blocks.barrier("called barrier()")
-        return Done([])
+        return _done([])
 
     # Names of these methods in torch before 2.11.
     _allgather_base = all_gather_single
@@ -172,22 +136,31 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    # What gloo carries out; collectives after all ranks have compared their calls.
+
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._by_gloo(rank).send(tensors, rank, tag)
+        return self._to_peer(rank).send(tensors, rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._by_gloo(rank).recv(tensors, rank, tag)
+        return self._to_peer(rank).recv(tensors, rank, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
         return self._by_gloo().recv_anysource(tensors, tag)
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        return self._by_gloo(*range(self.size())).alltoall(outputs, inputs, *_given_options(opts))
+    def reduce(self, *arguments: Any) -> Any:
+        return self._together_by_gloo("reduce", *arguments)
 
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], opts: Any = None
-    ) -> Any:
-        return self._by_gloo(*range(self.size())).alltoall_base(output, tensor, outputs, inputs, *_given_options(opts))
+    def gather(self, *arguments: Any) -> Any:
+        return self._together_by_gloo("gather", *arguments)
+
+    def scatter(self, *arguments: Any) -> Any:
+        return self._together_by_gloo("scatter", *arguments)
+
+    def alltoall(self, *arguments: Any) -> Any:
+        return self._together_by_gloo("alltoall", *arguments)
+
+    def all_to_all_single(self, *arguments: Any) -> Any:
+        return self._together_by_gloo("alltoall_base", *arguments)
 
     alltoall_base = all_to_all_single
 
@@ -215,29 +188,21 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._description
 
-    def _gather(
-        self,
-        name: str,
-        outputs: Sequence[Sequence[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
-        root: int | None = None,
-    ) -> Done:
+    def _gather(self, name: str, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Any:
         flats = list(map(_flat, inputs))
         wanted = [list(map(_flat, pieces)) for pieces in outputs]
-        if root is None or root == self.rank():
-            for pieces, flat in zip(wanted, flats, strict=True):
-                self._check_parts(name, pieces, flat)
-
+        for pieces, flat in zip(wanted, flats, strict=True):
+            self._check_parts(name, pieces, flat)
         try:
             for sent, pieces, flat, tensors in zip(inputs, wanted, flats, outputs, strict=True):
-                self._blocks.all_gather(_describe_call(name, sent.shape, sent.dtype, root), pieces, flat)
+                self._blocks.all_gather(_describe_call(name, sent.shape, sent.dtype, None), pieces, flat)
                 for tensor, piece in zip(tensors, pieces, strict=True):
                     if piece.data_ptr() != tensor.data_ptr():
                         _write_back(tensor, piece)
         except BaseException:  # the ranks are out of step
             self.here.close(is_broken=True)
             raise
-        return Done(outputs)
+        return _done(outputs)
 
     def _in_place(
         self,
@@ -247,7 +212,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         operation: Callable[..., None],
         *arguments: Any,
         parts: Sequence[Sequence[torch.Tensor]] = (),
-    ) -> Done:
+    ) -> Any:
         """Change the tensors in place, by an operation on a one-dimensional view of each, with its parts."""
         flats = list(map(_flat, tensors))  # all are checked before anything is sent
         try:
@@ -259,7 +224,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         except BaseException:  # the ranks are out of step
             self.here.close(is_broken=True)
             raise
-        return Done(tensors)
+        return _done(tensors)
 
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
         """Before anything is sent, check that there is one part per rank, each of the size that a rank sends or
@@ -270,18 +235,26 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{name} between {self.size()} ranks needs as many parts of {whole.numel()} elements each, got {sizes}"
             )
 
-    def _by_gloo(self, *peers: int) -> Any:
-        """Return the group for everything else, once those peers have created theirs; they connect on first use."""
+    def _together_by_gloo(self, name: str, *arguments: Any) -> Any:
+        self._blocks.barrier(f"called {name}()")
+        return getattr(self._by_gloo(), name)(*arguments)
+
+    def _to_peer(self, rank: int) -> Any:
+        """gloo's group, once that peer has created its own: gloo would wait for one that has already left."""
+        gloo = self._by_gloo()
+        while not self._store.check([_CAME.format(rank)]):
+            self.here.check_presence(rank)
+            time.sleep(_POLL_S)
+        return gloo
+
+    def _by_gloo(self) -> Any:
+        """gloo's group, which connects on first use."""
         if self._gloo is None:
             options = GlooOptions()
             setattr(options, GLOO_TIMEOUT, self._timeout)
             setattr(options, GLOO_DEVICES, [_Gloo.create_device(hostname=_LOOPBACK, lazy_init=True)])
             self._gloo = _Gloo(PrefixStore("gloo", self._store), self.rank(), self.size(), options)
             self._store.set(_CAME.format(self.rank()), "1")
-        for rank in peers:  # gloo would wait for a peer that has already left
-            while not self._store.check([_CAME.format(rank)]):
-                self.here.check_presence(rank)
-                time.sleep(_POLL_S)
         return self._gloo
 
     def _close_gloo(self) -> None:
@@ -314,10 +287,6 @@ def _why_not(op: str, dtype: torch.dtype) -> str:
     except (RuntimeError, TypeError) as error:
         return str(error)
     return ""
-
-
-def _given_options(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
