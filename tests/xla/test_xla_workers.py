@@ -12,7 +12,7 @@ from torch import nn
 from unisono import Accelerator, all_gather_object, all_reduce, current_world, spawn
 from unisono.backends import xla
 from unisono.comm.selection import innermost
-from unisono.comm.xla import XlaProcesses
+from unisono.comm.xla import XlaCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.strategies import DDP
 
@@ -111,7 +111,7 @@ def test_processes_that_the_runtime_joins_compare_their_calls_before_it_is_asked
 
     def differs(index: int) -> None:
         world = current_world()
-        comm = XlaProcesses(innermost(world.comm), partial(world.backend.synchronize, world.device))
+        comm = XlaCommunicator(innermost(world.comm), partial(world.backend.synchronize, world.device))
         if index and other == "barrier()":
             comm.barrier()
         comm.all_reduce(torch.ones(2 + index, device=world.device))

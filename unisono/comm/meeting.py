@@ -65,7 +65,7 @@ class Meeting:
                 # The round is complete: from here on neither `leave` nor a break can affect it.
                 self._round = _Exchange()
             elif self._departed:
-                self._break_by_departure(rank, call)
+                self._break(departure(sorted(self._departed)), None)
                 self._check(rank, call)
             else:
                 self._wait(here, rank, call)
@@ -91,8 +91,8 @@ class Meeting:
         """Record that the rank no longer takes part; a round that waits for it breaks."""
         with self._changed:
             self._departed.add(rank)
-            if waiting := self._round.calls:
-                self._break_by_departure(min(waiting), waiting[min(waiting)])
+            if self._round.calls:
+                self._break(departure(sorted(self._departed)), None)
 
     def _wait(self, here: _Exchange, rank: int, call: Call) -> None:
         def is_over() -> bool:
@@ -116,9 +116,6 @@ class Meeting:
         if self._broken is None:
             self._broken = (message, cause)
             self._changed.notify_all()
-
-    def _break_by_departure(self, rank: int, call: Call) -> None:
-        self._break(f"while rank {rank} waits in {call}, {departure(sorted(self._departed))}", None)
 
     def _combine(self, here: _Exchange, combine: Callable[[list[Any]], R]) -> Outcome[R]:
         calls = [here.calls[rank] for rank in range(self.size)]

@@ -26,7 +26,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ from unisono.protocols import Backend, ReduceOp
 from unisono.stacks import describe_call, own_frames
 from unisono.torch_private import sequence_number
 
+T = TypeVar("T")
 R = TypeVar("R")
 
 _TORCH_OPS = {
@@ -75,15 +76,6 @@ _ADVICE = "if none has failed, the ranks called different collectives of torch i
 _OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's messages, and in NCCL's
 _SHARED_GPU = "Duplicate GPU detected"  # in NCCL's messages
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
-
-
-class _Comparison(NamedTuple):
-    """A comparison of what the ranks do, which has begun: this rank's action, and its place in the user's program."""
-
-    action: str
-    place: str
-    bounds: torch.Tensor
-    work: Any
 
 
 class ProcessCommunicator:
@@ -113,16 +105,13 @@ class ProcessCommunicator:
         self._device = device
         self._store = store
         self._owns_group = owns_group
-        self._taken = _types_in(dist.get_backend_config())
-        self._broken: tuple[str, BaseException | None] | None = None
+        self._broken: tuple[str, BaseException] | None = None
         self._has_left = False
-        self._call: Call | None = None
         self._last: Entry = Announcement("its first collective")
-        self._compared: _Comparison | None = None  # that has begun
+        self._is_inside = False
+        self._compared: tuple[str, str, torch.Tensor, Any] | None = None  # action, place, bounds, work: has begun
         self.num_calls = 0
-        self._num_begun = 0  # by any caller, as the group has counted
-        # Held while the group is asked: asked by one thread and aborted by another, it ends the process.
-        self._counting, self._has_ended = threading.Lock(), False
+        self._counting = threading.Lock()
         self._own_here = here
         # The thread that `wake` interrupts when the watch ends the device's wait.
         self._thread = threading.get_ident()
@@ -134,7 +123,7 @@ class ProcessCommunicator:
     def current(self) -> str | None:
         """What this rank waits for: a collective, as `all_reduce(float32[10], 'sum')`, or its device; otherwise
         None."""
-        if (call := self._call) is not None:
+        if self._is_inside and isinstance(call := self._last, Call):
             return str(call)
         watch = self._watch
         return f"the device's work since {self._last}" if watch is not None and watch.is_behind else None
@@ -144,10 +133,10 @@ class ProcessCommunicator:
         """A number that grows with each collective begun in this process, by any caller, and with those that devices
         finish."""
         watch = self._watch
-        with self._counting:
-            if not self._has_ended:
-                self._num_begun = _sequence_number()
-        return self.num_calls + self._num_begun + (0 if watch is None else watch.num_done)
+        with self._counting:  # asked by one thread and aborted by another, the group would end the process
+            has_ended = self._has_left or self._broken is not None
+            num_begun = 0 if has_ended else _sequence_number()
+        return self.num_calls + num_begun + (0 if watch is None else watch.num_done)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
@@ -201,38 +190,23 @@ class ProcessCommunicator:
     def barrier(self) -> None:
         self._run(Call("barrier"), self._meet)
 
-    def meet(self, call: Call) -> None:
-        """Return when all ranks have arrived at `call`, which another transport will carry out.
+    def meet(self, call: Call, value: T, combine: Callable[[list[T]], R]) -> R:
+        """Wait until all ranks have arrived at `call`; return `combine([value])`, by which another transport carries it
+        out.
 
         Raises:
             BrokenWorldError, CollectiveMismatchError: as for that collective.
         """
         self._run(call, self._meet)
+        return combine([value])
 
     def announce(self, purpose: str) -> None:
-        here = self._here
-        if here is None or self._has_left or self._broken is not None:
-            self._run(Announcement(purpose), lambda: None)
-            return
-        self._last = Announcement(purpose)
-        self.num_calls += 1
-        try:
-            if difference := here.announce(f"came to {purpose}"):
-                mismatch = mismatch_error(difference, {self.rank: describe_call(own_frames())})
-                self.abort(mismatch)  # peers that arrived before are waiting in their next call
-                raise mismatch
-            return
-        except RuntimeError as error:
-            self._note_failure(error)
-        raise self._broken_error(self._last)
+        self._run(Announcement(purpose), lambda: None)
 
     def explain(self, error: BaseException) -> BrokenWorldError:
         """Translate an error of the transport, raised outside this communicator, into a BrokenWorldError with the
         reason."""
-        message, cause = self._broken or self._reason(error)
-        explained = broken(self.rank, self._last, message).with_traceback(error.__traceback__)
-        explained.__cause__ = cause or error
-        return explained
+        return self._error(self._last, *(self._broken or self._reason(error))).with_traceback(error.__traceback__)
 
     def abort(self, cause: BaseException) -> None:
         if self._broken is None:
@@ -264,10 +238,11 @@ class ProcessCommunicator:
             except RuntimeError as error:
                 self._note_failure(error)
             finally:
-                self._call = None
+                self._is_inside = False
                 if (here := self._here) is not None:
                     here.name_next("")  # the call may have failed before the group was called
-        raise self._broken_error(call)
+        assert self._broken is not None, "a call that has failed notes the reason"
+        raise self._error(call, *self._broken)
 
     def _note_failure(self, error: RuntimeError) -> None:
         """Note why a call has failed; raise errors that already give the reason."""
@@ -282,9 +257,7 @@ class ProcessCommunicator:
         if self._broken is None:
             self._broken = self._reason(error)
 
-    def _broken_error(self, call: Entry) -> BrokenWorldError:
-        assert self._broken is not None, "a call that has failed notes the reason"
-        message, cause = self._broken
+    def _error(self, call: Entry, message: str, cause: BaseException) -> BrokenWorldError:
         error = broken(self.rank, call, message, describe_call(own_frames()))
         error.__cause__ = cause
         return error
@@ -307,10 +280,8 @@ class ProcessCommunicator:
     @property
     def _types(self) -> frozenset[str]:
         """The device types whose tensors the default group accepts; not constant, since a script may replace the
-        group."""
-        if dist.is_initialized():  # otherwise the call fails for another reason
-            self._taken = _types_in(dist.get_backend_config())
-        return self._taken
+        group. Without a group, the call fails for another reason."""
+        return _types_in(dist.get_backend_config()) if dist.is_initialized() else frozenset([self._device.type])
 
     @property
     def _host(self) -> torch.device:
@@ -327,11 +298,16 @@ class ProcessCommunicator:
         met.item()  # on a device, the call has only been submitted so far
 
     def _enter(self, call: Entry) -> None:
-        self._call, self._last = call if isinstance(call, Call) else None, call
+        self._last, self._is_inside = call, True
         self.num_calls += 1
         action = action_of(call)
         here = self._here
-        if here is None:
+        if here is not None and isinstance(call, Announcement):
+            if difference := here.announce(action):
+                mismatch = mismatch_error(difference, {self.rank: describe_call(own_frames())})
+                self.abort(mismatch)  # peers that arrived before are waiting in their next call
+                raise mismatch
+        elif here is None:
             if self._compared is not None:
                 self._finish_comparison()
             # For a group without main memory, the host would wait for its device in each call.
@@ -361,7 +337,7 @@ class ProcessCommunicator:
         # One reduction yields both bounds: the least of the negated digests is the negated greatest.
         bounds = torch.tensor([digest, -digest], device=self._host)
         place = describe_call(own_frames()) if self._is_apart else ""
-        self._compared = _Comparison(action, place, bounds, dist.all_reduce(bounds, dist.ReduceOp.MIN, async_op=True))
+        self._compared = action, place, bounds, dist.all_reduce(bounds, dist.ReduceOp.MIN, async_op=True)
 
     def _finish_comparison(self) -> None:
         assert self._compared is not None, "it has begun"
@@ -387,8 +363,8 @@ class ProcessCommunicator:
         missing = here.missing() if here is not None else []
         with contextlib.suppress(RuntimeError):
             if self._store is not None and (gone := self._departed_ranks(self._store)):
-                first = [rank for rank in gone if rank in missing] or gone  # the others arrived, and left as victims
-                return departure(first), error
+                # The others arrived, and left as victims.
+                return departure([rank for rank in gone if rank in missing] or gone), error
         if missing:
             return f"{name_ranks(missing)} did not arrive: {error}", error
         return f"a peer is gone or did not answer ({error}); {_ADVICE}", error
@@ -407,9 +383,8 @@ class ProcessCommunicator:
             return False
         # The rank's own thread may have aborted first.
         self._broken = self._broken or failure
-        error = broken(self.rank, self._last, failure[0])
-        error.__cause__ = failure[1]
-        wake(self._thread, error)  # first: once its wait has ended, the thread must not continue
+        # First: once its wait has ended, the thread must not continue.
+        wake(self._thread, self._error(self._last, *failure))
         self._end(is_broken=True)
         return True
 
@@ -445,9 +420,8 @@ class ProcessCommunicator:
         return _bytes_of(sent)
 
     def _end(self, is_broken: bool = False) -> None:
-        with self._counting:
-            self._has_ended = True
-        watch, self._watch = self._watch, None
+        with self._counting:  # no later count asks the group
+            watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
         if self._own_here is not None:

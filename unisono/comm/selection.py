@@ -35,11 +35,11 @@ def thread_communicators(
             communicator.follow_streams(backend, device)
         return list(communicators)
     if transports == {"runtime"}:
-        from unisono.comm.xla import XlaThreads, join_devices
+        from unisono.comm.xla import XlaCommunicator, join_devices
 
         join_devices(tuple(devices), len(devices))
         waits = [partial(backend.synchronize, device) for backend, device in places]
-        return [XlaThreads(communicator, wait) for communicator, wait in zip(communicators, waits, strict=True)]
+        return [XlaCommunicator(communicator, wait) for communicator, wait in zip(communicators, waits, strict=True)]
     # Also for families with different transports, which have main memory in common.
     settles = [partial(backend.mark_step, device) for backend, device in places]
     return [ThroughHostCommunicator(inner, settle) for inner, settle in zip(communicators, settles, strict=True)]
@@ -105,11 +105,11 @@ def process_communicator(
         return ThroughHostCommunicator(
             ProcessCommunicator(HOST, store, owns_group, here=here), partial(backend.mark_step, device)
         )
-    from unisono.comm.xla import XlaProcesses, join_devices
+    from unisono.comm.xla import XlaCommunicator, join_devices
 
     communicator = ProcessCommunicator(HOST, store, owns_group, here=here)
     join_devices((device,), communicator.size)
-    return XlaProcesses(communicator, partial(backend.synchronize, device))
+    return XlaCommunicator(communicator, partial(backend.synchronize, device))
 
 
 def meet_for_notes(store: dist.distributed_c10d.Store, timeout: timedelta) -> MeetingPoint | None:

@@ -10,7 +10,7 @@ back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -29,6 +29,9 @@ class ThroughHostCommunicator(Generic[C]):
         self.rank = inner.rank
         self.size = inner.size
         self._settle = settle
+        self.all_gather_object, self.broadcast_object = inner.all_gather_object, inner.broadcast_object
+        self.barrier, self.announce = inner.barrier, inner.announce
+        self.abort, self.leave = inner.abort, inner.leave
 
     @property
     def current(self) -> str | None:
@@ -61,24 +64,6 @@ class ThroughHostCommunicator(Generic[C]):
         check_tensor(tensor, "broadcast")
         check_root(root, self.size)
         return tensor.copy_(self.inner.broadcast(self._copy_to_host(tensor), root))
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self.inner.all_gather_object(value)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self.inner.broadcast_object(value, root)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-    def announce(self, purpose: str) -> None:
-        self.inner.announce(purpose)
-
-    def abort(self, cause: BaseException) -> None:
-        self.inner.abort(cause)
-
-    def leave(self) -> None:
-        self.inner.leave()
 
     def _copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in main memory; never the tensor itself, which must not change before the collective has succeeded."""

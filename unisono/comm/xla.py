@@ -12,7 +12,6 @@ What the runtime does not reduce, and what is only moved, goes through main memo
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 
@@ -21,7 +20,7 @@ import torch
 from unisono.comm.operations import Call, check_reduction
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.threads import ThreadCommunicator
-from unisono.comm.through_host import C, ThroughHostCommunicator
+from unisono.comm.through_host import ThroughHostCommunicator
 from unisono.errors import BrokenWorldError
 from unisono.protocols import ReduceOp
 
@@ -41,9 +40,10 @@ def reduction_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return {torch.float16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}.get(dtype)
 
 
-class _XlaCommunicator(ThroughHostCommunicator[C], ABC):
-    """Reduces floating-point tensors by the runtime, where the ranks have met in `inner`. `settle` cuts the graph of
-    this rank's device, and returns when the device has run it."""
+class XlaCommunicator(ThroughHostCommunicator[ThreadCommunicator | ProcessCommunicator]):
+    """Reduces floating-point tensors by the runtime, where the ranks have met in `inner`: threads, whose devices are
+    all that the runtime has in this process, or processes, which it joins, with one TPU chip each. `settle` cuts the
+    graph of this rank's device, and returns when the device has run it."""
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
@@ -54,29 +54,10 @@ class _XlaCommunicator(ThroughHostCommunicator[C], ABC):
         # Recorded before the cut, so that the graph with the collective contains no conversion.
         own = tensor.detach().to(dtype)
         self._settle()
-        reduced = self._together(Call.on("all_reduce", tensor, op), own, op)
+        # A peer that failed, or makes another call, breaks this meeting rather than the runtime.
+        all_ = self.inner.meet(Call.on("all_reduce", tensor, op), own, lambda all_: _reduce_all(all_, op))
+        reduced = all_[self.rank % len(all_)]  # of this process's ranks: all threads, or this one
         return tensor.copy_(reduced / self.size if op == "mean" else reduced)
-
-    @abstractmethod
-    def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Meet the others, then reduce."""
-
-
-class XlaThreads(_XlaCommunicator[ThreadCommunicator]):
-    """A replica thread's communicator, if the threads' devices are all that the runtime has in this process."""
-
-    def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        reduced: list[torch.Tensor] = self.inner.meet(call, own, lambda all_: _reduce_all(all_, op))
-        return reduced[self.rank]
-
-
-class XlaProcesses(_XlaCommunicator[ProcessCommunicator]):
-    """A process's communicator, if the runtime joins the processes, one TPU chip each. Objects use the group."""
-
-    def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        self.inner.meet(call)  # a peer that failed, or makes another call, breaks this rather than the runtime
-        (reduced,) = _reduce_all([own], op)
-        return reduced
 
 
 @cache

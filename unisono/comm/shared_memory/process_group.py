@@ -1,7 +1,7 @@
 """A torch process group whose collectives use the shared memory of one machine: `init_process_group("shm")`.
 
 DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own torch.distributed calls use it like any
-other group. All ranks compare their calls before any data is moved. gloo carries out what training needs rarely: messages
+other group. All ranks compare their calls before any data is moved. gloo carries out what is needed rarely: messages
 between two ranks, reductions to one, gather, scatter, all-to-all, sparse tensors; and everything if ranks share no
 memory, as on several machines.
 
