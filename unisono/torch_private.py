@@ -77,7 +77,6 @@ NAMES = {  # ours: (torch's, what we do by it)
     "PARAMETERS": ("torch.nn.Module._parameters", "finds a module's own parameters"),
     "BUFFERS": ("torch.nn.Module._buffers", "finds a module's own buffers"),
     "MODULES": ("torch.nn.Module._modules", "finds a module's children"),
-    "FORWARD_PRE_HOOKS": ("torch.nn.Module._forward_pre_hooks", "registers a hook only once"),
     "APPLY": ("torch.nn.Module._apply", "converts and moves the tensors of a module"),
     "RESET_PARAMETERS": ("torch.nn.MultiheadAttention._reset_parameters", "initialises modules built on 'meta'"),
     "BatchNorm": ("torch.nn.modules.batchnorm._BatchNorm", "finds the layers that synchronize_batch_norm converts"),

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.comm.operations import (
-    Announcement,
     Call,
-    Entry,
     action_of,
     digest_of,
     mismatch_error,
@@ -73,19 +71,19 @@ def test_a_mismatch_reads_as_a_sentence():
         "ranks [0, 2] called barrier() while rank 1 called all_reduce(float32[10], 'sum') and rank 3 called "
         "broadcast_object(1); every rank must "
     )
-    steps = [Announcement(f"the gradients of step 4 (batch 5 of its loop, round 0000000{round})") for round in "ab"]
+    steps = [Call("", purpose=f"the gradients of step 4 (batch 5 of its loop, round 0000000{round})") for round in "ab"]
     assert str(mismatch_of(steps[0], barrier)).startswith(
         "rank 0 came to the gradients of step 4 (batch 5 of its loop) while rank 1 called barrier(); every rank must "
         "call the same collectives in the same order"
     )
-    for other in (steps[1], Announcement("the gradients of step 5")):
+    for other in (steps[1], Call("", purpose="the gradients of step 5")):
         text = str(mismatch_of(steps[0], other, steps[0]))
         assert text.startswith("ranks [0, 2] came to the gradients of step 4 (batch 5 of its loop")
         assert ("round 0000000a" in text) == (other is steps[1])  # shown only if nothing else differs
         assert f" while rank 1 came to {other}; every rank must take the same steps on the same rounds: skip " in text
 
 
-def mismatch_of(*entries: Entry) -> CollectiveMismatchError:
+def mismatch_of(*entries: Call) -> CollectiveMismatchError:
     return mismatch_error({rank: action_of(entry) for rank, entry in enumerate(entries)})
 
 

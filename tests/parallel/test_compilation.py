@@ -20,8 +20,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono import DataParallel, current_world
-from unisono.comm.gate import compiling
-from unisono.comm.threads import ThreadCommunicator
+from unisono.comm.threads import ThreadCommunicator, compiling
 from unisono.parallel import compilation
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module

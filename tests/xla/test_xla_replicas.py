@@ -173,14 +173,6 @@ def test_some_of_the_devices_reduce_through_main_memory(devices):
     torch.testing.assert_close(weights(replicas), plain_weights(2, 33), rtol=1e-5, atol=1e-6)
 
 
-def test_a_batch_of_another_replicas_device_is_refused(devices):
-    def crosses(model: nn.Module, batches: Any, device: torch.device, context: Any) -> None:
-        model(torch.ones(2, 6, device=devices[(rank() + 1) % len(devices)]))
-
-    with pytest.raises(ValueError, match=r"the Sequential is on xla:\d and got a tensor of shape \(2, 6\) on xla:\d"):
-        DataParallel(network, devices)(crosses, [])
-
-
 def test_two_objects_take_turns_at_a_device(devices):
     """Two threads that record on one device end the process."""
     first, second = DataParallel(network, devices), DataParallel(network, devices[-1:])

@@ -175,12 +175,9 @@ class XlaBackend(Backend):
         the middle of it silently reads wrong numbers.
         """
         if isinstance(leaf, PackedSequence) and leaf.data.is_cpu:
-            data, sizes, *order = leaf
-            return PackedSequence(
-                self._upload_leaf(data, device),
-                sizes,
-                *[None if each is None else self._upload_leaf(each, device) for each in order],
-            )
+            data, sizes, *order = leaf  # the order is None, or two tensors
+            moved = [self._upload_leaf(each, device) for each in (data, *order)]
+            return PackedSequence(moved[0], sizes, *moved[1:])
         if isinstance(leaf, torch.Tensor) and leaf.is_cpu:
             plain = leaf.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
             (moved,) = self.runtime()._XLAC._xla_tensors_from_aten([plain], [str(device)], None)
@@ -278,12 +275,8 @@ class XlaBackend(Backend):
         return _LACKS.get(feature)
 
     def runtime(self) -> Any:
-        """The module torch_xla, with its runtime set up for the devices that were asked for.
-
-        Raises:
-            UnisonoError: torch_xla is missing, the environment asks for narrowed numbers, or the runtime was started
-                elsewhere without what virtual devices need.
-        """
+        """The module torch_xla, with its runtime set up for the devices that were asked for; UnisonoError, if it cannot
+        be."""
         if self._xla is None:
             with self._loading:
                 self._xla = self._xla or _load_torch_xla()
@@ -298,9 +291,8 @@ def _try_backward(device: torch.device) -> None:
             loss.backward()
         except RuntimeError as error:
             raise UnisonoError(
-                f"torch's autograd does not know {device}: it knows the devices that were there at the first backward "
-                "pass of this process, and that was before the XLA runtime started; call "
-                "unisono.placement.Device.default_xla() at the beginning of the program"
+                f"torch's autograd does not know {device}: the first backward pass of this process came before the XLA "
+                "runtime; call unisono.placement.Device.default_xla() at the beginning of the program"
             ) from error
 
 
@@ -324,22 +316,17 @@ def _refuse_group(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_fit(leaf: Any) -> Any:
-    """Return the leaf if XLA supports it.
-
-    Raises:
-        TypeError: it does not; the message says what to do.
-    """
+    """Return the leaf if XLA supports it. TypeError, if it does not."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
         raise TypeError(
             f"a batch holds a tensor of layout {leaf.layout} (nested: {leaf.is_nested}, quantized: "
-            f"{leaf.is_quantized}, meta: {leaf.is_meta}), and XLA supports plain dense ones only; convert it "
-            "(to_dense(), to_padded_tensor(), dequantize())"
+            f"{leaf.is_quantized}, meta: {leaf.is_meta}), and XLA supports plain dense ones only; convert it"
         )
     if leaf.dtype in _UNFIT:
         raise TypeError(
-            f"a batch holds a tensor of {leaf.dtype}, which XLA would treat as another type; {_UNFIT[leaf.dtype]}"
+            f"a batch holds a tensor of {leaf.dtype}, which XLA would take for another; {_UNFIT[leaf.dtype]}"
         )
     return leaf
 
@@ -354,8 +341,14 @@ def _load_torch_xla() -> Any:
     import torch_xla
 
     _added.update({name: value for name, value in os.environ.items() if before.get(name) != value})
-    if lacking and torch_xla._XLAC._xla_runtime_is_initialized():
-        _check_late(torch_xla, lacking)
+    # One device of a runtime that was started elsewhere works, but several need the settings.
+    is_late = bool(lacking) and torch_xla._XLAC._xla_runtime_is_initialized()
+    if is_late and len(torch_xla._XLAC._xla_get_devices()) > 1:
+        settings = " ".join(f"{name}={_SETTINGS[name]}" for name in lacking)
+        raise UnisonoError(
+            "the XLA runtime of this process was started, with several virtual devices, before unisono was asked for "
+            f"one; start the program with {settings} in its environment, or let DataParallel come first"
+        )
     return torch_xla
 
 
@@ -374,16 +367,6 @@ def _prepare_environment() -> None:
         os.environ["PJRT_DEVICE"] = _hardware()
     for name, value in {**(_SETTINGS if _hardware() == _CPU else {}), **_added}.items():
         os.environ.setdefault(name, value)
-
-
-def _check_late(torch_xla: Any, lacking: list[str]) -> None:
-    """Check a runtime that was started elsewhere: one device works, but several need the settings."""
-    if _hardware() == _CPU and len(torch_xla._XLAC._xla_get_devices()) > 1:
-        settings = " ".join(f"{name}={_SETTINGS[name]}" for name in lacking)
-        raise UnisonoError(
-            "the XLA runtime of this process was started, with several virtual devices, before unisono was asked for "
-            f"one; start the program with {settings} in its environment, or let DataParallel come first"
-        )
 
 
 def _runtime_module() -> Any:
@@ -415,19 +398,11 @@ def _virtual_count() -> int:
 
 
 def _check_chips(count: int) -> None:
-    """Refuse workers that the runtime of this TPU would not join, or would wait for.
-
-    Raises:
-        ValueError: the TPU spans several machines; or its chips have two devices each; or the number is neither one nor
-            all.
-    """
+    """Refuse workers that the runtime of this TPU would not join, or would wait for. ValueError."""
     from torch_xla._internal import tpu
 
     if (hosts := tpu.num_tpu_workers()) > 1:
-        raise ValueError(
-            f"this TPU spans {hosts} machines, whose runtimes wait for one another, and workers are started on one; "
-            "several machines are not supported: use a TPU of one (v4-8, v5litepod-8)"
-        )
+        raise ValueError(f"this TPU spans {hosts} machines, whose runtimes wait for one another: use one machine's")
     chips = tpu.num_available_chips()
     if count > 1 and (cores := tpu.num_logical_cores_per_chip()) > 1:
         raise ValueError(
@@ -436,8 +411,8 @@ def _check_chips(count: int) -> None:
         )
     if count not in (1, chips):
         raise ValueError(
-            f"nprocs={count}, but there are {chips} TPU chips here, one for each process, and their runtimes wait for "
-            f"one another: pass nprocs=1 or nprocs={chips}; threads (DataParallel) take any number of devices"
+            f"nprocs={count}, but there are {chips} TPU chips here, one for each process, whose runtimes wait for one "
+            f"another: pass nprocs=1 or nprocs={chips}, or use DataParallel"
         )
 
 

@@ -44,7 +44,8 @@ _IN_PLACE = ("all_reduce", "broadcast")
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call of a collective; if it differs between ranks, they are out of step.
+    """One rank's call of a collective, or with the name "" an announcement of what it does next, together with its
+    peers; if it differs between ranks, they are out of step.
 
     Attributes:
         purpose: what it was announced for; "" without an announcement.
@@ -63,6 +64,8 @@ class Call:
         return cls(name, tuple(tensor.shape), tensor.dtype, argument, place=place)
 
     def __str__(self) -> str:
+        if not self.name:
+            return self.purpose
         parts = []
         if self.dtype is not None and self.shape is not None:
             parts.append(f"{_name(self.dtype)}{list(self.shape)}{f' on {self.place}' if self.place else ''}")
@@ -72,22 +75,9 @@ class Call:
         return f"{text} for {self.purpose}" if self.purpose else text
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """What a rank announces that it does next, together with its peers; must be equal on all ranks, too."""
-
-    purpose: str
-
-    def __str__(self) -> str:
-        return self.purpose
-
-
-Entry = Call | Announcement
-
-
-def action_of(entry: Entry) -> str:
-    """What the rank did, as the end of a sentence that begins with its name. Equal only for equal entries."""
-    return f"{CALLED}{entry}" if isinstance(entry, Call) else f"came to {entry}"
+def action_of(call: Call) -> str:
+    """What the rank did, as the end of a sentence that begins with its name. Equal only for equal calls."""
+    return f"{CALLED}{call}" if call.name else f"came to {call}"
 
 
 def digest_of(action: str) -> int:
@@ -161,7 +151,7 @@ def check_scatter(tensor: torch.Tensor, size: int) -> None:
         )
 
 
-def broken(rank: int, call: Entry, message: str, place: str = "") -> BrokenWorldError:
+def broken(rank: int, call: Call, message: str, place: str = "") -> BrokenWorldError:
     """The error of a rank whose call the world can no longer complete.
 
     Args:
@@ -171,7 +161,7 @@ def broken(rank: int, call: Entry, message: str, place: str = "") -> BrokenWorld
     return BrokenWorldError(f"rank {rank} cannot complete {call}{by}: {message}")
 
 
-def left(rank: int, call: Entry) -> BrokenWorldError:
+def left(rank: int, call: Call) -> BrokenWorldError:
     """The error of a rank that makes a call after it has left."""
     return BrokenWorldError(f"rank {rank} has left this world and cannot call {call}")
 

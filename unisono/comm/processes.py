@@ -34,9 +34,7 @@ import torch.distributed as dist
 from unisono.comm.device_watch import DeviceWatch, wake
 from unisono.comm.operations import (
     HOST,
-    Announcement,
     Call,
-    Entry,
     action_of,
     broken,
     check_reduction,
@@ -107,7 +105,7 @@ class ProcessCommunicator:
         self._owns_group = owns_group
         self._broken: tuple[str, BaseException] | None = None
         self._has_left = False
-        self._last: Entry = Announcement("its first collective")
+        self._last = Call("", purpose="its first collective")
         self._is_inside = False
         self._compared: tuple[str, str, torch.Tensor, Any] | None = None  # action, place, bounds, work: has begun
         self.num_calls = 0
@@ -123,8 +121,8 @@ class ProcessCommunicator:
     def current(self) -> str | None:
         """What this rank waits for: a collective, as `all_reduce(float32[10], 'sum')`, or its device; otherwise
         None."""
-        if self._is_inside and isinstance(call := self._last, Call):
-            return str(call)
+        if self._is_inside and self._last.name:
+            return str(self._last)
         watch = self._watch
         return f"the device's work since {self._last}" if watch is not None and watch.is_behind else None
 
@@ -201,7 +199,7 @@ class ProcessCommunicator:
         return combine([value])
 
     def announce(self, purpose: str) -> None:
-        self._run(Announcement(purpose), lambda: None)
+        self._run(Call("", purpose=purpose), lambda: None)
 
     def explain(self, error: BaseException) -> BrokenWorldError:
         """Translate an error of the transport, raised outside this communicator, into a BrokenWorldError with the
@@ -225,14 +223,14 @@ class ProcessCommunicator:
                 self._store.set(_DEPARTED.format(self.rank), "1")
             self._end()
 
-    def _run(self, call: Entry, operation: Callable[[], R]) -> R:
+    def _run(self, call: Call, operation: Callable[[], R]) -> R:
         if self._has_left:
             raise left(self.rank, call)
         if self._broken is None:
             try:
                 self._enter(call)
                 with torch.no_grad():
-                    if isinstance(call, Call) and 0 in (call.shape or ()):
+                    if 0 in (call.shape or ()):
                         self._meet()  # a transport with nothing to send does not wait for peers
                     return operation()
             except RuntimeError as error:
@@ -257,7 +255,7 @@ class ProcessCommunicator:
         if self._broken is None:
             self._broken = self._reason(error)
 
-    def _error(self, call: Entry, message: str, cause: BaseException) -> BrokenWorldError:
+    def _error(self, call: Call, message: str, cause: BaseException) -> BrokenWorldError:
         error = broken(self.rank, call, message, describe_call(own_frames()))
         error.__cause__ = cause
         return error
@@ -297,12 +295,12 @@ class ProcessCommunicator:
         dist.all_reduce(met)
         met.item()  # on a device, the call has only been submitted so far
 
-    def _enter(self, call: Entry) -> None:
+    def _enter(self, call: Call) -> None:
         self._last, self._is_inside = call, True
         self.num_calls += 1
         action = action_of(call)
         here = self._here
-        if here is not None and isinstance(call, Announcement):
+        if here is not None and not call.name:
             if difference := here.announce(action):
                 mismatch = mismatch_error(difference, {self.rank: describe_call(own_frames())})
                 self.abort(mismatch)  # peers that arrived before are waiting in their next call
@@ -311,9 +309,9 @@ class ProcessCommunicator:
             if self._compared is not None:
                 self._finish_comparison()
             # For a group without main memory, the host would wait for its device in each call.
-            if isinstance(call, Announcement) or HOST.type in self._types:
+            if not call.name or HOST.type in self._types:
                 self._begin_comparison(action)
-                if isinstance(call, Call) or not self._is_apart:
+                if call.name or not self._is_apart:
                     self._finish_comparison()
         else:
             here.name_next(action)

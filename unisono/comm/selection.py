@@ -96,9 +96,10 @@ def process_communicator(
     """
     transport = backend.process_transport()
     here = None
-    is_shared = isinstance(dist.group.WORLD, shared_memory.SharedMemoryGroup)
-    if store is not None and not is_shared:
-        here = meet_for_notes(store, timeout)
+    if store is not None and not isinstance(dist.group.WORLD, shared_memory.SharedMemoryGroup):
+        own = dist.PrefixStore("unisono/notes", store)  # type: ignore[attr-defined] # torch re-exports it silently
+        mapping = map_together(own, dist.get_rank(), dist.get_world_size(), 0, timeout)
+        here = None if mapping is None else MeetingPoint(mapping, timeout)
     if transport == "torch":
         return ProcessCommunicator(device, store, owns_group, backend, here)
     if transport == "host" or dist.get_world_size() == 1:
@@ -112,25 +113,13 @@ def process_communicator(
     return XlaCommunicator(communicator, partial(backend.synchronize, device))
 
 
-def meet_for_notes(store: dist.distributed_c10d.Store, timeout: timedelta) -> MeetingPoint | None:
-    """Where ranks that share memory compare their calls, if their group does not use it; None, on all ranks, if it
-    cannot be mapped."""
-    own = dist.PrefixStore("unisono/notes", store)  # type: ignore[attr-defined] # torch re-exports it silently
-    mapping = map_together(own, dist.get_rank(), dist.get_world_size(), 0, timeout)
-    return None if mapping is None else MeetingPoint(mapping, timeout)
-
-
 def begin_average(tensor: torch.Tensor, group: Any) -> torch.futures.Future[torch.Tensor] | None:
     """Begin to average a tensor over the ranks in place; None if the group's transport can only add."""
     is_shared = isinstance(group, shared_memory.SharedMemoryGroup)
     if not is_shared and f"{tensor.device.type}:nccl" not in dist.get_backend_config(group).split(","):
         return None
     work: Any = dist.all_reduce(tensor, dist.ReduceOp.AVG, group, async_op=True)
-    if not is_shared:
-        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(tensor)
-    return done
+    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
 
 def innermost(comm: Communicator) -> Communicator:

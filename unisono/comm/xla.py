@@ -63,31 +63,26 @@ class XlaCommunicator(ThroughHostCommunicator[ThreadCommunicator | ProcessCommun
 @cache
 def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
     """Declare all devices of this process to the runtime, once, as replicas of one another and of those of its peers;
-    `size` is their number. BrokenWorldError if they do not reduce among themselves."""
+    `size` is their number.
+
+    Raises:
+        BrokenWorldError: they do not reduce among themselves: runtimes that are not connected reduce nothing, silently.
+    """
+    import torch_xla
     import torch_xla.core.xla_model as xm
 
     xm.set_replication(devices[0], list(devices))
-    check_joined([torch.ones(1, device=device) for device in devices], size)
-
-
-def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
-    """Reduce ones, those of this process, and compare with the number of ranks; BrokenWorldError if the result differs:
-    runtimes that are not connected reduce nothing, silently.
-
-    What was recorded on the devices before is cut and run first: on only one of them, it would make that graph
-    different, or keep the others waiting in the reduction.
-    """
-    import torch_xla
-
-    for each in ones:
-        _cut(each.device)
-    torch_xla._XLAC._xla_wait_device_ops(torch_xla._XLAC._xla_real_devices([str(each.device) for each in ones]))
+    ones = [torch.ones(1, device=device) for device in devices]
+    # What was recorded before is cut and run first: on only one of the devices, it would make that graph different, or
+    # keep the others waiting in the reduction.
+    for device in devices:
+        _cut(device)
+    torch_xla._XLAC._xla_wait_device_ops(torch_xla._XLAC._xla_real_devices(list(map(str, devices))))
     found = [each.item() for each in _reduce_all(ones, "sum")]
     if any(each != size for each in found):
         raise BrokenWorldError(
-            f"an all_reduce of ones over {size} XLA devices gave {found[0]:g}: the runtime does not join them. It was "
-            "started before its topology was known, or has another number of devices; do not use an XLA device before "
-            "spawn or DataParallel"
+            f"an all_reduce of ones over {size} XLA devices gave {found[0]:g}: the runtime does not join them; do not "
+            "use an XLA device before spawn or DataParallel"
         )
 
 

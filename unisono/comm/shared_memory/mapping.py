@@ -10,7 +10,6 @@ it is alive, without a message. (A record lock of `fcntl`: forked loader workers
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -18,7 +17,7 @@ import secrets
 import struct
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -77,7 +76,7 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
     if not futex.SUPPORTED:
         return None
     try:
-        mapping = _create(store, rank, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes)
+        mapping = _create(store, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes)
     except OSError:
         store.set(_REFUSED, str(rank))
         return None
@@ -94,13 +93,12 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
     return mapping
 
 
-def _create(store: Store, rank: int, size: int, num_bytes: int) -> Mapping:
+def _create(store: Store, size: int, num_bytes: int) -> Mapping:
     token = secrets.token_bytes(_TOKEN)
     file = os.memfd_create("unisono-blocks", os.MFD_CLOEXEC)
-    with _closed_on_failure(file):
-        os.ftruncate(file, PAGE * (size + 1) + num_bytes)
-        os.pwrite(file, token, 0)
-        mapping = Mapping(file, rank, size, num_bytes)
+    os.ftruncate(file, PAGE * (size + 1) + num_bytes)
+    os.pwrite(file, token, 0)
+    mapping = Mapping(file, 0, size, num_bytes)
     # Announced last: the others open the file as soon as they read this.
     store.set(_PLACE, f"{os.getpid()} {file} {token.hex()}")
     return mapping
@@ -114,17 +112,8 @@ def _open(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
         time.sleep(_POLL_S)
     pid, number, token = store.get(_PLACE).decode().split()
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    with _closed_on_failure(file):
-        # On another machine, or in another container, the same path is a different file.
-        if os.pread(file, _TOKEN, 0).hex() != token:
-            raise OSError("it is another file")
-        return Mapping(file, rank, size, num_bytes)
-
-
-@contextlib.contextmanager
-def _closed_on_failure(file: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
+    # On another machine, or in another container, the same path is a different file.
+    if os.pread(file, _TOKEN, 0).hex() != token:
         os.close(file)
-        raise
+        raise OSError("it is another file")
+    return Mapping(file, rank, size, num_bytes)
