@@ -176,10 +176,6 @@ def test_wrong_arguments_are_refused_on_that_rank_before_anything_is_sent():
             dist.all_reduce(torch.empty(3, device="meta"))
         with pytest.raises(TypeError, match=r"has no .*PREMUL_SUM"):
             dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0))
-        with pytest.raises(TypeError, match=r"cannot reduce torch.float32 by 'and': .*not implemented for 'Float'"):
-            dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
-        with pytest.raises(TypeError, match=r"cannot reduce torch.int64 by 'mean': result type Float can't be cast"):
-            dist.reduce_scatter(torch.ones(3).long(), [torch.ones(3).long()] * 2, dist.ReduceOp.AVG)
         tensor = torch.ones(1)
         dist.all_reduce(tensor)  # the group is as good as before
         assert tensor.item() == 2

@@ -38,20 +38,14 @@ CPU = "cpu"
 
 
 def family_names() -> tuple[str, ...]:
-    """Every family, in the order in which `pick_backend` tries them: additionally installed ones, accelerators, cpu.
-
-    One of torch's own (such as "xpu"), or of an extension of torch, is here once that is imported.
-    """
+    """Every family, in the order in which `pick_backend` tries them; torch's accelerator, which may be that of an
+    extension of torch, among them."""
     return tuple(dict.fromkeys([*sorted(FOREIGN), *filter(None, [current_accelerator()]), *OWN]))
 
 
 def get_backend(name: str) -> Backend:
-    """The family of that name, whether or not it has devices here.
-
-    Raises:
-        ValueError: there is no such family.
-        ImportError: it belongs to another package, and cannot be loaded.
-    """
+    """The family of that name, whether or not it has devices here. ValueError, if there is none; ImportError, if it is
+    of another package, and cannot be loaded."""
     if name not in (names := family_names()):
         raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(sorted(names))}")
     return _load(name)
@@ -59,25 +53,21 @@ def get_backend(name: str) -> Backend:
 
 @cache
 def _load(name: str) -> Backend:
-    if name in FOREIGN:
-        return _foreign(FOREIGN[name])
-    if name not in OWN:
-        return AcceleratorBackend(name)
-    backend: Backend = import_module(f"unisono.backends.{name}").backend_class()
-    return backend
-
-
-def _foreign(entry: EntryPoint) -> Backend:
-    """The family of another package. Loading it registers its device type with torch."""
-    try:
-        backend = entry.load()()
-        if not isinstance(backend, Backend) or backend.name != entry.name:
-            raise TypeError(f"{entry.value} is no unisono.protocols.Backend of the name {entry.name!r}")
+    if name in OWN:
+        backend: Backend = import_module(f"unisono.backends.{name}").backend_class()
         return backend
+    if name not in FOREIGN:
+        return AcceleratorBackend(name)
+    entry = FOREIGN[name]
+    try:
+        foreign = entry.load()()  # this also registers its device type with torch
+        if not isinstance(foreign, Backend) or foreign.name != name:
+            raise TypeError(f"{entry.value} is no unisono.protocols.Backend of the name {name!r}")
+        return foreign
     except Exception as error:
         package = entry.dist.name if entry.dist is not None else entry.module
         raise ImportError(
-            f"backend {entry.name!r} of the package {package} cannot be loaded, {type(error).__name__}: {error}; "
+            f"backend {name!r} of the package {package} cannot be loaded, {type(error).__name__}: {error}; "
             "repair or uninstall that package"
         ) from error
 
@@ -108,10 +98,8 @@ def pick_backend(name: str | None = None) -> Backend:
 
 
 def backend_of_group(config: str) -> Backend:
-    """The first available family whose tensors a process group reduces, as `dist.get_backend_config()` describes it.
-
-    A pure gloo group means the CPU, even if there is an accelerator, unless `UNISONO_BACKEND` names another family.
-    """
+    """The first available family whose tensors a process group reduces, as `dist.get_backend_config()` describes it. A
+    pure gloo group means the CPU, unless `UNISONO_BACKEND` names another family."""
     if os.environ.get(CHOICE):
         return pick_backend()
     pairs = config.split(",")
@@ -121,11 +109,7 @@ def backend_of_group(config: str) -> Backend:
 
 
 def available_devices() -> list[str]:
-    """Every device that exists here, as strings, in the order of `family_names()`.
-
-    Returns:
-        Names such as "cuda:0" and "cpu:0".
-    """
+    """Every device that exists here, as strings such as "cuda:0", in the order of `family_names()`."""
     return [
         f"{backend.name}:{index}"
         for backend in map(get_backend, family_names())
@@ -165,12 +149,8 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
 
 
 def resolve_devices(devices: Sequence[str | int | torch.device]) -> list[tuple[Backend, torch.device]]:
-    """The families and normalised devices of a list.
-
-    Raises:
-        TypeError: it is not a list of devices.
-        ValueError: it is empty, repeats a device, or names one that does not exist.
-    """
+    """The families and normalised devices of a list. TypeError, if it is none; ValueError, if it is empty, repeats a
+    device, or names one that does not exist."""
     if isinstance(devices, str | bytes) or not isinstance(devices, Sequence):
         raise TypeError(f"devices={devices!r} is of type {type(devices).__name__}; pass a list of devices")
     if not devices:

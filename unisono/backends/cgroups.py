@@ -12,12 +12,7 @@ _MOUNT = Path("sys/fs/cgroup")
 def cgroup_directories(controller: str, pid: int | None = None, root: Path = Path("/")) -> list[Path]:
     """The directories in which a controller ("cpu", "memory") limits a process, its own first, then those above it.
 
-    In a container, directories above it may not exist: callers skip those that are missing.
-
-    Args:
-        controller: the controller's name.
-        pid: the process; None uses the calling one.
-        root: the root of the file system.
+    In a container, directories above it may not exist. `pid` None is the calling process.
     """
     try:
         lines = (root / "proc" / str(pid or "self") / "cgroup").read_text().splitlines()

@@ -25,14 +25,8 @@ def usable_cores() -> int:
 
 
 def fair_num_threads(count: int, num_loader_workers: int = 0) -> int:
-    """CPU threads for each of `count` ranks of this machine, so that together they use each core once.
-
-    Two workers with two threads each on two cores take twice as long as two with one thread each.
-
-    Args:
-        count: the number of ranks.
-        num_loader_workers: per rank; each counts as much as the rank itself.
-    """
+    """CPU threads for each of `count` ranks of this machine, so that together they use each core once. Each rank's
+    loader workers count as much as the rank itself."""
     return max(1, usable_cores() // (count * (1 + num_loader_workers)))
 
 
@@ -40,13 +34,7 @@ def workers_per_node(word: str, family: str | None = None) -> tuple[int, str]:
     """The number of workers that torchrun's words "auto", "gpu" and "cpu" mean here, and the family of their devices.
 
     "gpu" is one per accelerator, "cpu" one per core that this process may use, "auto" the former if there are
-    accelerators, otherwise the latter.
-
-    Args:
-        family: the device family, if one was named.
-
-    Raises:
-        ValueError: there is no such word; or "gpu", but there is no accelerator.
+    accelerators, otherwise the latter. ValueError, if there is no such word, or no accelerator (of `family`).
     """
     if word not in ("auto", "gpu", "cpu"):
         raise ValueError(f"-n {word}: {word!r} is neither an integer of at least 1, nor auto, gpu or cpu")
@@ -72,11 +60,7 @@ def cores_near(index: int, mode: str) -> set[int]:
 
 
 def allowed_cores(root: Path = _ROOT) -> int:
-    """The number of physical cores that this process may run on.
-
-    Args:
-        root: the root of the file system with the topology; if it has none, psutil's counts are used.
-    """
+    """The number of physical cores that this process may run on: by the topology, otherwise by psutil's counts."""
     cpus = _allowed_cpus()
     topology = root / "sys/devices/system/cpu"
     try:  # the hyperthreads of a core have the same list

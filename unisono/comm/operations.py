@@ -96,12 +96,8 @@ def fitted(action: str, room: int) -> bytes:
 
 
 def check_tensor(tensor: Any, name: str) -> None:
-    """Check that a tensor is dense and, for collectives that work in place, writable.
-
-    Raises:
-        TypeError: `tensor` is something else, or sparse.
-        ValueError: it would be written, but its elements share memory, as those of an expanded tensor do.
-    """
+    """Check that a tensor is dense (TypeError) and, for collectives that work in place, writable: elements of an
+    expanded tensor share memory (ValueError)."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} takes a tensor, got a {type(tensor).__name__}; all_gather_object takes any object")
     if tensor.layout is not torch.strided:
@@ -115,12 +111,8 @@ def check_tensor(tensor: Any, name: str) -> None:
 
 
 def check_reduction(tensor: torch.Tensor, op: str, name: str = "all_reduce") -> None:
-    """Refuse a reduction that is inexact, or that some mode does not support, alike on every rank.
-
-    Raises:
-        TypeError: the operation is not defined for the tensor's dtype.
-        ValueError: there is no such operation.
-    """
+    """Refuse a reduction that is inexact, or that some mode does not support, alike on every rank. TypeError, where it
+    is not defined for the dtype; ValueError, where there is none of that name."""
     check_tensor(tensor, name)
     if op not in REDUCE_OPS:
         raise ValueError(f"{name} op={op!r} does not exist; choose one of {', '.join(REDUCE_OPS)}")
@@ -152,11 +144,8 @@ def check_scatter(tensor: torch.Tensor, size: int) -> None:
 
 
 def broken(rank: int, call: Call, message: str, place: str = "") -> BrokenWorldError:
-    """The error of a rank whose call the world can no longer complete.
-
-    Args:
-        place: the user's call, as `describe_call` returns it; named if it is another one.
-    """
+    """The error of a rank whose call the world can no longer complete; `place`, the user's call as `describe_call`
+    returns it, is named if it is another one."""
     by = f", called by {place}" if place and not str(call).startswith(place.partition("(")[0]) else ""
     return BrokenWorldError(f"rank {rank} cannot complete {call}{by}: {message}")
 
@@ -173,12 +162,8 @@ def departure(ranks: Sequence[int]) -> str:
 
 
 def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None = None) -> CollectiveMismatchError:
-    """The error of ranks that met in different calls; the message names all of them, grouped by what they did.
-
-    Args:
-        actions: of each rank that has arrived, as `action_of` returns it.
-        places: the user's call on each of these ranks, as `describe_call` returns it, as far as they are known.
-    """
+    """The error of ranks that met in different actions (`action_of`), which it names, with the users' calls
+    (`describe_call`) that are known."""
     groups: dict[str, list[int]] = {}
     short = {rank: _HIDDEN.sub("", action) for rank, action in actions.items()}
     for rank, action in sorted((short if len(set(short.values())) > 1 else actions).items()):

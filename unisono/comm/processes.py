@@ -70,9 +70,11 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16-bit integers
-_ADVICE = "if none has failed, the ranks called different collectives of torch itself, which are not compared"
+_ADVICE = (
+    "if none has failed, the ranks called different collectives of torch itself, or share a GPU, which NCCL refuses "
+    "(process_group='gloo' does not)"
+)
 _OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's messages, and in NCCL's
-_SHARED_GPU = "Duplicate GPU detected"  # in NCCL's messages
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
 
 
@@ -190,11 +192,7 @@ class ProcessCommunicator:
 
     def meet(self, call: Call, value: T, combine: Callable[[list[T]], R]) -> R:
         """Wait until all ranks have arrived at `call`; return `combine([value])`, by which another transport carries it
-        out.
-
-        Raises:
-            BrokenWorldError, CollectiveMismatchError: as for that collective.
-        """
+        out. Raises what that collective raises."""
         self._run(call, self._meet)
         return combine([value])
 
@@ -261,11 +259,7 @@ class ProcessCommunicator:
         return error
 
     def _call_on(self, name: str, tensor: torch.Tensor, argument: str | int | None = None) -> Call:
-        """Describe the call, which must be on a tensor that the group can send.
-
-        Raises:
-            TypeError: the tensor is on another device; nothing was sent.
-        """
+        """Describe the call, which must be on a tensor that the group can send; TypeError, before anything is sent."""
         own, its = self._device, tensor.device
         is_foreign = its.type == own.type and not tensor.is_cpu and its != own
         if is_foreign or not (tensor.is_cpu or its.type in self._types):
@@ -351,9 +345,6 @@ class ProcessCommunicator:
     def _reason(self, error: BaseException) -> tuple[str, BaseException]:
         """Why the transport failed: the reason that a peer left in the store, or which ranks are missing and the error
         message."""
-        if _SHARED_GPU in str(error):
-            advice = "give each rank its own GPU, or pass process_group='gloo'"
-            return f"two ranks have the same GPU, which NCCL refuses ({error}); {advice}", error
         # A failure comes first: its victims leave, too, and note their departure.
         if (failure := self._failure_of_a_peer()) is not None:
             return failure

@@ -47,18 +47,8 @@ def thread_communicators(
 
 def group_backend(backend: Backend, asked: str | None = None) -> str:
     """The torch.distributed backend for a group of that family's processes: its own, with shared memory in place of
-    gloo.
-
-    If it turns out that ranks share no memory, as on several machines, a shared-memory group makes itself a gloo group.
-    A family with a transport of its own also gets gloo, for main memory: a group implemented in Python, as the
-    shared-memory one is, cannot be one of several parts.
-
-    Args:
-        asked: "gloo" in place of shared memory, or of the family's own; None uses the fastest.
-
-    Raises:
-        ValueError: there is no such choice.
-    """
+    gloo, which a shared-memory group becomes if ranks share none. `asked` is "gloo", for ranks that share a GPU or do
+    not share memory, or None; ValueError otherwise."""
     usual = backend.process_group_backend
     if asked not in (None, "gloo"):
         raise ValueError(f"process_group={asked!r} does not exist; pass 'gloo', or None for the fastest")
@@ -71,12 +61,8 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
 
 
 def bound_device(backend: Backend, device: torch.device, asked: str | None = None) -> torch.device | None:
-    """The device that torch's group is bound to at its start (`device_id=`), if the family has its own transport.
-
-    NCCL then connects immediately, so that its failures occur at the start; and groups of some ranks are split from it.
-    None if the group only supports main memory, such as gloo for two ranks on one GPU; or if torch knows the device as
-    no accelerator, and would refuse it.
-    """
+    """The device that torch's group is bound to at its start (`device_id=`), when NCCL then connects, and may fail. None
+    if the group only supports main memory, or torch knows the device as no accelerator."""
     known = torch.accelerator.current_accelerator()
     is_known = known is not None and known.type == device.type
     return device if is_known and backend.process_group_backend != "gloo" and asked is None else None
@@ -136,9 +122,6 @@ def raise_translated(error: BaseException, comm: Communicator) -> None:
 
 
 def translate_error(error: BaseException, comm: Communicator) -> BaseException:
-    """Translate an error of the transport, if its reason is known; return any other error unchanged.
-
-    For errors of torch's engines, too, which use the process group without the communicator.
-    """
+    """Translate an error of the transport, also in torch's engines, if its reason is known; return any other."""
     inner = innermost(comm)
     return inner.explain(error) if is_of_transport(error) and isinstance(inner, ProcessCommunicator) else error

@@ -65,14 +65,8 @@ class Mapping:
 
 
 def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: timedelta) -> Mapping | None:
-    """Map `num_bytes` for blocks, with all ranks of the group; None, on all ranks, if one of them cannot.
-
-    Args:
-        store: the group's own.
-
-    Raises:
-        DistStoreError: some ranks did not join within `timeout`.
-    """
+    """Map `num_bytes` for blocks, with all ranks of the group, whose store it is; None, on all ranks, if one of them
+    cannot. DistStoreError, if some ranks did not join within `timeout`."""
     if not futex.SUPPORTED:
         return None
     try:

@@ -85,11 +85,7 @@ class MeetingPoint:
 
     def enter(self, action: str) -> None:
         """Begin a collective: wait for all ranks, and compare what they do. This rank's data must be written before.
-
-        Raises:
-            CollectiveMismatchError: others do something else; on all ranks.
-            DistNetworkError: as for `meet`.
-        """
+        CollectiveMismatchError, on all ranks, if they do not agree; DistNetworkError as by `meet`."""
         if self._is_closed:  # first: peers may be reading what this rank noted last
             self._refuse()
         self.notes.add(self._name or action)

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from unisono.comm.folding import fold_into
 from unisono.comm.operations import Call, action_of
 from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
 from unisono.comm.shared_memory.mapping import Mapping, map_together
@@ -90,7 +89,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if any(map(_is_sparse, tensors)):
             return self._together_by_gloo("allreduce", tensors, opts)
-        op = _op_of(opts, tensors)
+        op = _op_of(opts)
         return self._in_place("all_reduce", tensors, op, self._blocks.all_reduce, op)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -103,28 +102,17 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gather("all_gather", outputs, inputs)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced([output], [tensor], opts)
-
-    def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
-        pieces = [output.view(self.size(), -1).unbind() for output in outputs]
-        return self._gather("all_gather_single", pieces, inputs)
+        return self._gather("all_gather_single", [output.view(self.size(), -1).unbind()], [tensor])
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
-        op = _op_of(opts, outputs)
+        op = _op_of(opts)
         parts = [list(map(_flat, each)) for each in inputs]
         for output, each in zip(outputs, parts, strict=True):
             self._check_parts("reduce_scatter", each, output)
         return self._in_place("reduce_scatter", outputs, op, self._blocks.reduce_scatter, op, parts=parts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
-        return self.reduce_scatter(outputs, [[*_flat(each).view(self.size(), -1).unbind()] for each in inputs], opts)
+        return self.reduce_scatter([output], [[*_flat(tensor).view(self.size(), -1).unbind()]], opts)
 
     def barrier(self, opts: Any = None) -> Any:
         self._blocks.barrier("called barrier()")
@@ -132,9 +120,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Names of these methods in torch before 2.11.
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # What gloo carries out; collectives after all ranks have compared their calls.
 
@@ -267,26 +253,11 @@ def _describe_call(name: str, shape: tuple[int, ...], dtype: torch.dtype, argume
     return action_of(Call(name, tuple(shape), dtype, argument))
 
 
-def _op_of(opts: Any, tensors: Sequence[torch.Tensor]) -> str:
-    """The operation, which torch must have for these tensors: an error within the collective breaks the group."""
+def _op_of(opts: Any) -> str:
     op = _ReduceOp.SUM if opts is None else opts.reduceOp.op
     if op not in _OPS:
         raise TypeError(f"the process group {NAME!r} has no {op}; it has {', '.join(_OPS.values())}")
-    for tensor in tensors:
-        if reason := _why_not(_OPS[op], tensor.dtype):
-            raise TypeError(f"the process group {NAME!r} cannot reduce {tensor.dtype} by {_OPS[op]!r}: {reason}")
     return _OPS[op]
-
-
-@lru_cache
-def _why_not(op: str, dtype: torch.dtype) -> str:
-    """Why tensors of this type cannot be folded by this operation; empty if they can."""
-    try:
-        part = torch.ones(1, dtype=dtype, device=_HOST)
-        fold_into(torch.empty_like(part), [part, part], op)
-    except (RuntimeError, TypeError) as error:
-        return str(error)
-    return ""
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
