@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -102,25 +101,10 @@ def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_se
     assert activated == [device] == [torch.device("cuda", index)]
 
 
-@pytest.mark.parametrize(
-    ("hip", "library", "function"),
-    [
-        (None, "libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
-        ("7.2.1", "libamdhip64.so.7", "hipThreadExchangeStreamCaptureMode"),
-    ],
-)
-def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch, hip, library, function):
+def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch):
     modes: list[int] = []
-
-    def load(name: str, mode: int) -> Any:
-        if name != library:
-            raise OSError(name)
-        assert bool(mode & os.RTLD_NOLOAD) is (hip is not None)
-        return SimpleNamespace(**{function: lambda mode: modes.append(mode._obj.value)})
-
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    cuda._exchange_capture_mode.cache_clear()
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: modes.append(mode._obj.value))
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     activate = partial(cuda.CudaBackend().activate, torch.device("cuda", 0))
     activate()
@@ -129,7 +113,6 @@ def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(mo
     thread.start()
     thread.join()
     assert modes == [1]
-    cuda._exchange_capture_mode.cache_clear()
 
 
 # On a device.

@@ -27,6 +27,7 @@ import psutil
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from unisono.backends.cpu import logical_devices
 from unisono.backends.movement import send
 from unisono.errors import UnisonoError
 from unisono.protocols import Backend, Feature, Transport
@@ -157,7 +158,10 @@ class XlaBackend(Backend):
         if self._sharding is not None:
             raise UnisonoError("this process computes by strategy='spmd', with one thread for all devices, for good")
         spans = [device.index for device in devices] == list(range(len(self.runtime()._XLAC._xla_get_devices())))
-        may = _hardware() != _CPU or _may_reduce(len(devices))
+        # CPU devices can reduce only with the settings below, which the user may have changed.
+        threads = os.environ.get("XLA_THREAD_POOL_SIZE", "")
+        has_room = threads.isdecimal() and int(threads) >= len(devices)
+        may = _hardware() != _CPU or (has_room and os.environ.get("PJRT_CPU_ASYNC_CLIENT") == "0")
         return "runtime" if spans and may and len(devices) > 1 else "host"
 
     def process_transport(self) -> Transport:
@@ -259,12 +263,10 @@ class XlaBackend(Backend):
         return int(self.runtime()._XLAC._xla_memory_info(str(device)).get("peak_bytes_used", 0))
 
     def counters(self) -> dict[str, int]:
-        """The number of graphs that were compiled, how long that took, and how often a compiled one was reused."""
         if self._xla is None:
             return {}
         inner = self._xla._XLAC
-        # The number of samples, and their total in nanoseconds.
-        compiling = inner._xla_metric_data("CompileTime") or (0, 0)
+        compiling = inner._xla_metric_data("CompileTime") or (0, 0)  # samples, and their total in nanoseconds
         return {
             "graphs compiled": inner._xla_counter_value("UncachedCompile") or 0,
             "ms of compiling": int(compiling[1] / 1e6),
@@ -391,10 +393,7 @@ def _has_libtpu() -> bool:
 
 def _virtual_count() -> int:
     """The number of CPU devices that the environment asks for; 0 if it does not say."""
-    text = os.environ.get("CPU_NUM_DEVICES")
-    if text is not None and (not text.isdecimal() or int(text) < 1):
-        raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be an integer of at least 1")
-    return int(text or 0)
+    return logical_devices() if "CPU_NUM_DEVICES" in os.environ else 0
 
 
 def _check_chips(count: int) -> None:
@@ -424,12 +423,6 @@ def _choose_chip(local_rank: int, local_world_size: int) -> None:
         tpu.configure_one_chip_topology()
     else:
         tpu.configure_topology(local_rank, local_world_size)
-
-
-def _may_reduce(count: int) -> bool:
-    """Whether CPU devices can reduce among themselves with the runtime's settings, which the user may have changed."""
-    threads = os.environ.get("XLA_THREAD_POOL_SIZE", "")
-    return os.environ.get("PJRT_CPU_ASYNC_CLIENT") == "0" and threads.isdecimal() and int(threads) >= count
 
 
 def _missing_reason() -> str:

@@ -1,10 +1,9 @@
 """Tracks how far a rank's device is, and ensures that it does not wait indefinitely.
 
-On an accelerator a collective's call returns when it has been submitted. The host continues, and waits later, wherever
-it needs a number: inside the driver, where the failure of a peer wakes no thread. So a separate thread puts a mark
-after what has been submitted, and checks whether the device has reached it. What was begun before a reached mark is
-done: that is progress. While waiting for a mark, it looks for a peer's failure; if there is one, it ends the wait. None
-of this delays a step, and it also covers what torch's engines submit: everything that uses the device's default stream.
+On an accelerator a collective's call returns when it has been submitted. The host waits later, wherever it needs a
+number: inside the driver, where the failure of a peer wakes no thread. So a separate thread puts a mark after what has
+been submitted, by torch's engines, too, and checks whether the device has reached it: what was begun before is done.
+Meanwhile it looks for a peer's failure; if there is one, it ends the wait. None of this delays a step.
 
 *Threads:* `unisono-device-watch`, a daemon, until `close`; `num_done` and `is_behind` are for any.
 """

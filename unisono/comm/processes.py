@@ -121,8 +121,7 @@ class ProcessCommunicator:
 
     @property
     def current(self) -> str | None:
-        """What this rank waits for: a collective, as `all_reduce(float32[10], 'sum')`, or its device; otherwise
-        None."""
+        """What this rank waits for: a collective, as `all_reduce(float32[10], 'sum')`, or its device, or None."""
         if self._is_inside and self._last.name:
             return str(self._last)
         watch = self._watch
@@ -140,7 +139,13 @@ class ProcessCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
-        return self._run(self._call_on("all_reduce", tensor, op), lambda: self._reduce(tensor, op))
+
+        def reduce() -> torch.Tensor:
+            sent = self._on_host(_wire(tensor))
+            dist.all_reduce(sent, _TORCH_OPS[op])
+            return _write_back(tensor, sent.div_(self.size) if op == "mean" else sent)
+
+        return self._run(self._call_on("all_reduce", tensor, op), reduce)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
@@ -351,7 +356,8 @@ class ProcessCommunicator:
         here = self._here
         missing = here.missing() if here is not None else []
         with contextlib.suppress(RuntimeError):
-            if self._store is not None and (gone := self._departed_ranks(self._store)):
+            store, ranks = self._store, range(self.size)
+            if store is not None and (gone := [each for each in ranks if store.check([_DEPARTED.format(each)])]):
                 # The others arrived, and left as victims.
                 return departure([rank for rank in gone if rank in missing] or gone), error
         if missing:
@@ -376,16 +382,6 @@ class ProcessCommunicator:
         wake(self._thread, self._error(self._last, *failure))
         self._end(is_broken=True)
         return True
-
-    def _departed_ranks(self, store: dist.distributed_c10d.Store) -> list[int]:
-        return [rank for rank in range(self.size) if store.check([_DEPARTED.format(rank)])]
-
-    def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        sent = self._on_host(_wire(tensor))
-        dist.all_reduce(sent, _TORCH_OPS[op])
-        if op == "mean":
-            sent.div_(self.size)
-        return _write_back(tensor, sent)
 
     # Not by torch's functions for objects, which load what they have received.
 
@@ -444,9 +440,8 @@ def is_of_transport(error: BaseException) -> bool:
 
 def _is_of_own_device(error: BaseException) -> bool:
     """Whether this rank's device has failed, for example by a kernel's assertion, which the next call reports."""
-    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
-        return True
-    return any(words in str(error) for words in _OF_OWN_DEVICE)
+    kinds = torch.OutOfMemoryError, torch.AcceleratorError
+    return isinstance(error, kinds) or any(words in str(error) for words in _OF_OWN_DEVICE)
 
 
 @lru_cache

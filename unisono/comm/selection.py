@@ -61,7 +61,7 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
 
 
 def bound_device(backend: Backend, device: torch.device, asked: str | None = None) -> torch.device | None:
-    """The device that torch's group is bound to at its start (`device_id=`), when NCCL then connects, and may fail. None
+    """The device that torch's group is bound to at its start (`device_id=`), when NCCL connects, and may fail. None
     if the group only supports main memory, or torch knows the device as no accelerator."""
     known = torch.accelerator.current_accelerator()
     is_known = known is not None and known.type == device.type
