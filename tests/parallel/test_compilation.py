@@ -20,7 +20,8 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono import DataParallel, current_world
-from unisono.comm.threads import ThreadCommunicator, compiling
+from unisono.comm.gate import compiling
+from unisono.comm.threads import ThreadCommunicator
 from unisono.parallel import compilation
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module

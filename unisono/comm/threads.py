@@ -8,9 +8,6 @@ An accelerator's tensors are combined by work that the last thread submits, on i
 may have submitted their work on different streams. So each rank provides a mark after its work; the combining follows
 all marks, and each rank's later work follows the combining. No thread waits on the host.
 
-Threads that have to compile pass a gate one by one. One that reaches a collective in the middle of its model would wait
-for peers that wait at the gate, so it steps out for the collective.
-
 Invariants:
 
 1. A thread that fails between the two meetings breaks the world, so no rank continues with a partial result.
@@ -19,9 +16,8 @@ Invariants:
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -30,50 +26,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from unisono.comm.folding import SharedFold, all_reduction, fold
+from unisono.comm.gate import compiling
 from unisono.comm.meeting import Meeting
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
 from unisono.pickling import dumps
 from unisono.protocols import Backend, ReduceOp
 
 R = TypeVar("R")
-
-
-class Gate:
-    """Lets one thread in at a time. *Threads:* any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._here = threading.local()
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the calling thread is inside."""
-        return getattr(self._here, "is_inside", False)
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Wait to enter; leave at the end of the block."""
-        with self._lock:
-            self._here.is_inside = True
-            try:
-                yield
-            finally:
-                self._here.is_inside = False
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Leave during the block, and wait to enter again after it."""
-        self._here.is_inside = False
-        self._lock.release()
-        try:
-            yield
-        finally:
-            self._lock.acquire()
-            self._here.is_inside = True
-
-
-compiling = Gate()
-"""One for all models, since torch, too, compiles one graph at a time."""
 
 
 class ThreadCommunicator:

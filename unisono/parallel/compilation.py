@@ -18,7 +18,7 @@ The backward graph is compiled with the forward one, inside the gate, not at the
 *Threads:* any number, concurrently.
 
 Invariants:
-1. No thread waits for a peer inside the gate (`comm/threads.py`): its collectives leave the gate.
+1. No thread waits for a peer inside the gate (`comm/gate.py`): its collectives leave the gate.
 2. A call that raises leaves its signature unknown, so the next one encounters the cause itself.
 """
 
@@ -38,7 +38,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from unisono.comm.threads import compiling
+from unisono.comm.gate import compiling
 from unisono.torch_private import (
     CALL,
     COMPILED_CALL,
