@@ -159,22 +159,8 @@ def waiting(world: World, strategy: str) -> dict[str, Any]:
     return found
 
 
-def moving(world: World) -> dict[str, Any]:
-    """MiB at most allocated and reserved by batches of one shape, and by batches of changing shapes."""
-    seen = {}
-    for shape in ("one shape", "changing shapes"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        lengths = [64 if shape == "one shape" else 1 + number % 97 for number in range(200)]
-        for batch in unisono.DeviceLoader([torch.zeros(length, 1 << 14) for length in lengths], world.device):
-            batch.sum()
-        torch.cuda.synchronize()
-        seen[shape] = [torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20]
-    return seen
-
-
 def remembering(world: World) -> dict[str, Any]:
-    """MiB at most allocated by steps of ResNet-50, plain and under ddp; and the largest blocks that are left."""
+    """MiB at most allocated by steps of ResNet-50, plain and under ddp."""
     seen: dict[str, Any] = {}
     images, labels = torch.randn(32, 3, 224, 224, device=world.device), torch.arange(32, device=world.device)
     for way in ("plain", "ddp"):
@@ -186,45 +172,15 @@ def remembering(world: World) -> dict[str, Any]:
         for step in range(6):
             if step == 3:  # buckets, the optimizer's states and cuDNN's choices are there
                 torch.cuda.reset_peak_memory_stats()
-                torch.cuda.memory._record_memory_history(max_entries=10_000)
             optimizer.zero_grad()
             F.cross_entropy(network(images), labels).backward()
             optimizer.step()
         torch.cuda.synchronize()
         seen[way] = torch.cuda.max_memory_allocated() >> 20
-        blocks = [block for segment in torch.cuda.memory._snapshot()["segments"] for block in segment["blocks"]]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        held = sorted((each for each in blocks if each["state"] == "active_allocated"), key=lambda each: -each["size"])
-        seen["largest"] = [f"{each['size'] >> 20} MiB by {_allocated_by(each)}" for each in held[:5]]
         accelerator.free_memory()
         del network, optimizer
         torch.cuda.empty_cache()
     return seen
-
-
-def _allocated_by(block: dict[str, Any]) -> str:
-    """The innermost line of Python that is outside of torch, if the history has it."""
-    frames = [each for each in block.get("frames", ()) if each["filename"].endswith(".py")]
-    own = [each for each in frames if "/torch/" not in each["filename"]] or frames
-    return f"{Path(own[0]['filename']).name}:{own[0]['line']}" if own else "an earlier step"
-
-
-def evaluating(world: World) -> dict[str, Any]:
-    """Rank zero alone runs a model with BatchNorm between two steps."""
-    accelerator = unisono.Accelerator(strategy="ddp", seed=0)
-    network: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
-    for _ in range(3):
-        accelerator.backward(network(torch.randn(4, 8, device=world.device)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        if world.rank == 0:
-            with torch.no_grad():
-                network.eval()(torch.randn(4, 8, device=world.device))
-            network.train()
-    mean = network.module[1].running_mean
-    assert torch.equal(mean, unisono.broadcast(mean.clone()))
-    return {}
 
 
 def compiling(world: World, strategy: str) -> dict[str, Any]:
@@ -343,8 +299,8 @@ FAILURES: dict[str, Callable[[World], None]] = {"raise": _raise, "assert": _asse
 def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
     bodies: dict[str, Callable[..., dict[str, Any]]] = {
-        **{each.__name__: each for each in (collectives, training, replicating, waiting, moving, remembering)},
-        **{each.__name__: each for each in (evaluating, compiling, costing, failing)},
+        **{each.__name__: each for each in (collectives, training, replicating, waiting, remembering)},
+        **{each.__name__: each for each in (compiling, costing, failing)},
     }
     print(json.dumps(bodies[name](world, *words)), flush=True)
 

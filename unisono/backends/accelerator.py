@@ -2,10 +2,8 @@
 XPU, NPU, HPU and others. Batches are copied on a side stream of each device, so that copying overlaps computing.
 
 A batch is staged in page-locked memory, where torch has that for the device: the copy engine reads from it by itself; a
-copy from other memory would be staged by the driver, and block. The blocks are reused rather than allocated for each
-batch, which would take longer than the copy: torch's caching host allocator reuses a block once the copies that were
-issued from it have completed, which it knows by an event. So the staged tensor may be dropped as soon as its copy is
-issued.
+copy from other memory would be staged by the driver, and block. torch's caching host allocator reuses a block once the
+copies that were issued from it have completed, so the staged tensor may be dropped as soon as its copy is issued.
 
 The memory of a moved batch belongs to the side stream. Its use on another stream must be recorded (`record_stream`), or
 the next copy could overwrite what a kernel still reads. For a sparse tensor, or an object of an unknown class, this
@@ -63,11 +61,8 @@ class AcceleratorBackend(Backend):
         torch.accelerator.set_device_index(device)
 
     def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
-        """The device, other than 0, that the process has chosen before; otherwise that of the local rank.
-
-        It is one of the devices visible to the process: a launcher may show each rank only its own, which has index 0
-        to all of them, and the code that created the process group may not have said how many ranks are on a machine.
-        """
+        """The device, other than 0, that the process has chosen before; otherwise that of the local rank, among those
+        that it sees: a launcher may show each rank only its own, or may not say how many ranks are on a machine."""
         chosen = torch.accelerator.current_device_index() if self.module.is_initialized() else 0
         # 0 may also be the default of a process that has chosen no device; then the local rank decides.
         device = self.device(chosen or local_rank % max(1, self.device_count()))

@@ -1,8 +1,7 @@
 """The CUDA family: as any accelerator, and captures of graphs.
 
-*Threads:* those other than the main one ask for events and for memory. The driver treats that as an error while any
-thread captures a graph, and ends the capture, unless the asking thread has declared that only its own captures matter
-to it.
+*Threads:* those other than the main one ask for events and for memory. While any thread captures a graph, the driver
+ends the capture then, unless the asking thread has declared that only its own captures matter to it.
 
 Counting devices uses NVML through torch and does not initialise CUDA, so a parent process may count and fork later.
 """

@@ -1,8 +1,7 @@
 """Device: one device as a value, independent of whether it exists here and of the runtime that serves it.
 
 A `torch.device` names a type and an index. A `Device` also says what executes: torch itself, immediately ("eager"), or
-the XLA runtime, which records a step and compiles it ("xla"). It is defined here because only this folder names device
-types.
+the XLA runtime, which records a step and compiles it ("xla").
 """
 
 from __future__ import annotations

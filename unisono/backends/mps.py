@@ -1,7 +1,5 @@
-"""The MPS family: the GPU of an Apple machine. One device, no float64, and no process group that supports its tensors.
-
-Processes exchange copies in main memory, which the GPU shares.
-"""
+"""The MPS family: the GPU of an Apple machine. One device, no float64, and no process group that supports its tensors:
+processes exchange copies in main memory, which the GPU shares."""
 
 from __future__ import annotations
 

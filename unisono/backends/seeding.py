@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from hashlib import blake2b
 from typing import Any
 
@@ -38,19 +38,13 @@ def ask_before_seeding_all(is_taken: Callable[[str, int], bool]) -> None:
     for family, module in _seeded_modules():
         for name in ("manual_seed_all", "manual_seed"):  # mps has one device, and the second only
             if hasattr(module, name):
-                setattr(module, name, _asking(family, getattr(module, name), is_taken))
+                _wrap(module, name, partial(is_taken, family))
                 break
 
 
-def _asking(
-    family: str, seed_all: Callable[[int], None], is_taken: Callable[[str, int], bool]
-) -> Callable[[int], None]:
-    @wraps(seed_all)
-    def ask_and_seed(seed: int) -> None:
-        if not is_taken(family, seed):
-            seed_all(seed)
-
-    return ask_and_seed
+def _wrap(module: Any, name: str, is_taken: Callable[[int], bool]) -> None:
+    seed_all = getattr(module, name)
+    setattr(module, name, wraps(seed_all)(lambda seed: is_taken(seed) or seed_all(seed)))
 
 
 def _seed_state(backend: Backend, device: torch.device, seed: int) -> torch.Tensor:

@@ -2,12 +2,12 @@
 graphs.
 
 A thread's operations on its device are recorded until `mark_step` cuts the graph, compiles it if it is new, and runs
-it. Threads that arrive with the same graph compile it once: they cut one after the other, and all but the first find it
-compiled. No graph contains a collective (the communicator runs each in a separate graph), so cutting waits for no peer.
+it. Threads cut one after the other, so all but the first find the same graph compiled. No graph contains a collective
+(the communicator runs each in a separate graph), so cutting waits for no peer.
 
-On the CPU there are `CPU_NUM_DEVICES` devices. If that is unset, there are as many as were asked for before the first
-use. The runtime reads its settings at its first use, once per process: `runtime` puts them into the environment, and
-raises an error for those that come too late, or that would change the results silently.
+On the CPU there are `CPU_NUM_DEVICES` devices, or as many as were asked for before the first use. The runtime reads its
+settings at its first use: `runtime` puts them into the environment, and raises an error for those that come too late,
+or that would change the results silently.
 
 *Threads:* each device belongs to one computing thread at a time; others may move batches to it.
 """
@@ -88,7 +88,7 @@ class XlaBackend(Backend):
         return _hardware() != _CPU
 
     def device_count(self) -> int:
-        """On the CPU the number that `CPU_NUM_DEVICES` says, otherwise that of the TPU. Does not start the runtime."""
+        """Does not start the runtime."""
         if _missing_reason():
             return 0
         if (started := _runtime_module()) is not None:

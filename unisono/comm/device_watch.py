@@ -36,8 +36,7 @@ class DeviceWatch:
 
     Attributes:
         num_done: how many of the collectives the device is known to have finished.
-        is_behind: whether it has been busy for so long that it may be waiting in a collective that was submitted
-            before.
+        is_behind: whether it has been busy for so long that it may be waiting in one.
     """
 
     def __init__(
@@ -95,12 +94,9 @@ def _watch(watch: DeviceWatch, activate: Callable[[], None], look_s: float) -> N
 
 
 class WokenError(BrokenWorldError):
-    """Wakes a rank whose device was waiting for a peer that has failed.
-
-    When its group is aborted, the wait in the driver ends as if it had succeeded, and yields numbers that were never
-    computed. So the rank's thread gets this at the next line that it runs. It is created by the interpreter, without
-    arguments, so `words` and `reason` are the class's: a process has one world, which breaks only once.
-    """
+    """Wakes a rank whose device was waiting for a peer that has failed: when its group is aborted, the wait in the
+    driver yields numbers that were never computed. It is created by the interpreter, without arguments, so `words` and
+    `reason` are the class's: a process has one world, which breaks only once."""
 
     words = ""
     reason: BaseException | None = None

@@ -20,12 +20,8 @@ import torch
 
 from unisono.protocols import ReduceOp
 
-SHARED_BYTES = 2**20
-"""From this size on threads work together; below it, a second meeting costs more than it saves (measured)."""
-
-BLOCK_BYTES = 2**20
-"""How much of each tensor is folded at once: several blocks fit into the cache, and the cost of a call is
-negligible."""
+SHARED_BYTES = 2**20  # from this size on threads work together; below it, a second meeting costs more (measured)
+BLOCK_BYTES = 2**20  # of each tensor, folded at once: several fit into the cache, and the cost of a call is negligible
 
 _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -40,11 +36,8 @@ _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class SharedFold:
-    """A reduction of tensors in place that several threads carry out together.
-
-    *Threads:* each calls `work`, which takes one block after another until none is left; a late thread finds less to
-    do. The results are complete when every thread has returned from it.
-    """
+    """A reduction of tensors in place that several threads carry out together. Each calls `work`, which takes one block
+    after another until none is left. The results are complete when every thread has returned from it."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
         self._flat = [tensor.detach().view(-1) for tensor in tensors]
@@ -71,11 +64,8 @@ class SharedFold:
 
 
 def all_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> SharedFold | torch.Tensor | None:
-    """Begin the reduction of the ranks' tensors into each of them.
-
-    Returns:
-        What is left to do: a fold for all threads; a result that every rank must copy into its tensor; or None.
-    """
+    """Begin the reduction of the ranks' tensors into each of them; return what is left to do: a fold for all threads,
+    a result that every rank must copy into its tensor, or None."""
     if len(tensors) == 1:
         return None
     if is_worth_sharing(tensors) and _are_flat(tensors):

@@ -1,14 +1,12 @@
 """Ranks as processes: torch.distributed moves the data, this file enforces the rules.
 
 It adds to the process group: the same checks on every rank, "mean" in every backend, dtypes that gloo lacks (data that
-is only moved is sent as bytes, data that is reduced in a wider dtype), and the *reason* when a world breaks. gloo wakes
-the peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes the
-reason to the store, and a rank that is woken looks there. NCCL wakes no rank: there a thread checks the store while the
-device is busy (`device_watch`).
+is only moved is sent as bytes), and the *reason* when a world breaks. gloo wakes the peers of a dead rank with a bare
+`RuntimeError` about a socket, so a rank that fails or leaves first writes the reason to the store, and a rank that is
+woken looks there. NCCL wakes no rank: there a thread checks the store while the device is busy (`device_watch`).
 
-A group may have a part for main memory in addition to the devices' own ("cpu:gloo,cuda:nccl"). It is used for what is
-small: flags, counts, objects and barriers. So no rank waits for its device, and a barrier is one of the hosts. If a
-group has no such part, tensors in main memory are sent by way of the rank's device.
+A group's part for main memory ("cpu:gloo,cuda:nccl") is used for what is small: flags, counts, objects and barriers. So
+no rank waits for its device. Without it, tensors in main memory are sent by way of the rank's device.
 
 That all ranks make the same call is verified before any data is used: on one machine by notes in shared memory, once
 per collective (`shared_memory/notes.py`). Elsewhere by a reduction of two numbers, whose minimum and maximum show

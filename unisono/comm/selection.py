@@ -116,8 +116,7 @@ def innermost(comm: Communicator) -> Communicator:
 
 def raise_translated(error: BaseException, comm: Communicator) -> None:
     """Raise what `translate_error` returns, unless it is the error itself."""
-    translated = translate_error(error, comm)
-    if translated is not error:
+    if (translated := translate_error(error, comm)) is not error:
         raise translated from translated.__cause__
 
 

@@ -2,10 +2,8 @@
 
 Each rank first cuts what it has recorded, and waits until its device has run it. When all have arrived, the last thread
 records the reduction for every device and cuts it, one device after the other. So a graph with a collective contains
-nothing else, and is the same on each device whatever else the ranks do: batches of different sizes, work on rank zero
-only, values that are read. And the runtime, which aborts the process if a device does not join a collective within 15
-s, is called only when all ranks are present and their devices idle: a replica that fails raises an error, a slow one is
-waited for, and the process continues.
+nothing else, and is the same on each device. And the runtime, which aborts the process if a device does not join a
+collective within 15 s, is called only when all ranks are present and their devices idle.
 
 What the runtime does not reduce, and what is only moved, goes through main memory.
 """
@@ -28,11 +26,8 @@ _OPS = {"sum": "sum", "mean": "sum", "min": "min", "max": "max", "product": "mul
 
 
 def reduction_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """The type in which the runtime reduces tensors of a type; None if it does not reduce them.
-
-    bfloat16 is reduced as it is on TPUs, with half the traffic; the CPU's runtime has no reduction of it. float16 would
-    overflow in a sum.
-    """
+    """The type in which the runtime reduces tensors of a type; None if it does not. The CPU's has no reduction of
+    bfloat16, and float16 would overflow in a sum."""
     import torch_xla.runtime
 
     if dtype is torch.bfloat16:

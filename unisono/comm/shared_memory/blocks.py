@@ -26,11 +26,9 @@ from unisono.comm.shared_memory.meeting_point import MeetingPoint
 _SETS = 3
 _SLOT_BYTES = 2**20
 _ALL_SLOTS_BYTES = 2**28
-# Bytes: a cache line, and a multiple of every itemsize.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes: a cache line, and a multiple of every itemsize
 _KEPT_VIEWS = 256
-_DIRECT_BYTES = 2**15
-"""Up to this size each rank folds everything itself: one meeting instead of two."""
+_DIRECT_BYTES = 2**15  # up to this size each rank folds everything itself: one meeting instead of two
 
 
 def slot_bytes(size: int) -> int:
@@ -147,14 +145,12 @@ class Blocks:
             # Shapes that differ in every step would otherwise add views without end.
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
-            starts = (
-                self._mapping.blocks_at + (which * self.size + rank) * self._slot_bytes for rank in range(self.size)
-            )
-            views = [self._view(start, dtype, length) for start in starts]
+            start = self._mapping.blocks_at + which * self.size * self._slot_bytes
+            views = [
+                torch.frombuffer(
+                    self._mapping.memory, dtype=dtype, count=max(1, length), offset=start + rank * self._slot_bytes
+                )[:length]  # `frombuffer` does not accept 0
+                for rank in range(self.size)
+            ]
             self._views[dtype, length, which] = views
         return views
-
-    def _view(self, start: int, dtype: torch.dtype, length: int) -> torch.Tensor:
-        if not length:  # `frombuffer` does not accept 0
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._mapping.memory, dtype=dtype, count=length, offset=start)

@@ -1,8 +1,7 @@
 """The memory that the ranks of one machine share: created by the first, mapped by all, freed with the last.
 
-It is a file without a name (`memfd_create`), so nothing of it can be left over, whatever is killed, and the size of
-/dev/shm does not limit it. The others open it under /proc, via the first rank's descriptor; the store of the group says
-which. Either all ranks map it or none does.
+It is a file without a name (`memfd_create`), so nothing of it can be left over, and the size of /dev/shm does not limit
+it. The others open it under /proc, as the store of the group says. Either all ranks map it or none does.
 
 Each rank holds a lock on a byte of the file, which the kernel releases when its process ends: so its peers know whether
 it is alive, without a message. (A record lock of `fcntl`: forked loader workers do not inherit it.)

@@ -25,11 +25,7 @@ _WORD = 2**32
 
 
 class Notes:
-    """The notes of all ranks; this rank writes its own.
-
-    Attributes:
-        is_full: whether this rank's page has room for one line only, that of the collective.
-    """
+    """The notes of all ranks; this rank writes its own. `is_full`: its page has room for the collective's line only."""
 
     def __init__(self, mapping: Mapping) -> None:
         self._rank, self._size = mapping.rank, mapping.size

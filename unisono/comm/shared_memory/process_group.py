@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ _ProcessGroup: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
 _ReduceOp: Any = dist.ReduceOp.RedOpType
 
-_is_sparse = attrgetter("is_sparse")
 _HOST = torch.default_generator.device.type
 _OPS = {
     _ReduceOp.SUM: "sum",
@@ -87,7 +85,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = self._description = ""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        if any(map(_is_sparse, tensors)):
+        if any(tensor.is_sparse for tensor in tensors):
             return self._together_by_gloo("allreduce", tensors, opts)
         op = _op_of(opts)
         return self._in_place("all_reduce", tensors, op, self._blocks.all_reduce, op)
