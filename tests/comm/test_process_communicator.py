@@ -176,20 +176,6 @@ def test_a_group_for_a_device_alone_takes_main_memory_by_way_of_the_device(store
     assert tensor.tolist() == [3, 3]
 
 
-def test_a_barrier_in_a_group_for_a_device_alone_waits_until_the_device_has_met(store, monkeypatch):
-    class Met:
-        def item(self) -> None:
-            done.append("waited")
-
-    done: list[str] = []
-    monkeypatch.setattr("unisono.comm.processes._types_in", lambda config: frozenset(["cuda"]))
-    comm = ProcessCommunicator(GPU, store)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: done.append(f"made on {device}") or Met())
-    monkeypatch.setattr(dist, "all_reduce", lambda met: done.append("submitted"))
-    comm.barrier()
-    assert done == ["made on cuda:0", "submitted", "waited"]
-
-
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
 def test_a_tensor_on_a_foreign_device_is_refused_before_anything_is_sent(store, name):
     comm = ProcessCommunicator(CPU, store)

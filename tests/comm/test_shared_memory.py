@@ -265,17 +265,6 @@ def test_who_waits_uses_no_cpu():
     assert waiting < 0.5 * busy
 
 
-@pytest.mark.slow
-def test_more_ranks_than_cores_do_not_hold_each_other_up():
-    def work(index: int) -> None:
-        for _ in range(300):
-            dist.barrier()
-
-    began = time.monotonic()
-    spawn(work, nprocs=4 * (os.cpu_count() or 1))
-    assert time.monotonic() - began < 60
-
-
 def test_subgroups_have_memory_of_their_own_and_nothing_stays_behind():
     def work(index: int) -> tuple[list[float], int]:
         groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 1, 2])]
@@ -355,18 +344,6 @@ def test_where_the_memory_cannot_be_had_on_one_rank_all_take_gloo():
         return isinstance(group._get_backend(tensor.device), dist.ProcessGroupGloo), tensor.sum().item()
 
     assert spawn(work, nprocs=2) == [(True, 6.0)] * 2
-
-
-def test_gloo_can_be_asked_for_and_nothing_else():
-    def work(index: int) -> str:
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        assert tensor.item() == 2
-        return dist.get_backend()
-
-    assert spawn(work, nprocs=2, process_group="gloo") == ["gloo"] * 2
-    with pytest.raises(ValueError, match="process_group='mpi' does not exist; pass 'gloo', or None"):
-        spawn(work, nprocs=2, process_group="mpi")
 
 
 def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():

@@ -194,18 +194,6 @@ def strategies_train_as_on_the_cpu() -> str:
 
 
 @item(gpus=0)
-def compiled_models_train_as_in_eager_mode() -> str:
-    seen = []
-    for strategy in ("ddp", "zero1", "fsdp"):
-        found = succeeded(ranks("compiling", strategy))[0]
-        for way in ("option", "prepared"):
-            for one, other in zip(found[way], found["eager"], strict=True):
-                assert abs(one - other) < 1e-4 * max(1, abs(other)), f"{strategy}, {way}: {found}"
-        seen.append(f"{strategy}: {found['graphs']} graphs of the prepared model, whole")
-    return "; ".join(seen)
-
-
-@item(gpus=0)
 def a_step_costs_the_host_little_more_than_ddp_s() -> str:
     return _costs("gloo")
 

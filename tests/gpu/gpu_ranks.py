@@ -183,48 +183,6 @@ def remembering(world: World) -> dict[str, Any]:
     return seen
 
 
-def compiling(world: World, strategy: str) -> dict[str, Any]:
-    """Losses and outputs of a few steps, which evaluate while gradients are held, without and with torch.compile; and
-    the graphs of what `prepare` returned."""
-    graphs = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    def trained(way: str) -> list[float]:
-        torch.compiler.reset()
-        options = {"compile": {"backend": "aot_eager"}} if way == "option" else {}
-        accelerator = unisono.Accelerator(seed=0, strategy=strategy, **options)
-        network: Any = Net()
-        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
-        call = torch.compile(network, backend=keep, fullgraph=True) if way == "prepared" else network
-        inputs = torch.linspace(-1, 1, 64, device=world.device).reshape(8, 8)
-        seen = []
-        for rows in (8, 8, 5, 7):
-            loss = call(inputs[:rows]).square().mean()
-            accelerator.backward(loss, batch=())
-            optimizer.step()
-            with torch.no_grad():
-                seen += [loss.item(), call(inputs[:3]).sum().item()]
-            optimizer.zero_grad()
-        accelerator.free_memory()
-        return seen
-
-    return {way: trained(way) for way in ("eager", "option", "prepared")} | {"graphs": len(graphs)}
-
-
-class Net(nn.Module):
-    """Of a class of its own: torch compiles the frames of users' classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 2)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(inputs)))  # type: ignore[no-any-return]
-
-
 PARAMETERS = 200
 
 
@@ -300,7 +258,7 @@ def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
     bodies: dict[str, Callable[..., dict[str, Any]]] = {
         **{each.__name__: each for each in (collectives, training, replicating, waiting, remembering)},
-        **{each.__name__: each for each in (compiling, costing, failing)},
+        **{each.__name__: each for each in (costing, failing)},
     }
     print(json.dumps(bodies[name](world, *words)), flush=True)
 

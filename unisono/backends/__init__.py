@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -135,12 +136,11 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
     if isinstance(device, str) and (kind := device.partition(":")[0]) in FOREIGN:
         # Loading the family registers its name with torch, which `torch.device` needs below.
         get_backend(kind)
-    try:
+    wanted = None
+    with suppress(RuntimeError):
         wanted = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device {device!r} does not exist; there are {', '.join(available_devices())}") from None
-    if wanted.type not in family_names():
-        raise ValueError(f"device {str(wanted)!r} does not exist; there are {', '.join(available_devices())}")
+    if wanted is None or wanted.type not in family_names():
+        raise ValueError(f"device {str(device)!r} does not exist; there are {', '.join(available_devices())}")
     backend = pick_backend(wanted.type)
     try:
         return backend, backend.device(wanted.index or 0)

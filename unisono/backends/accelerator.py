@@ -14,7 +14,6 @@ is not possible: it is moved on the calling thread's stream, without overlap, un
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -47,7 +46,6 @@ class AcceleratorBackend(Backend):
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.name
         self._streams: dict[int, torch.Stream] = {}
-        self._lock = threading.Lock()
 
     @property
     def module(self) -> Any:
@@ -129,10 +127,8 @@ class AcceleratorBackend(Backend):
         return bool(self.module.is_initialized())
 
     def side_stream(self, device: torch.device) -> torch.Stream:
-        with self._lock:
-            if device.index not in self._streams:
-                self._streams[device.index] = torch.Stream(device)
-            return self._streams[device.index]
+        # Of two threads that come first, one's stream is dropped.
+        return self._streams.get(device.index) or self._streams.setdefault(device.index, torch.Stream(device))
 
     def _move_leaf(self, leaf: Any, device: torch.device, own: torch.Stream) -> Any:
         """A leaf on the device, or on its way there on the current stream; if its use cannot be recorded, on `own`."""

@@ -257,11 +257,6 @@ class XlaBackend(Backend):
             raise ValueError(f"precision={precision!r} does not exist; choose default, highest or high")
         self.runtime()._XLAC._xla_set_mat_mul_precision(precision)
 
-    def peak_memory(self, device: torch.device) -> int:
-        if _hardware() == _CPU:
-            return 0
-        return int(self.runtime()._XLAC._xla_memory_info(str(device)).get("peak_bytes_used", 0))
-
     def counters(self) -> dict[str, int]:
         if self._xla is None:
             return {}

@@ -81,11 +81,10 @@ class Meeting:
         result: R = here.outcome.value  # type: ignore[assignment]
         return result
 
-    def abort(self, cause: BaseException, rank: int | None = None) -> None:
+    def abort(self, cause: BaseException, rank: int) -> None:
         """Break the world because of `cause`; only the first cause is kept."""
-        who = "it was aborted from outside" if rank is None else f"rank {rank} failed"
         with self._changed:
-            self._break(f"{who} with {type(cause).__name__}: {cause}", cause)
+            self._break(f"rank {rank} failed with {type(cause).__name__}: {cause}", cause)
 
     def leave(self, rank: int) -> None:
         """Record that the rank no longer takes part; a round that waits for it breaks."""

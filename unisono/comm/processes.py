@@ -85,9 +85,6 @@ class ProcessCommunicator:
         owns_group: whether `leave` destroys the process group.
         backend: the device's family, if its tensors are sent without a copy in main memory.
         here: where ranks that share memory meet before each call, if the group itself does not do that.
-
-    Attributes:
-        num_calls: how many collectives this rank has entered.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class ProcessCommunicator:
         self._last = Call("", purpose="its first collective")
         self._is_inside = False
         self._compared: tuple[str, str, torch.Tensor, Any] | None = None  # action, place, bounds, work: has begun
-        self.num_calls = 0
+        self.num_calls = 0  # collectives that this rank has entered
         self._counting = threading.Lock()
         self._own_here = here
         # The thread that `wake` interrupts when the watch ends the device's wait.

@@ -49,12 +49,11 @@ def group_backend(backend: Backend, asked: str | None = None) -> str:
     """The torch.distributed backend for a group of that family's processes: its own, with shared memory in place of
     gloo, which a shared-memory group becomes if ranks share none. `asked` is "gloo", for ranks that share a GPU or do
     not share memory, or None; ValueError otherwise."""
-    usual = backend.process_group_backend
     if asked not in (None, "gloo"):
         raise ValueError(f"process_group={asked!r} does not exist; pass 'gloo', or None for the fastest")
     if asked is not None:
         return asked
-    if usual != "gloo":
+    if (usual := backend.process_group_backend) != "gloo":
         return f"{HOST.type}:gloo,{backend.name}:{usual}"
     shared_memory.register()
     return shared_memory.NAME
@@ -110,8 +109,7 @@ def begin_average(tensor: torch.Tensor, group: Any) -> torch.futures.Future[torc
 
 def innermost(comm: Communicator) -> Communicator:
     """The communicator in which the ranks meet, without the wrapper that brings their tensors there."""
-    inner: Any = getattr(comm, "inner", comm)
-    return inner  # type: ignore[no-any-return]
+    return comm.inner if isinstance(comm, ThroughHostCommunicator) else comm
 
 
 def raise_translated(error: BaseException, comm: Communicator) -> None:

@@ -3,13 +3,9 @@
 Tensors are combined by the last thread to arrive. In an all_reduce of large ones each thread does its part on the
 tensors of all ranks, between two meetings: until the second no rank may modify its own.
 
-An accelerator's tensors are combined by work that the last thread submits, on its own streams, while the other ranks
-may have submitted their work on different streams. So each rank provides a mark after its work; the combining follows
-all marks, and each rank's later work follows the combining. No thread waits on the host.
-
-Invariants:
-
-1. A thread that fails between the two meetings breaks the world, so no rank continues with a partial result.
+An accelerator's tensors are combined by work that the last thread submits, on its own streams. So each rank provides a
+mark after its work; the combining follows all marks, and each rank's later work follows the combining. No thread waits
+on the host. A thread that fails between the two meetings breaks the world, so no rank has a partial result.
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broke
 class MeetingPoint:
     """This rank's place.
 
-    Attributes:
-        turn: the number of meetings that this rank has arrived at; the memory holds it modulo the word.
-        notes: what the ranks do.
+    `turn` is the number of meetings that this rank has arrived at; the memory holds it modulo the word.
     """
 
     def __init__(self, mapping: Mapping, timeout: timedelta) -> None:

@@ -73,6 +73,16 @@ def _done(tensors: Any) -> Any:
     return create_work_from_future(future)
 
 
+def _by_gloo_together(name: str) -> Callable[..., Any]:
+    """A collective that gloo carries out, after all ranks have compared their calls."""
+
+    def call(self: SharedMemoryGroup, *arguments: Any) -> Any:
+        self._blocks.barrier(f"called {name}()")
+        return getattr(self._by_gloo(), name)(*arguments)
+
+    return call
+
+
 class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     """The group of ranks that map the same memory, and meet at `here`."""
 
@@ -86,12 +96,11 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if any(tensor.is_sparse for tensor in tensors):
-            return self._together_by_gloo("allreduce", tensors, opts)
+            return self._sparse_allreduce(tensors, opts)
         op = _op_of(opts)
         return self._in_place("all_reduce", tensors, op, self._blocks.all_reduce, op)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         return self._in_place("broadcast", tensors, opts.rootRank, self._blocks.broadcast, opts.rootRank)
@@ -100,7 +109,13 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gather("all_gather", outputs, inputs)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        return self._gather("all_gather_single", [output.view(self.size(), -1).unbind()], [tensor])
+        return self.all_gather_single_coalesced([output], [tensor])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        pieces = [output.view(self.size(), -1).unbind() for output in outputs]
+        return self._gather("all_gather_single", pieces, inputs)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
         op = _op_of(opts)
@@ -110,7 +125,12 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._in_place("reduce_scatter", outputs, op, self._blocks.reduce_scatter, op, parts=parts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter([output], [[*_flat(tensor).view(self.size(), -1).unbind()]], opts)
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return self.reduce_scatter(outputs, [[*_flat(each).view(self.size(), -1).unbind()] for each in inputs], opts)
 
     def barrier(self, opts: Any = None) -> Any:
         self._blocks.barrier("called barrier()")
@@ -118,9 +138,11 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Names of these methods in torch before 2.11.
     _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # What gloo carries out; collectives after all ranks have compared their calls.
+    # What gloo carries out.
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         return self._to_peer(rank).send(tensors, rank, tag)
@@ -131,22 +153,12 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
         return self._by_gloo().recv_anysource(tensors, tag)
 
-    def reduce(self, *arguments: Any) -> Any:
-        return self._together_by_gloo("reduce", *arguments)
-
-    def gather(self, *arguments: Any) -> Any:
-        return self._together_by_gloo("gather", *arguments)
-
-    def scatter(self, *arguments: Any) -> Any:
-        return self._together_by_gloo("scatter", *arguments)
-
-    def alltoall(self, *arguments: Any) -> Any:
-        return self._together_by_gloo("alltoall", *arguments)
-
-    def all_to_all_single(self, *arguments: Any) -> Any:
-        return self._together_by_gloo("alltoall_base", *arguments)
-
-    alltoall_base = all_to_all_single
+    reduce = _by_gloo_together("reduce")
+    gather = _by_gloo_together("gather")
+    scatter = _by_gloo_together("scatter")
+    alltoall = _by_gloo_together("alltoall")
+    alltoall_base = all_to_all_single = _by_gloo_together("alltoall_base")
+    _sparse_allreduce = _by_gloo_together("allreduce")
 
     def shutdown(self) -> None:
         self.here.close()
@@ -218,10 +230,6 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             raise ValueError(
                 f"{name} between {self.size()} ranks needs as many parts of {whole.numel()} elements each, got {sizes}"
             )
-
-    def _together_by_gloo(self, name: str, *arguments: Any) -> Any:
-        self._blocks.barrier(f"called {name}()")
-        return getattr(self._by_gloo(), name)(*arguments)
 
     def _to_peer(self, rank: int) -> Any:
         """gloo's group, once that peer has created its own: gloo would wait for one that has already left."""
