@@ -122,8 +122,7 @@ class AcceleratorBackend(Backend):
         return _Clock(self, device)
 
     def may_record(self) -> bool:
-        """Whether an event may be recorded now: not before the runtime is up, which a parent process leaves to its
-        workers."""
+        """Whether an event may be recorded now: not before the runtime is up, which a parent leaves to its workers."""
         return bool(self.module.is_initialized())
 
     def side_stream(self, device: torch.device) -> torch.Stream:

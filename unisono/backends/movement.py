@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,11 +42,5 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
     for first, *others in ties.values():
         for name in others:
             owner, _, own_name = name.rpartition(".")
-            setattr(module.get_submodule(owner), own_name, _tensor_named(module, first))
+            setattr(module.get_submodule(owner), own_name, attrgetter(first)(module))
     return module
-
-
-def _tensor_named(module: torch.nn.Module, name: str) -> torch.Tensor:
-    owner, _, own_name = name.rpartition(".")
-    found: torch.Tensor = getattr(module.get_submodule(owner), own_name)
-    return found

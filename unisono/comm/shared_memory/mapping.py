@@ -44,6 +44,7 @@ class Mapping:
         self.memory = mmap.mmap(file, self.blocks_at + num_bytes)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         weakref.finalize(self, os.close, file).atexit = False  # the lock has to last as long as the process
+        self.memory[self.header_of(rank) + _JOINED] = 1
 
     def header_of(self, rank: int) -> int:
         """The offset of that rank's header."""
@@ -54,9 +55,6 @@ class Mapping:
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind: int = _LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK
-
-    def say_joined(self) -> None:
-        self.memory[self.header_of(self.rank) + _JOINED] = 1
 
     def missing(self) -> Sequence[int]:
         """The ranks that have not joined yet."""
@@ -75,7 +73,6 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
         return None
     if mapping is None:
         return None
-    mapping.say_joined()
     deadline = time.monotonic() + timeout.total_seconds()
     while missing := mapping.missing():
         if store.check([_REFUSED]):
