@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -87,12 +84,5 @@ def mismatch_of(*entries: Call) -> CollectiveMismatchError:
     return mismatch_error({rank: action_of(entry) for rank, entry in enumerate(entries)})
 
 
-@pytest.mark.slow
-def test_equal_calls_have_equal_digests_in_every_process_and_others_other_ones():
-    program = (
-        "import torch; from unisono.comm.operations import Call, action_of, digest_of;"
-        "print(digest_of(action_of(Call.on('all_reduce', torch.ones(10), 'sum'))))"
-    )
-    elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert digest_of(action_of(CALLS[1])) == int(elsewhere.stdout)
+def test_other_calls_have_other_digests():
     assert len({digest_of(action_of(call)) for call in CALLS}) == len(CALLS)

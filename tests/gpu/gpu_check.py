@@ -194,25 +194,6 @@ def strategies_train_as_on_the_cpu() -> str:
 
 
 @item(gpus=0)
-def a_step_costs_the_host_little_more_than_ddp_s() -> str:
-    return _costs("gloo")
-
-
-@item(gpus=2)
-def a_step_by_nccl_scales_no_more_than_ddp_s() -> str:
-    return _costs("")
-
-
-def _costs(group: str) -> str:
-    found = succeeded(ranks("costing", group=group))[0]
-    operations, scaling, micros = ({way: each[place] for way, each in found.items()} for place in range(3))
-    seen = f"operations {operations}, of which scale {scaling}; microseconds a parameter {micros}"
-    assert operations["guarded"] - operations["ddp"] < 20, seen
-    assert scaling["ddp"] <= scaling["DDP"] + (group == "gloo"), seen  # which cannot average
-    return seen
-
-
-@item(gpus=0)
 def failures_end_all_ranks_with_the_first_cause() -> str:
     start = max(each.seconds for each in ranks("collectives"))
     return _failures(start, "gloo", ["raise", "kill", *(["assert", "memory"] if FAMILY == "cuda" else [])])

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from resnet import resnet50
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
@@ -183,46 +182,6 @@ def remembering(world: World) -> dict[str, Any]:
     return seen
 
 
-PARAMETERS = 200
-
-
-def costing(world: World) -> dict[str, Any]:
-    """Of a step of many small parameters: torch's operations, those that scale, and microseconds of the host."""
-    inputs = torch.ones(2, 4, device=world.device)
-    found = {}
-    for way in ("DDP", "ddp", "guarded"):
-        network: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(PARAMETERS // 2)]).to(world.device)
-        optimizer: Any = torch.optim.SGD(network.parameters(), lr=1e-3)
-        accelerator = unisono.Accelerator(nan_guard=way == "guarded")
-        if way == "DDP":
-            network = nn.parallel.DistributedDataParallel(network)
-        else:
-            network, optimizer = accelerator.prepare(network, optimizer)
-
-        def step(network: Any = network, optimizer: Any = optimizer) -> None:
-            network(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(5):
-            step()
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            step()
-        counts = Counter(
-            each.name
-            for each in trace.events()
-            if each.name.startswith("aten::") and "aten::" not in getattr(each.cpu_parent, "name", "")
-        )
-        accelerator.wait_for_everyone()
-        began = time.perf_counter()
-        for _ in range(20):
-            step()
-        micros = (time.perf_counter() - began) / 20 / PARAMETERS * 1e6
-        found[way] = (sum(counts.values()), counts["aten::mul_"] + counts["aten::div_"], round(micros, 2))
-        accelerator.free_memory()
-    return found
-
-
 def failing(world: World, how: str) -> dict[str, Any]:
     """The last rank fails, while the others wait in a collective."""
     world.comm.all_reduce(torch.ones(1, device=world.device))
@@ -258,7 +217,7 @@ def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
     bodies: dict[str, Callable[..., dict[str, Any]]] = {
         **{each.__name__: each for each in (collectives, training, replicating, waiting, remembering)},
-        **{each.__name__: each for each in (costing, failing)},
+        **{each.__name__: each for each in (failing,)},
     }
     print(json.dumps(bodies[name](world, *words)), flush=True)
 
