@@ -76,7 +76,6 @@ NAMES = {  # ours: (torch's, what we do by it)
     "PARAMETERS": ("torch.nn.Module._parameters", "finds a module's own parameters"),
     "BUFFERS": ("torch.nn.Module._buffers", "finds a module's own buffers"),
     "MODULES": ("torch.nn.Module._modules", "finds a module's children"),
-    "FORWARD_PRE_HOOKS": ("torch.nn.Module._forward_pre_hooks", "registers a hook only once"),
     "APPLY": ("torch.nn.Module._apply", "converts and moves the tensors of a module"),
     "RESET_PARAMETERS": ("torch.nn.MultiheadAttention._reset_parameters", "initialises modules built on 'meta'"),
     "BatchNorm": ("torch.nn.modules.batchnorm._BatchNorm", "finds the layers that synchronize_batch_norm converts"),
@@ -138,6 +137,10 @@ NAMES = {  # ours: (torch's, what we do by it)
     "sequence_number": (
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
         "sees whether collectives go on",
+    ),
+    "create_work_from_future": (
+        "torch._C._distributed_c10d._create_work_from_future",
+        "returns collectives that are done from shared memory",
     ),
     "GlooOptions": ("torch.distributed.ProcessGroupGloo._Options", "sends what shared memory does not carry"),
     "GLOO_TIMEOUT": ("torch.distributed.ProcessGroupGloo._Options._timeout", "limits what waits for gloo"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 from unisono import DeviceLoader
 from unisono.backends import cuda, get_backend
 from unisono.backends.accelerator import dense_parts, pin_leaf
-from unisono.cli.checks import check_devices
 from unisono.pickling import dumps
 
 
@@ -54,7 +52,7 @@ class Graph:
 # Anywhere.
 
 
-@pytest.mark.parametrize("leaf", [None, "text", 3, object(), torch.eye(2).to_sparse(), torch.ones(2, device="meta")])
+@pytest.mark.parametrize("leaf", [None, "text", 3, object(), torch.ones(2, device="meta")])
 def test_what_cannot_be_pinned_is_left_as_it_is(leaf):
     assert pin_leaf(leaf) is leaf
 
@@ -71,16 +69,13 @@ def test_an_error_of_pinning_says_how_much_was_asked_for_and_what_bounds_it():
     assert "a smaller `prefetch`" in note
 
 
-def test_a_stream_is_told_to_every_tensor_that_a_leaf_holds():
+def test_a_stream_is_recorded_on_every_tensor_of_a_leaf_or_on_none():
     dense, square = torch.ones(2), torch.eye(3)
     packed = pack_sequence([torch.ones(1), torch.ones(2)], enforce_sorted=False)
     jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     assert dense_parts(dense) == [dense]
     assert len(dense_parts(packed)) == 4
-    sparse = (square.to_sparse(), square.to_sparse_csr(), square.to_sparse_csc())
-    assert [len(dense_parts(each)) for each in sparse] == [2, 3, 3]
-    assert any(part.data_ptr() == jagged.values().data_ptr() for part in dense_parts(jagged))
-    assert dense_parts(Graph(dense)) == dense_parts("text") == []
+    assert not any(map(dense_parts, [square.to_sparse(), square.to_sparse_csr(), jagged, Graph(dense), "text"]))
 
 
 @pytest.mark.parametrize(
@@ -106,25 +101,10 @@ def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_se
     assert activated == [device] == [torch.device("cuda", index)]
 
 
-@pytest.mark.parametrize(
-    ("hip", "library", "function"),
-    [
-        (None, "libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
-        ("7.2.1", "libamdhip64.so.7", "hipThreadExchangeStreamCaptureMode"),
-    ],
-)
-def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch, hip, library, function):
+def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch):
     modes: list[int] = []
-
-    def load(name: str, mode: int) -> Any:
-        if name != library:
-            raise OSError(name)
-        assert bool(mode & os.RTLD_NOLOAD) is (hip is not None)
-        return SimpleNamespace(**{function: lambda mode: modes.append(mode._obj.value)})
-
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    cuda._exchange_capture_mode.cache_clear()
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: modes.append(mode._obj.value))
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     activate = partial(cuda.CudaBackend().activate, torch.device("cuda", 0))
     activate()
@@ -133,35 +113,6 @@ def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(mo
     thread.start()
     thread.join()
     assert modes == [1]
-    cuda._exchange_capture_mode.cache_clear()
-
-
-LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c)
-  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef)
-  MIG 3g.20gb     Device  1: (UUID: MIG-cba663e8)
-"""
-
-
-@pytest.mark.parametrize("listed", [LISTED, LISTED.splitlines()[0], None], ids=["MIG", "whole", "no nvidia-smi"])
-def test_a_device_that_mig_hides_is_named_with_the_way_out(monkeypatch, tmp_path, listed):
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    if listed is not None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] && cat <<END\n{listed}\nEND\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-
-    def refuse(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: invalid device ordinal")
-
-    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
-    monkeypatch.setattr(cuda.CudaBackend, "device_count", lambda self: 1)
-    with pytest.raises(RuntimeError, match="invalid device ordinal") as caught:
-        cuda.CudaBackend().activate(torch.device("cuda", 1))
-    notes = getattr(caught.value, "__notes__", [])
-    findings = [finding for finding in check_devices() if "MIG" in finding.text]
-    assert len(notes) == len(findings) == (listed is LISTED)
-    for said in (*notes, *(f"{finding.text}: {finding.advice}" for finding in findings)):
-        assert said.startswith("MIG divides the GPUs here into 2 instances")
-        assert "CUDA_VISIBLE_DEVICES=MIG-..." in said
 
 
 # On a device.

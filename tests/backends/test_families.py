@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import threading
 
 import pytest
 import torch
 
-from unisono import backends
 from unisono.backends import (
     available_devices,
     backend_of_group,
@@ -16,7 +14,6 @@ from unisono.backends import (
     get_backend,
     pick_backend,
     resolve_device,
-    xla,
 )
 from unisono.backends.movement import send
 from unisono.cli.checks import check_devices
@@ -40,27 +37,6 @@ def test_accelerators_are_tried_first_and_the_cpu_last():
     assert pick_backend() is next((family for family in here if family.is_accelerated()), get_backend("cpu"))
 
 
-def test_a_tpu_that_lacks_a_package_is_told_of_before_the_cpu_is_taken(monkeypatch, caplog):
-    monkeypatch.setattr(xla, "_num_chips", lambda: 4)  # what this machine has not on its bus
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    monkeypatch.delenv("UNISONO_BACKEND", raising=False)
-    backends.only_the_cpu.cache_clear()
-    try:
-        for _ in range(2):
-            assert pick_backend() is get_backend("cpu")
-        (told,) = [each.getMessage() for each in caplog.records if "TPU" in each.getMessage()]
-        assert re.fullmatch(
-            r"computing on the CPU: this machine has 4 TPU chips, but (torch_xla|libtpu) is not installed: "
-            r"pip install 'unisono\[tpu\]'",
-            told,
-        )
-        assert any(each.state == "warning" and each.advice == "pip install 'unisono[tpu]'" for each in check_devices())
-        monkeypatch.setenv("PJRT_DEVICE", "CPU")  # somebody has chosen
-        assert get_backend("xla").unused_hardware() == ""
-    finally:
-        backends.only_the_cpu.cache_clear()
-
-
 def test_doctor_lists_each_family_with_its_devices_or_why_it_has_none():
     listed = [each.text for each in check_devices() if each.state == "ok"]
     for name in NAMES:
@@ -73,7 +49,7 @@ def test_the_environment_chooses_the_family_where_a_program_names_none(monkeypat
     assert pick_backend() is get_backend("cpu")
     monkeypatch.setenv("UNISONO_BACKEND", "vpu")
     for ask in (pick_backend, lambda: get_backend("vpu"), lambda: pick_backend("vpu")):
-        with pytest.raises(ValueError, match=r"^backend 'vpu' does not exist; choose one of cpu, cuda, mps, tpu, xla$"):
+        with pytest.raises(ValueError, match=r"^backend 'vpu' does not exist; choose one of cpu, cuda, mps, xla$"):
             ask()
     assert pick_backend("cpu") is get_backend("cpu")
 

@@ -402,7 +402,6 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
             ["--numa-binding", "node", "-n", "2", "--backend", "cpu", "train.py"],
             "near their GPUs, and theirs are on cpu",
         ),
-        (["--pin-cores", "-n", "4000", "--backend", "cpu", "train.py"], "4000 workers cannot have a CPU of their own"),
         (["--backend", "abacus", "train.py"], "backend 'abacus' does not exist; choose one of"),
         (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),
         (["--nnodes", "2", "--rdzv-endpoint", "node1", "train.py"], "'node1' is not an endpoint; pass host:port"),

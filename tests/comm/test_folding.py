@@ -78,24 +78,6 @@ def test_every_block_is_folded_once_whatever_the_lengths_and_however_many_work(l
         assert all(each.tolist() == [sum(range(1, size + 1))] * length for each in tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.complex64], ids=str)
-@pytest.mark.parametrize("size", [2, 3])
-def test_large_tensors_get_what_small_ones_get(dtype, size, monkeypatch):
-    def run() -> list[torch.Tensor]:
-        def part(comm: ThreadCommunicator) -> torch.Tensor:
-            return comm.all_reduce(made(dtype, 6 * 50, comm.rank).reshape(6, 50))
-
-        return [
-            outcome.unwrap() for outcome in together(*[lambda c=c: part(c) for c in ThreadCommunicator.group(size)])
-        ]
-
-    small = run()
-    monkeypatch.setattr(folding, "SHARED_BYTES", 0)
-    monkeypatch.setattr(folding, "BLOCK_BYTES", 64)
-    for one, other in zip(small, run(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_what_is_not_one_stretch_of_memory_is_folded_by_one(small_blocks):
     strided = [torch.arange(12.0).reshape(3, 4)[:, 1::2] for _ in range(2)]
     conjugated = [torch.tensor([1 + 2j, 3j]).conj() for _ in range(2)]

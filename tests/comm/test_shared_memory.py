@@ -79,17 +79,6 @@ def test_every_collective_of_torch_gives_what_plain_code_gives(nprocs):
                     tensor = own.clone()
                     dist.broadcast(tensor, root)
                     assert torch.equal(tensor, everybodys[root])
-                    tensor = own.clone()
-                    dist.reduce(tensor, root)
-                    assert torch.equal(tensor, reduce(torch.add, everybodys) if index == root else own)
-                    at_root = [torch.empty_like(own) for _ in range(size)] if index == root else None
-                    dist.gather(own, at_root, root)
-                    assert at_root is None or all(map(torch.equal, at_root, everybodys))
-                    if hasattr(dist, "gather_single"):
-                        dist.gather_single(own, together.zero_() if index == root else None, root)
-                        assert index != root or torch.equal(together, torch.cat(everybodys))
-                    dist.scatter(output, everybodys if index == root else None, root)
-                    assert torch.equal(output, own)
         return dist.get_backend()
 
     assert spawn(work, nprocs=nprocs) == ["shm"] * nprocs
@@ -132,6 +121,14 @@ def test_what_the_group_does_not_serve_goes_by_gloo():
         output = torch.empty(4)
         dist.all_to_all_single(output, torch.arange(4.0) + 10 * index)
         assert output.tolist() == ([0, 1, 10, 11] if index == 0 else [2, 3, 12, 13])
+        for root in range(2):
+            own, at_root = torch.tensor([index, 1]), [torch.zeros(2).long() for _ in range(2)]
+            dist.gather(own, at_root if index == root else None, root)
+            assert index != root or torch.stack(at_root).sum().item() == 3
+            dist.scatter(own, [torch.tensor([each, 2]) for each in range(2)] if index == root else None, root)
+            assert own.tolist() == [index, 2]
+            dist.reduce(own, root)
+            assert index != root or own.tolist() == [1, 4]
         sparse = torch.sparse_coo_tensor([[index]], [1.0], (3,))
         dist.all_reduce(sparse)
         assert sparse.to_dense().tolist() == [1.0, 1.0, 0.0]
@@ -144,7 +141,7 @@ def test_asynchronous_collectives_are_complete_at_once():
         tensors = [torch.full((3,), float(each)) for each in range(5)]
         begun = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         assert [tensor[0].item() for tensor in tensors] == [0, 2, 4, 6, 8]
-        assert all(each.is_completed() and each.wait() and each.is_success() for each in begun)
+        assert all(each.is_completed() and each.wait() for each in begun)
         assert begun[1].get_future().then(lambda done: done.value()[0] * 10).wait().tolist() == [20, 20, 20]
 
     spawn(work, nprocs=2)
@@ -179,12 +176,6 @@ def test_wrong_arguments_are_refused_on_that_rank_before_anything_is_sent():
             dist.all_reduce(torch.empty(3, device="meta"))
         with pytest.raises(TypeError, match=r"has no .*PREMUL_SUM"):
             dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0))
-        with pytest.raises(TypeError, match=r"cannot reduce torch.float32 by 'and': .*not implemented for 'Float'"):
-            dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
-        with pytest.raises(TypeError, match=r"cannot reduce torch.int64 by 'mean': result type Float can't be cast"):
-            dist.reduce_scatter(torch.ones(3).long(), [torch.ones(3).long()] * 2, dist.ReduceOp.AVG)
-        with pytest.raises(TypeError, match=r"cannot reduce torch.complex64 by 'max': maximum not implemented"):
-            dist.reduce(torch.ones(3, dtype=torch.complex64), 0, dist.ReduceOp.MAX, async_op=True)
         tensor = torch.ones(1)
         dist.all_reduce(tensor)  # the group is as good as before
         assert tensor.item() == 2
@@ -274,17 +265,6 @@ def test_who_waits_uses_no_cpu():
     assert waiting < 0.5 * busy
 
 
-@pytest.mark.slow
-def test_more_ranks_than_cores_do_not_hold_each_other_up():
-    def work(index: int) -> None:
-        for _ in range(300):
-            dist.barrier()
-
-    began = time.monotonic()
-    spawn(work, nprocs=4 * (os.cpu_count() or 1))
-    assert time.monotonic() - began < 60
-
-
 def test_subgroups_have_memory_of_their_own_and_nothing_stays_behind():
     def work(index: int) -> tuple[list[float], int]:
         groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 1, 2])]
@@ -364,18 +344,6 @@ def test_where_the_memory_cannot_be_had_on_one_rank_all_take_gloo():
         return isinstance(group._get_backend(tensor.device), dist.ProcessGroupGloo), tensor.sum().item()
 
     assert spawn(work, nprocs=2) == [(True, 6.0)] * 2
-
-
-def test_gloo_can_be_asked_for_and_nothing_else():
-    def work(index: int) -> str:
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        assert tensor.item() == 2
-        return dist.get_backend()
-
-    assert spawn(work, nprocs=2, process_group="gloo") == ["gloo"] * 2
-    with pytest.raises(ValueError, match="process_group='mpi' does not exist; pass 'gloo', or None"):
-        spawn(work, nprocs=2, process_group="mpi")
 
 
 def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from resnet import resnet50
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
@@ -159,22 +158,8 @@ def waiting(world: World, strategy: str) -> dict[str, Any]:
     return found
 
 
-def moving(world: World) -> dict[str, Any]:
-    """MiB at most allocated and reserved by batches of one shape, and by batches of changing shapes."""
-    seen = {}
-    for shape in ("one shape", "changing shapes"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        lengths = [64 if shape == "one shape" else 1 + number % 97 for number in range(200)]
-        for batch in unisono.DeviceLoader([torch.zeros(length, 1 << 14) for length in lengths], world.device):
-            batch.sum()
-        torch.cuda.synchronize()
-        seen[shape] = [torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20]
-    return seen
-
-
 def remembering(world: World) -> dict[str, Any]:
-    """MiB at most allocated by steps of ResNet-50, plain and under ddp; and the largest blocks that are left."""
+    """MiB at most allocated by steps of ResNet-50, plain and under ddp."""
     seen: dict[str, Any] = {}
     images, labels = torch.randn(32, 3, 224, 224, device=world.device), torch.arange(32, device=world.device)
     for way in ("plain", "ddp"):
@@ -186,127 +171,15 @@ def remembering(world: World) -> dict[str, Any]:
         for step in range(6):
             if step == 3:  # buckets, the optimizer's states and cuDNN's choices are there
                 torch.cuda.reset_peak_memory_stats()
-                torch.cuda.memory._record_memory_history(max_entries=10_000)
             optimizer.zero_grad()
             F.cross_entropy(network(images), labels).backward()
             optimizer.step()
         torch.cuda.synchronize()
         seen[way] = torch.cuda.max_memory_allocated() >> 20
-        blocks = [block for segment in torch.cuda.memory._snapshot()["segments"] for block in segment["blocks"]]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        held = sorted((each for each in blocks if each["state"] == "active_allocated"), key=lambda each: -each["size"])
-        seen["largest"] = [f"{each['size'] >> 20} MiB by {_allocated_by(each)}" for each in held[:5]]
         accelerator.free_memory()
         del network, optimizer
         torch.cuda.empty_cache()
     return seen
-
-
-def _allocated_by(block: dict[str, Any]) -> str:
-    """The innermost line of Python that is outside of torch, if the history has it."""
-    frames = [each for each in block.get("frames", ()) if each["filename"].endswith(".py")]
-    own = [each for each in frames if "/torch/" not in each["filename"]] or frames
-    return f"{Path(own[0]['filename']).name}:{own[0]['line']}" if own else "an earlier step"
-
-
-def evaluating(world: World) -> dict[str, Any]:
-    """Rank zero alone runs a model with BatchNorm between two steps."""
-    accelerator = unisono.Accelerator(strategy="ddp", seed=0)
-    network: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
-    for _ in range(3):
-        accelerator.backward(network(torch.randn(4, 8, device=world.device)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        if world.rank == 0:
-            with torch.no_grad():
-                network.eval()(torch.randn(4, 8, device=world.device))
-            network.train()
-    mean = network.module[1].running_mean
-    assert torch.equal(mean, unisono.broadcast(mean.clone()))
-    return {}
-
-
-def compiling(world: World, strategy: str) -> dict[str, Any]:
-    """Losses and outputs of a few steps, which evaluate while gradients are held, without and with torch.compile; and
-    the graphs of what `prepare` returned."""
-    graphs = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    def trained(way: str) -> list[float]:
-        torch.compiler.reset()
-        options = {"compile": {"backend": "aot_eager"}} if way == "option" else {}
-        accelerator = unisono.Accelerator(seed=0, strategy=strategy, **options)
-        network: Any = Net()
-        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
-        call = torch.compile(network, backend=keep, fullgraph=True) if way == "prepared" else network
-        inputs = torch.linspace(-1, 1, 64, device=world.device).reshape(8, 8)
-        seen = []
-        for rows in (8, 8, 5, 7):
-            loss = call(inputs[:rows]).square().mean()
-            accelerator.backward(loss, batch=())
-            optimizer.step()
-            with torch.no_grad():
-                seen += [loss.item(), call(inputs[:3]).sum().item()]
-            optimizer.zero_grad()
-        accelerator.free_memory()
-        return seen
-
-    return {way: trained(way) for way in ("eager", "option", "prepared")} | {"graphs": len(graphs)}
-
-
-class Net(nn.Module):
-    """Of a class of its own: torch compiles the frames of users' classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 2)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(inputs)))  # type: ignore[no-any-return]
-
-
-PARAMETERS = 200
-
-
-def costing(world: World) -> dict[str, Any]:
-    """Of a step of many small parameters: torch's operations, those that scale, and microseconds of the host."""
-    inputs = torch.ones(2, 4, device=world.device)
-    found = {}
-    for way in ("DDP", "ddp", "guarded"):
-        network: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(PARAMETERS // 2)]).to(world.device)
-        optimizer: Any = torch.optim.SGD(network.parameters(), lr=1e-3)
-        accelerator = unisono.Accelerator(nan_guard=way == "guarded")
-        if way == "DDP":
-            network = nn.parallel.DistributedDataParallel(network)
-        else:
-            network, optimizer = accelerator.prepare(network, optimizer)
-
-        def step(network: Any = network, optimizer: Any = optimizer) -> None:
-            network(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(5):
-            step()
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            step()
-        counts = Counter(
-            each.name
-            for each in trace.events()
-            if each.name.startswith("aten::") and "aten::" not in getattr(each.cpu_parent, "name", "")
-        )
-        accelerator.wait_for_everyone()
-        began = time.perf_counter()
-        for _ in range(20):
-            step()
-        micros = (time.perf_counter() - began) / 20 / PARAMETERS * 1e6
-        found[way] = (sum(counts.values()), counts["aten::mul_"] + counts["aten::div_"], round(micros, 2))
-        accelerator.free_memory()
-    return found
 
 
 def failing(world: World, how: str) -> dict[str, Any]:
@@ -343,8 +216,8 @@ FAILURES: dict[str, Callable[[World], None]] = {"raise": _raise, "assert": _asse
 def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
     bodies: dict[str, Callable[..., dict[str, Any]]] = {
-        **{each.__name__: each for each in (collectives, training, replicating, waiting, moving, remembering)},
-        **{each.__name__: each for each in (evaluating, compiling, costing, failing)},
+        **{each.__name__: each for each in (collectives, training, replicating, waiting, remembering)},
+        **{each.__name__: each for each in (failing,)},
     }
     print(json.dumps(bodies[name](world, *words)), flush=True)
 

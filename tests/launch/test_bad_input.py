@@ -61,9 +61,9 @@ REFUSALS: list[Refusal] = [
     (TypeError, lambda: spawn(work, cores=True), "cores=True is of type bool; pass CPU threads per worker, or unisono"),
     (TypeError, lambda: Cores(num_threads=1.5), "num_threads=1.5 is of type float"),
     (ValueError, lambda: Cores(num_loader_workers=-1), "num_loader_workers=-1 is too small; pass the num_workers of"),
-    (TypeError, lambda: Cores(pin=1), "pin=1 is of type int; pass True or False"),
+    (TypeError, lambda: Cores(pin=1), "pin=1 is of type int; pass a mode of torch.numa"),
     (ValueError, lambda: Cores(pin="near"), "pin='near' does not exist; choose one of node, socket,"),
-    (ValueError, lambda: spawn(work, cores=Cores(pin="node")), "near their GPUs, and theirs are on cpu; pass pin=True"),
+    (ValueError, lambda: spawn(work, cores=Cores(pin="node")), "near their GPUs, and theirs are on cpu"),
     (ValueError, lambda: spawn(work, nprocs=2, grace_s=-1), "grace_s=-1 is not a duration"),
     (
         ValueError,

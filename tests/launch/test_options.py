@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from unisono.backends.cores import fair_num_threads, usable_cores
+from unisono.backends.cores import fair_num_threads
 from unisono.errors import WorkerDiedError
 from unisono.launch.options import Cores, Output
 from unisono.launch.spawn import spawn
@@ -34,20 +34,6 @@ def test_workers_and_their_loader_workers_share_the_cores(no_omp):
 def test_the_number_of_threads_that_the_user_has_set_in_the_environment_holds(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert spawn(lambda index: torch.get_num_threads(), nprocs=2) == [3, 3]
-
-
-def test_pinned_workers_keep_to_cores_of_their_own():
-    if usable_cores() < 2:
-        pytest.skip("this machine has one core")
-    first, second = spawn(lambda index: os.sched_getaffinity(0), nprocs=2, cores=Cores(pin=True))
-    assert not first & second
-    assert first | second == os.sched_getaffinity(0)
-    assert spawn(lambda index: os.sched_getaffinity(0), nprocs=2) == [os.sched_getaffinity(0)] * 2
-
-
-def test_more_pinned_workers_than_cores_are_refused():
-    with pytest.raises(ValueError, match="1000 workers cannot have a CPU of their own each"):
-        spawn(lambda index: None, nprocs=1000, cores=Cores(pin=True))
 
 
 def test_a_run_with_a_log_directory_leaves_each_ranks_output(tmp_path):

@@ -36,18 +36,6 @@ def run(*command: str, package: Path | None = None) -> str:
 check = partial(run, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend", "toy", "-m", "any_family")
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        "workers_of_all_chips_meet_and_the_parent_starts_no_runtime",
-        "strategies_train_as_on_the_cpu",
-        "a_script_of_torch_xla_runs_by_its_names",
-    ],
-)
-def test_the_check_list_for_a_tpu_can_be_tried_on_another_family(item: str) -> None:
-    assert ": ok " in run("tests/gpu/tpu_check.py", "--backend", "toy", item)
-
-
 def test_an_accelerator_that_torch_knows_keeps_the_law_and_a_missing_wait_shows() -> None:
     check(LAW, "tests/toy/test_on_toy.py")
 

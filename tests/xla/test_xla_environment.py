@@ -10,7 +10,6 @@ import json
 import pytest
 import torch
 
-from unisono.backends import xla
 from unisono.comm.xla import reduction_dtype
 
 TRAIN = """
@@ -169,31 +168,6 @@ def test_one_program_over_all_devices_is_refused_when_a_device_is_in_use(script)
     assert "UnisonoError: strategy='spmd' comes too late: an XLA device of this process is in use" in done.stderr
 
 
-RECOMPILE = """
-import torch
-from torch.nn import functional as F
-from unisono import Accelerator
-class Growing:
-    def __iter__(self):
-        return ((torch.ones(size, 4), torch.ones(size, 1)) for size in range(2, 60))
-accelerator = Accelerator(device="xla:0")
-model = torch.nn.Linear(4, 1)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), Growing())
-for inputs, targets in loader:
-    optimizer.zero_grad()
-    accelerator.backward(F.mse_loss(model(inputs), targets))
-    optimizer.step()
-"""
-
-
-@pytest.mark.slow
-def test_compiling_in_every_step_is_warned_of_once_with_its_cause(script):
-    done = script(RECOMPILE)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("had to be compiled, which costs far more than running them") == 1
-    assert "Batches of many shapes need a graph each" in done.stderr
-
-
 def test_what_is_recorded_on_one_device_when_devices_join_stays_out_of_their_first_reduction(script):
     done = script(
         """
@@ -267,14 +241,6 @@ def test_bfloat16_is_reduced_as_it_is_where_the_hardware_can(monkeypatch, hardwa
     assert reduction_dtype(torch.bfloat16) is reduced_as
     assert reduction_dtype(torch.float16) is reduction_dtype(torch.float32) is torch.float32
     assert reduction_dtype(torch.int64) is None
-
-
-def test_chips_are_found_on_the_bus_and_a_network_card_is_none(tmp_path):
-    for number, (vendor, device) in enumerate([("0x1ae0", "0x0063"), ("0x1ae0", "0x0042"), ("0x10de", "0x0063")]):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
-        (tmp_path / str(number) / "device").write_text(f"{device}\n")
-    assert xla._num_chips(str(tmp_path)) == 1
 
 
 @pytest.mark.slow

@@ -128,18 +128,6 @@ def test_a_replica_that_fails_is_its_own_error_and_the_process_goes_on(devices, 
     torch.testing.assert_close(weights(fresh), plain_weights(len(devices), samples), rtol=1e-5, atol=1e-6)
 
 
-def test_collectives_one_after_another_leave_what_they_were_given(devices):
-    def twice(*_: Any) -> list[list[float]]:
-        own = torch.full((2,), rank() + 1.0, device=current_world().device)
-        return [each.tolist() for each in (all_reduce(own.clone()), all_reduce(own.clone()), own)]
-
-    count = len(devices)
-    total = [count * (count + 1) / 2] * 2
-    for _ in range(5):
-        told = DataParallel(network, devices)(twice, [])
-        assert told == [[total, total, [own + 1.0] * 2] for own in range(count)]
-
-
 def test_a_gradient_that_is_one_number_for_all_elements_is_reduced_rightly(devices):
     def steps(*_: Any) -> list[float]:
         weights = nn.Parameter(torch.ones(4, device=current_world().device))
@@ -171,14 +159,6 @@ def test_some_of_the_devices_reduce_through_main_memory(devices):
     replicas = DataParallel(network, devices[:2])
     replicas(train, loader(33))
     torch.testing.assert_close(weights(replicas), plain_weights(2, 33), rtol=1e-5, atol=1e-6)
-
-
-def test_a_batch_of_another_replicas_device_is_refused(devices):
-    def crosses(model: nn.Module, batches: Any, device: torch.device, context: Any) -> None:
-        model(torch.ones(2, 6, device=devices[(rank() + 1) % len(devices)]))
-
-    with pytest.raises(ValueError, match=r"the Sequential is on xla:\d and got a tensor of shape \(2, 6\) on xla:\d"):
-        DataParallel(network, devices)(crosses, [])
 
 
 def test_two_objects_take_turns_at_a_device(devices):

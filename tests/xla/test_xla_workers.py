@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unisono import Accelerator, all_gather_object, all_reduce, current_world, spawn
+from unisono import all_gather_object, all_reduce, current_world, spawn
 from unisono.backends import xla
 from unisono.comm.selection import innermost
-from unisono.comm.xla import XlaProcesses
+from unisono.comm.xla import XlaCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
-from unisono.strategies import DDP
 
 
 @pytest.fixture(autouse=True)
@@ -78,19 +77,6 @@ def test_results_and_objects_come_to_other_processes_in_main_memory():
     assert all(each.is_cpu for model, _ in results for each in model.parameters())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", DDP(comm_hook="fp16")], ids=str)
-def test_engines_of_torch_are_refused_where_its_groups_take_no_tensors(strategy):
-    def makes(index: int) -> str:
-        with pytest.raises(
-            ValueError, match=("does not work with xla:0: process groups do not support XLA tensors")
-        ) as refusal:
-            Accelerator(strategy=strategy)
-        return str(refusal.value)
-
-    for told in spawn(makes, nprocs=2, backend="xla"):
-        assert "use strategy='ddp', without comm_hook" in told
-
-
 def test_a_runtime_that_does_not_join_the_processes_is_found_out_at_the_start():
     """On the CPU the runtimes of two processes know nothing of one another, and reduce nothing, in silence."""
 
@@ -111,7 +97,7 @@ def test_processes_that_the_runtime_joins_compare_their_calls_before_it_is_asked
 
     def differs(index: int) -> None:
         world = current_world()
-        comm = XlaProcesses(innermost(world.comm), partial(world.backend.synchronize, world.device))
+        comm = XlaCommunicator(innermost(world.comm), partial(world.backend.synchronize, world.device))
         if index and other == "barrier()":
             comm.barrier()
         comm.all_reduce(torch.ones(2 + index, device=world.device))

@@ -10,9 +10,9 @@ package adds one by an entry point, and runs the same tests:
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -23,7 +23,7 @@ from unisono.arguments import check_type
 from unisono.backends.accelerator import AcceleratorBackend, current_accelerator
 from unisono.protocols import Backend
 
-OWN = ("tpu", "cuda", "mps", "xla", "cpu")
+OWN = ("cuda", "mps", "xla", "cpu")
 """The families with a file here, in the order in which `pick_backend` tries them: the CPU is the last."""
 
 FOREIGN: dict[str, EntryPoint] = {
@@ -39,20 +39,14 @@ CPU = "cpu"
 
 
 def family_names() -> tuple[str, ...]:
-    """Every family, in the order in which `pick_backend` tries them: additionally installed ones, accelerators, cpu.
-
-    One of torch's own (such as "xpu"), or of an extension of torch, is here once that is imported.
-    """
+    """Every family, in the order in which `pick_backend` tries them; torch's accelerator, which may be that of an
+    extension of torch, among them."""
     return tuple(dict.fromkeys([*sorted(FOREIGN), *filter(None, [current_accelerator()]), *OWN]))
 
 
 def get_backend(name: str) -> Backend:
-    """The family of that name, whether or not it has devices here.
-
-    Raises:
-        ValueError: there is no such family.
-        ImportError: it belongs to another package, and cannot be loaded.
-    """
+    """The family of that name, whether or not it has devices here. ValueError, if there is none; ImportError, if it is
+    of another package, and cannot be loaded."""
     if name not in (names := family_names()):
         raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(sorted(names))}")
     return _load(name)
@@ -60,25 +54,21 @@ def get_backend(name: str) -> Backend:
 
 @cache
 def _load(name: str) -> Backend:
-    if name in FOREIGN:
-        return _foreign(FOREIGN[name])
-    if name not in OWN:
-        return AcceleratorBackend(name)
-    backend: Backend = import_module(f"unisono.backends.{name}").backend_class()
-    return backend
-
-
-def _foreign(entry: EntryPoint) -> Backend:
-    """The family of another package. Loading it registers its device type with torch."""
-    try:
-        backend = entry.load()()
-        if not isinstance(backend, Backend) or backend.name != entry.name:
-            raise TypeError(f"{entry.value} is no unisono.protocols.Backend of the name {entry.name!r}")
+    if name in OWN:
+        backend: Backend = import_module(f"unisono.backends.{name}").backend_class()
         return backend
+    if name not in FOREIGN:
+        return AcceleratorBackend(name)
+    entry = FOREIGN[name]
+    try:
+        foreign = entry.load()()  # this also registers its device type with torch
+        if not isinstance(foreign, Backend) or foreign.name != name:
+            raise TypeError(f"{entry.value} is no unisono.protocols.Backend of the name {name!r}")
+        return foreign
     except Exception as error:
         package = entry.dist.name if entry.dist is not None else entry.module
         raise ImportError(
-            f"backend {entry.name!r} of the package {package} cannot be loaded, {type(error).__name__}: {error}; "
+            f"backend {name!r} of the package {package} cannot be loaded, {type(error).__name__}: {error}; "
             "repair or uninstall that package"
         ) from error
 
@@ -97,7 +87,7 @@ def pick_backend(name: str | None = None) -> Backend:
             for backend in map(get_backend, family_names())
             if backend.is_available() and backend.is_accelerated()
         )
-        return next(here, None) or only_the_cpu()
+        return next(here, None) or get_backend(CPU)
     backend = get_backend(name)
     if not backend.is_available():
         reason = backend.unavailable_reason()
@@ -108,20 +98,9 @@ def pick_backend(name: str | None = None) -> Backend:
     return backend
 
 
-@cache
-def only_the_cpu() -> Backend:
-    """The CPU; a warning, given once, names the hardware that is not used."""
-    for backend in map(get_backend, family_names()):
-        if unused := backend.unused_hardware():
-            logging.getLogger("unisono").warning("computing on the CPU: %s", unused)
-    return get_backend(CPU)
-
-
 def backend_of_group(config: str) -> Backend:
-    """The first available family whose tensors a process group reduces, as `dist.get_backend_config()` describes it.
-
-    A pure gloo group means the CPU, even if there is an accelerator, unless `UNISONO_BACKEND` names another family.
-    """
+    """The first available family whose tensors a process group reduces, as `dist.get_backend_config()` describes it. A
+    pure gloo group means the CPU, unless `UNISONO_BACKEND` names another family."""
     if os.environ.get(CHOICE):
         return pick_backend()
     pairs = config.split(",")
@@ -131,11 +110,7 @@ def backend_of_group(config: str) -> Backend:
 
 
 def available_devices() -> list[str]:
-    """Every device that exists here, as strings, in the order of `family_names()`.
-
-    Returns:
-        Names such as "cuda:0" and "cpu:0".
-    """
+    """Every device that exists here, as strings such as "cuda:0", in the order of `family_names()`."""
     return [
         f"{backend.name}:{index}"
         for backend in map(get_backend, family_names())
@@ -161,12 +136,11 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
     if isinstance(device, str) and (kind := device.partition(":")[0]) in FOREIGN:
         # Loading the family registers its name with torch, which `torch.device` needs below.
         get_backend(kind)
-    try:
+    wanted = None
+    with suppress(RuntimeError):
         wanted = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device {device!r} does not exist; there are {', '.join(available_devices())}") from None
-    if wanted.type not in family_names():
-        raise ValueError(f"device {str(wanted)!r} does not exist; there are {', '.join(available_devices())}")
+    if wanted is None or wanted.type not in family_names():
+        raise ValueError(f"device {str(device)!r} does not exist; there are {', '.join(available_devices())}")
     backend = pick_backend(wanted.type)
     try:
         return backend, backend.device(wanted.index or 0)
@@ -175,12 +149,8 @@ def resolve_device(device: str | int | torch.device) -> tuple[Backend, torch.dev
 
 
 def resolve_devices(devices: Sequence[str | int | torch.device]) -> list[tuple[Backend, torch.device]]:
-    """The families and normalised devices of a list.
-
-    Raises:
-        TypeError: it is not a list of devices.
-        ValueError: it is empty, repeats a device, or names one that does not exist.
-    """
+    """The families and normalised devices of a list. TypeError, if it is none; ValueError, if it is empty, repeats a
+    device, or names one that does not exist."""
     if isinstance(devices, str | bytes) or not isinstance(devices, Sequence):
         raise TypeError(f"devices={devices!r} is of type {type(devices).__name__}; pass a list of devices")
     if not devices:

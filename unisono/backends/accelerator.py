@@ -2,21 +2,18 @@
 XPU, NPU, HPU and others. Batches are copied on a side stream of each device, so that copying overlaps computing.
 
 A batch is staged in page-locked memory, where torch has that for the device: the copy engine reads from it by itself; a
-copy from other memory would be staged by the driver, and block. The blocks are reused rather than allocated for each
-batch, which would take longer than the copy: torch's caching host allocator reuses a block once the copies that were
-issued from it have completed, which it knows by an event. So the staged tensor may be dropped as soon as its copy is
-issued.
+copy from other memory would be staged by the driver, and block. torch's caching host allocator reuses a block once the
+copies that were issued from it have completed, so the staged tensor may be dropped as soon as its copy is issued.
 
 The memory of a moved batch belongs to the side stream. Its use on another stream must be recorded (`record_stream`), or
-the next copy could overwrite what a kernel is still reading. For an object of an unknown class that is not possible: it
-is moved on the calling thread's stream, without overlap, unless it has a method `record_stream(stream)` of its own.
+the next copy could overwrite what a kernel still reads. For a sparse tensor, or an object of an unknown class, this
+is not possible: it is moved on the calling thread's stream, without overlap, unless it has a method `record_stream`.
 
 *Threads:* several may move batches concurrently; their copies are ordered on the device's side stream.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -28,7 +25,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from unisono.backends.movement import send
 from unisono.protocols import Backend, DeviceClock
-from unisono.torch_private import sparse_indices, sparse_values
 from unisono.tree import map_objects, nbytes, objects
 
 
@@ -50,7 +46,6 @@ class AcceleratorBackend(Backend):
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.name
         self._streams: dict[int, torch.Stream] = {}
-        self._lock = threading.Lock()
 
     @property
     def module(self) -> Any:
@@ -64,11 +59,8 @@ class AcceleratorBackend(Backend):
         torch.accelerator.set_device_index(device)
 
     def enter_worker(self, local_rank: int, local_world_size: int) -> torch.device:
-        """The device, other than 0, that the process has chosen before; otherwise that of the local rank.
-
-        It is one of the devices visible to the process: a launcher may show each rank only its own, which has index 0
-        to all of them, and the code that created the process group may not have said how many ranks are on a machine.
-        """
+        """The device, other than 0, that the process has chosen before; otherwise that of the local rank, among those
+        that it sees: a launcher may show each rank only its own, or may not say how many ranks are on a machine."""
         chosen = torch.accelerator.current_device_index() if self.module.is_initialized() else 0
         # 0 may also be the default of a process that has chosen no device; then the local rank decides.
         device = self.device(chosen or local_rank % max(1, self.device_count()))
@@ -130,22 +122,17 @@ class AcceleratorBackend(Backend):
         return _Clock(self, device)
 
     def may_record(self) -> bool:
-        """Whether an event may be recorded now: not before the runtime is up, which a parent process leaves to its
-        workers."""
+        """Whether an event may be recorded now: not before the runtime is up, which a parent leaves to its workers."""
         return bool(self.module.is_initialized())
 
     def side_stream(self, device: torch.device) -> torch.Stream:
-        with self._lock:
-            if device.index not in self._streams:
-                self._streams[device.index] = torch.Stream(device)
-            return self._streams[device.index]
+        # Of two threads that come first, one's stream is dropped.
+        return self._streams.get(device.index) or self._streams.setdefault(device.index, torch.Stream(device))
 
     def _move_leaf(self, leaf: Any, device: torch.device, own: torch.Stream) -> Any:
-        """A leaf on the device, or on its way there on the current stream; one of an unknown class, on `own`."""
-        if isinstance(leaf, torch.Tensor | PackedSequence):
+        """A leaf on the device, or on its way there on the current stream; if its use cannot be recorded, on `own`."""
+        if dense_parts(leaf) or _records_streams(leaf):
             return send(pin_leaf(leaf) if self.pins_memory else leaf, device, non_blocking=True)
-        if _records_streams(leaf):
-            return send(pin_leaf(leaf) if self.pins_memory else leaf, device)
         with _on_stream(own):
             return send(leaf, device)
 
@@ -197,34 +184,19 @@ def _records_streams(leaf: Any) -> bool:
 
 
 def dense_parts(leaf: Any) -> list[torch.Tensor]:
-    """The tensors whose memory a leaf holds: a stream can be recorded on dense ones only."""
+    """The tensors of a leaf that a stream can be recorded on; none if it is sparse, or a wrapper of other tensors."""
     if isinstance(leaf, PackedSequence):
         return [part for part in leaf if isinstance(part, torch.Tensor)]
-    if not isinstance(leaf, torch.Tensor):
-        return []
-    if leaf.layout is torch.sparse_coo:
-        return [sparse_indices(leaf), sparse_values(leaf)]
-    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
-    if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
-    if hasattr(leaf, "__tensor_flatten__"):  # a wrapper of other tensors, such as a jagged one
-        return [part for name in leaf.__tensor_flatten__()[0] for part in dense_parts(getattr(leaf, name))]
-    return [leaf]
+    is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    return [leaf] if is_plain and not hasattr(leaf, "__tensor_flatten__") else []
 
 
 def pin_leaf(leaf: Any) -> Any:
     """The leaf in page-locked memory; for a user-defined object, by its method `pin_memory()`, if it has one."""
-    if isinstance(leaf, torch.Tensor):
-        if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
-            return leaf
-        if torch.empty_like(leaf, device="meta").stride() != leaf.stride():
-            leaf = leaf.clone()  # torch refuses an expanded tensor, and would lock what lies between the elements
-    elif isinstance(leaf, PackedSequence):
-        if leaf.data.device.type != "cpu":
-            return leaf
-    elif not callable(getattr(leaf, "pin_memory", None)):
+    if any(part.device.type != "cpu" for part in dense_parts(leaf)) or not hasattr(leaf, "pin_memory"):
         return leaf
+    if isinstance(leaf, torch.Tensor) and torch.empty_like(leaf, device="meta").stride() != leaf.stride():
+        leaf = leaf.clone()  # torch refuses an expanded tensor, and would lock what lies between the elements
     try:
         return leaf.pin_memory()
     except RuntimeError as error:

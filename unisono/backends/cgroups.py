@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,12 +11,7 @@ _MOUNT = Path("sys/fs/cgroup")
 def cgroup_directories(controller: str, pid: int | None = None, root: Path = Path("/")) -> list[Path]:
     """The directories in which a controller ("cpu", "memory") limits a process, its own first, then those above it.
 
-    In a container, directories above it may not exist: callers skip those that are missing.
-
-    Args:
-        controller: the controller's name.
-        pid: the process; None uses the calling one.
-        root: the root of the file system.
+    In a container, directories above it may not exist. `pid` None is the calling process.
     """
     try:
         lines = (root / "proc" / str(pid or "self") / "cgroup").read_text().splitlines()
@@ -25,9 +19,12 @@ def cgroup_directories(controller: str, pid: int | None = None, root: Path = Pat
         return []
     entries = [line.split(":", 2) for line in lines if line.count(":") >= 2]
     paths = {name: path for _, names, path in entries for name in names.split(",")}
-    if controller in paths:  # version 1 has a hierarchy for each controller
-        return list(_upwards(root / _MOUNT / controller, paths[controller]))
-    return list(_upwards(root / _MOUNT, paths[""])) if "" in paths else []
+    path = paths.get(controller, paths.get(""))
+    if path is None:
+        return []
+    mount = root / _MOUNT / (controller if controller in paths else "")  # version 1 has a hierarchy for each controller
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return [mount.joinpath(*parts[:length]) for length in range(len(parts), -1, -1)]
 
 
 def read_number(path: Path) -> int | None:
@@ -35,9 +32,3 @@ def read_number(path: Path) -> int | None:
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return None
-
-
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for length in range(len(parts), -1, -1):
-        yield mount.joinpath(*parts[:length])

@@ -16,6 +16,14 @@ from unisono.protocols import Backend, Feature, Transport
 from unisono.tree import map_objects, tensors
 
 
+def logical_devices() -> int:
+    """The number that the environment asks for, else 1. ValueError, if it is no number of at least 1."""
+    text = os.environ.get("CPU_NUM_DEVICES", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be an integer of at least 1")
+    return int(text)
+
+
 class CpuBackend(Backend):
     name = "cpu"
     moves_in_background = False
@@ -27,10 +35,7 @@ class CpuBackend(Backend):
         return False
 
     def device_count(self) -> int:
-        text = os.environ.get("CPU_NUM_DEVICES", "1")
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be an integer of at least 1")
-        return int(text)
+        return logical_devices()
 
     def device(self, index: int) -> torch.device:
         if index < 0:

@@ -1,8 +1,7 @@
 """The CUDA family: as any accelerator, and captures of graphs.
 
-*Threads:* those other than the main one ask for events and for memory. The driver treats that as an error while any
-thread captures a graph, and ends the capture, unless the asking thread has declared that only its own captures matter
-to it.
+*Threads:* those other than the main one ask for events and for memory. While any thread captures a graph, the driver
+ends the capture then, unless the asking thread has declared that only its own captures matter to it.
 
 Counting devices uses NVML through torch and does not initialise CUDA, so a parent process may count and fork later.
 """
@@ -10,18 +9,14 @@ Counting devices uses NVML through torch and does not initialise CUDA, so a pare
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from contextlib import suppress
-from functools import cache
-from typing import Any
 
 import torch
 
 from unisono.backends.accelerator import AcceleratorBackend
-from unisono.backends.mig import describe_mig
 
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, and hipStreamCaptureModeThreadLocal
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class CudaBackend(AcceleratorBackend):
@@ -30,16 +25,8 @@ class CudaBackend(AcceleratorBackend):
     def unavailable_reason(self) -> str:
         return "" if torch.backends.cuda.is_built() or torch.version.hip else "this torch is built without CUDA"
 
-    def unused_hardware(self) -> str:
-        return describe_mig() if self.is_available() else ""
-
     def activate(self, device: torch.device) -> None:
-        try:
-            super().activate(device)
-        except RuntimeError as error:
-            if advice := describe_mig():
-                error.add_note(advice)
-            raise
+        super().activate(device)
         if threading.current_thread() is not threading.main_thread():
             _leave_captures_alone()
 
@@ -50,22 +37,8 @@ class CudaBackend(AcceleratorBackend):
 
 def _leave_captures_alone() -> None:
     """Ensure that nothing in the calling thread ends a graph capture in another thread."""
-    exchange = _exchange_capture_mode()
-    if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
-
-
-@cache
-def _exchange_capture_mode() -> Any:
-    """The function of the driver's library, or of ROCm's runtime; None if it has another name, as on other systems."""
-    hip = torch.version.hip
-    names = ["libcuda.so.1"] if hip is None else ["libamdhip64.so", f"libamdhip64.so.{hip.split('.')[0]}"]
-    for name in names:
-        with suppress(OSError):
-            # As torch has loaded it: a second copy of a runtime would have a state of its own.
-            library = ctypes.CDLL(name, ctypes.DEFAULT_MODE if hip is None else os.RTLD_NOLOAD)
-            return getattr(library, f"{'cu' if hip is None else 'hip'}ThreadExchangeStreamCaptureMode")
-    return None
+    with suppress(OSError):  # on other systems, the driver's library has another name
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
 backend_class = CudaBackend

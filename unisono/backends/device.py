@@ -1,8 +1,7 @@
 """Device: one device as a value, independent of whether it exists here and of the runtime that serves it.
 
 A `torch.device` names a type and an index. A `Device` also says what executes: torch itself, immediately ("eager"), or
-the XLA runtime, which records a step and compiles it ("xla"). It is defined here because only this folder names device
-types.
+the XLA runtime, which records a step and compiles it ("xla").
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ import torch
 
 from unisono.arguments import check_type
 from unisono.backends import available_devices, family_names, get_backend, pick_backend, resolve_device
-from unisono.backends.accelerator import current_accelerator
 
 _RUNTIMES = {"cpu": ("eager", "xla"), "cuda": ("eager", "xla"), "xla": ("xla",)}
 """What serves the devices of a kind, the usual one first; all others are eager."""
 
-_EAGER = ("eager",)
-
-_OTHER_NAMES = {"gpu": "cuda"}
+_OTHER_NAMES = {"gpu": "cuda", "tpu": "xla"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,7 @@ class Device:
 
     Args:
         kind: the name of a family, such as "cpu", "cuda" or "npu", in upper or lower case; also "GPU" for cuda, and
-            "TPU" for xla where TorchTPU is not in use.
+            "TPU" for xla.
         ordinal: the device's index among those of its kind, from 0.
         backend: "eager" or "xla"; None is "xla" for the kind xla, and "eager" for the others.
 
@@ -46,30 +42,22 @@ class Device:
         check_type(self.kind, "kind", "pass a string", str)
         check_type(self.ordinal, "ordinal", "pass an integer", int)
         kind = _OTHER_NAMES.get(self.kind.lower(), self.kind.lower())
-        if kind == "tpu" and current_accelerator() != "tpu":
-            kind = "xla"
         if kind not in family_names():
             kinds = ", ".join(sorted(family_names()))
             raise ValueError(f"kind={self.kind!r} is not a kind of device; choose one of {kinds}")
         if self.ordinal < 0:
             raise ValueError(f"ordinal={self.ordinal} of {kind} does not exist: ordinals start at 0")
-        usual, *others = _RUNTIMES.get(kind, _EAGER)
-        backend = str(self.backend or usual).lower()
-        if backend not in (usual, *others):
+        runtimes = _RUNTIMES.get(kind, ("eager",))
+        backend = str(self.backend or runtimes[0]).lower()
+        if backend not in runtimes:
             raise ValueError(f"backend={self.backend!r} does not serve devices of kind {kind!r}; leave it out")
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "backend", backend)
 
     @classmethod
     def of(cls, device: DeviceLike) -> Device:
-        """Convert a `torch.device`, a string such as "cuda:1" or "GPU:1", or an index of the picked family.
-
-        Args:
-            device: one of these, or a `Device`, which is returned unchanged.
-
-        Raises:
-            TypeError: it is none of these.
-            ValueError: it names an unknown kind of device.
+        """Convert a `torch.device`, a string such as "cuda:1" or "GPU:1", or an index of the picked family; a `Device`
+        is returned unchanged. TypeError, if it is none of these; ValueError, if its kind is unknown.
         """
         if isinstance(device, Device):
             return device
@@ -95,14 +83,8 @@ class Device:
 
     @classmethod
     def default_xla(cls) -> Device:
-        """The first device that the XLA runtime serves: of a TPU, or else of the CPU. Starts the runtime.
-
-        Returns:
-            The device, which is never an eager one.
-
-        Raises:
-            ValueError: torch_xla is not available; the message says how to install it.
-        """
+        """The first device that the XLA runtime serves: of a TPU, or else of the CPU. Starts the runtime; ValueError,
+        with how to install it, where it is missing."""
         backend = pick_backend("xla")
         device = backend.device(0)
         backend.start(device)
@@ -116,7 +98,7 @@ class Device:
         return torch.device(kind, self.ordinal)
 
     def __str__(self) -> str:
-        is_usual = self.backend == _RUNTIMES.get(self.kind, _EAGER)[0]
+        is_usual = self.backend == Device(self.kind).backend
         return f"{self.kind}:{self.ordinal}" + ("" if is_usual else f" by {self.backend}")
 
 
@@ -125,12 +107,8 @@ DeviceLike = str | int | torch.device | Device
 
 
 def torch_device(device: DeviceLike) -> torch.device:
-    """The normalised `torch.device` that a user means; also "meta", a device with shapes but no data.
-
-    Raises:
-        TypeError: it is not a `DeviceLike`.
-        ValueError: no such device exists here; the message lists those that do.
-    """
+    """The normalised `torch.device` that a user means; also "meta", a device with shapes but no data. TypeError and
+    ValueError as by `resolve_device`."""
     if isinstance(device, Device):
         device = device.torch_device
     return torch.device("meta") if str(device) == "meta" else resolve_device(device)[1]

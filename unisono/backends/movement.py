@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-
-from unisono.torch_private import FORWARD_PRE_HOOKS
-from unisono.tree import leaves
 
 
 def send(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -41,32 +39,8 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
         for name, tensor in named:
             ties.setdefault(id(tensor), []).append(name)
     module.to(device)
-    is_script = isinstance(module, torch.jit.ScriptModule)  # these do not support such hooks
-    if device.type == "xla" and not is_script and _refuse_foreign not in getattr(module, FORWARD_PRE_HOOKS).values():
-        module.register_forward_pre_hook(_refuse_foreign, with_kwargs=True)
     for first, *others in ties.values():
         for name in others:
             owner, _, own_name = name.rpartition(".")
-            setattr(module.get_submodule(owner), own_name, _tensor_named(module, first))
+            setattr(module.get_submodule(owner), own_name, attrgetter(first)(module))
     return module
-
-
-def _refuse_foreign(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise an error if tensors of two XLA devices would be combined, which aborts the process when the step is cut."""
-    device = next((parameter.device for parameter in module.parameters()), None)
-    for leaf in leaves([args, kwargs]):
-        if device is not None and isinstance(leaf, torch.Tensor) and _are_apart(leaf.device, device):
-            raise ValueError(
-                f"the {type(module).__name__} is on {device} and got a tensor of shape {tuple(leaf.shape)} on "
-                f"{leaf.device}; use batches from the loop's own loader, or move it with tensor.to({str(device)!r})"
-            )
-
-
-def _are_apart(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type == "xla" and one.index != other.index
-
-
-def _tensor_named(module: torch.nn.Module, name: str) -> torch.Tensor:
-    owner, _, own_name = name.rpartition(".")
-    found: torch.Tensor = getattr(module.get_submodule(owner), own_name)
-    return found

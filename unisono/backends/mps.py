@@ -1,11 +1,10 @@
-"""The MPS family: the GPU of an Apple machine. One device, no float64, and no process group that supports its tensors.
-
-Processes exchange copies in main memory, which the GPU shares.
-"""
+"""The MPS family: the GPU of an Apple machine. One device, no float64, and no process group that supports its tensors:
+processes exchange copies in main memory, which the GPU shares."""
 
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +20,6 @@ logger = logging.getLogger(__name__)
 class MpsBackend(Backend):
     name = "mps"
     moves_in_loop = True  # Metal operations of two threads crash torch (its issue 197805)
-
-    def __init__(self) -> None:
-        self._has_warned = False
 
     def is_available(self) -> bool:
         return torch.backends.mps.is_available()
@@ -55,11 +51,14 @@ class MpsBackend(Backend):
     def _narrow_leaf(self, leaf: Any) -> Any:
         values = leaf.data if isinstance(leaf, PackedSequence) else leaf
         if isinstance(values, torch.Tensor) and values.dtype == torch.float64:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning("a batch holds float64 tensors, which mps does not have: they arrive as float32")
+            _warn_of_float64()
             return leaf.float()
         return leaf
+
+
+@cache
+def _warn_of_float64() -> None:
+    logger.warning("a batch holds float64 tensors, which mps does not have: they arrive as float32")
 
 
 backend_class = MpsBackend

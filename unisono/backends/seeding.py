@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from hashlib import blake2b
 from typing import Any
 
@@ -21,10 +21,8 @@ def seed_device(backend: Backend, device: torch.device, seed: int) -> None:
 
 
 def seed_of_device(backend: Backend, device: torch.device) -> int:
-    """A seed from which the generator continues its current state: its own seed, if nothing was drawn since.
-
-    Otherwise the generator is reseeded, with a seed derived from its state.
-    """
+    """A seed from which the generator continues: its own, if nothing was drawn since; otherwise it is reseeded, with
+    one derived from its state."""
     state = backend.rng_state(device)
     seed = _seed_in(state, device)
     if torch.equal(_seed_state(backend, device, seed), state):
@@ -35,28 +33,18 @@ def seed_of_device(backend: Backend, device: torch.device) -> int:
 
 
 def ask_before_seeding_all(is_taken: Callable[[str, int], bool]) -> None:
-    """Call `is_taken` from now on before all devices of a family are seeded at once, as `torch.manual_seed` does.
-
-    Args:
-        is_taken: called with the family's name and the seed, in the thread that seeds. If it returns True, it has done
-            the seeding itself.
-    """
+    """Call `is_taken(family, seed)` from now on before all devices of a family are seeded at once, as by
+    `torch.manual_seed`, in the thread that does so. If it returns True, it has done the seeding itself."""
     for family, module in _seeded_modules():
         for name in ("manual_seed_all", "manual_seed"):  # mps has one device, and the second only
             if hasattr(module, name):
-                setattr(module, name, _asking(family, getattr(module, name), is_taken))
+                _wrap(module, name, partial(is_taken, family))
                 break
 
 
-def _asking(
-    family: str, seed_all: Callable[[int], None], is_taken: Callable[[str, int], bool]
-) -> Callable[[int], None]:
-    @wraps(seed_all)
-    def ask_and_seed(seed: int) -> None:
-        if not is_taken(family, seed):
-            seed_all(seed)
-
-    return ask_and_seed
+def _wrap(module: Any, name: str, is_taken: Callable[[int], bool]) -> None:
+    seed_all = getattr(module, name)
+    setattr(module, name, wraps(seed_all)(lambda seed: is_taken(seed) or seed_all(seed)))
 
 
 def _seed_state(backend: Backend, device: torch.device, seed: int) -> torch.Tensor:

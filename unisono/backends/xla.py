@@ -2,37 +2,33 @@
 graphs.
 
 A thread's operations on its device are recorded until `mark_step` cuts the graph, compiles it if it is new, and runs
-it. Threads that arrive with the same graph compile it once: they cut one after the other, and all but the first find it
-compiled. No graph contains a collective (the communicator runs each in a separate graph), so cutting waits for no peer.
+it. Threads cut one after the other, so all but the first find the same graph compiled. No graph contains a collective
+(the communicator runs each in a separate graph), so cutting waits for no peer.
 
-On the CPU there are `CPU_NUM_DEVICES` devices. If that is unset, there are as many as were asked for before the first
-use. The runtime reads its settings at its first use, once per process: `runtime` puts them into the environment, and
-raises an error for those that come too late, or that would change the results silently.
+On the CPU there are `CPU_NUM_DEVICES` devices, or as many as were asked for before the first use. The runtime reads its
+settings at its first use: `runtime` puts them into the environment, and raises an error for those that come too late,
+or that would change the results silently.
 
 *Threads:* each device belongs to one computing thread at a time; others may move batches to it.
 """
 
 from __future__ import annotations
 
-import glob
 import importlib.metadata
 import importlib.util
 import os
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.backends.accelerator import current_accelerator
+from unisono.backends.cpu import logical_devices
 from unisono.backends.movement import send
-from unisono.backends.recompilation import RecompilationWatch
 from unisono.errors import UnisonoError
 from unisono.protocols import Backend, Feature, Transport
 from unisono.randomness import seed_of
@@ -52,9 +48,6 @@ _SETTINGS = {
     "XLA_ENABLE_PARAM_ALIASING": "0",
 }
 """What virtual devices on the CPU need, with the reasons; valid for torch_xla 2.9."""
-
-_GOOGLE, _CHIPS = "0x1ae0", {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
-"""The ids of TPUs v2 to v7 on the PCI bus."""
 
 _NARROWING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16", "XLA_USE_32BIT_LONG")
 """Modes that keep the dtype's name but not its precision."""
@@ -81,7 +74,6 @@ class XlaBackend(Backend):
         self._compiling = threading.Lock()
         self._loading = threading.Lock()
         self._xla: Any = None
-        self._watches: dict[torch.device, RecompilationWatch] = defaultdict(RecompilationWatch)
         self._sharding: Callable[[torch.Tensor], None] | None = None  # lays out batches, if one program has all devices
         self._asked = 0  # the number of virtual devices, if it is not set elsewhere
 
@@ -89,22 +81,14 @@ class XlaBackend(Backend):
         return _hardware()
 
     def unavailable_reason(self) -> str:
-        return _missing_reason() or (
-            "" if self.is_available() else f"PJRT_DEVICE={_hardware()}, and there is no chip here"
-        )
-
-    def unused_hardware(self) -> str:
-        if os.environ.get("PJRT_DEVICE") or current_accelerator() == "tpu" or not (chips := _num_chips()):
-            return ""
-        missing = _not_installed().partition(": pip")[0]
-        missing = missing or ("" if importlib.util.find_spec("libtpu") else "libtpu is not installed")
-        return f"this machine has {chips} TPU chips, but {missing}: pip install 'unisono[tpu]'" if missing else ""
+        has_none = f"PJRT_DEVICE={_hardware()}, and there is no chip here; PJRT_DEVICE=CPU has virtual devices"
+        return _missing_reason() or ("" if self.is_available() else has_none)
 
     def is_accelerated(self) -> bool:
         return _hardware() != _CPU
 
     def device_count(self) -> int:
-        """On the CPU the number that `CPU_NUM_DEVICES` says, otherwise that of the TPU. Does not start the runtime."""
+        """Does not start the runtime."""
         if _missing_reason():
             return 0
         if (started := _runtime_module()) is not None:
@@ -174,7 +158,10 @@ class XlaBackend(Backend):
         if self._sharding is not None:
             raise UnisonoError("this process computes by strategy='spmd', with one thread for all devices, for good")
         spans = [device.index for device in devices] == list(range(len(self.runtime()._XLAC._xla_get_devices())))
-        may = _hardware() != _CPU or _may_reduce(len(devices))
+        # CPU devices can reduce only with the settings below, which the user may have changed.
+        threads = os.environ.get("XLA_THREAD_POOL_SIZE", "")
+        has_room = threads.isdecimal() and int(threads) >= len(devices)
+        may = _hardware() != _CPU or (has_room and os.environ.get("PJRT_CPU_ASYNC_CLIENT") == "0")
         return "runtime" if spans and may and len(devices) > 1 else "host"
 
     def process_transport(self) -> Transport:
@@ -192,12 +179,9 @@ class XlaBackend(Backend):
         the middle of it silently reads wrong numbers.
         """
         if isinstance(leaf, PackedSequence) and leaf.data.is_cpu:
-            data, sizes, *order = leaf
-            return PackedSequence(
-                self._upload_leaf(data, device),
-                sizes,
-                *[None if each is None else self._upload_leaf(each, device) for each in order],
-            )
+            data, sizes, *order = leaf  # the order is None, or two tensors
+            moved = [self._upload_leaf(each, device) for each in (data, *order)]
+            return PackedSequence(moved[0], sizes, *moved[1:])
         if isinstance(leaf, torch.Tensor) and leaf.is_cpu:
             plain = leaf.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
             (moved,) = self.runtime()._XLAC._xla_tensors_from_aten([plain], [str(device)], None)
@@ -247,7 +231,6 @@ class XlaBackend(Backend):
         inner = self.runtime()._XLAC
         with self._compiling:
             inner._xla_step_marker(str(device), [], wait=False, reset_scope=True)
-        self._watches[device].look(inner._xla_counter_value("UncachedCompile") or 0, _num_reads(inner))
 
     def rng_state(self, device: torch.device) -> torch.Tensor:
         seed = self.runtime()._XLAC._xla_get_rng_seed(str(device))
@@ -274,18 +257,11 @@ class XlaBackend(Backend):
             raise ValueError(f"precision={precision!r} does not exist; choose default, highest or high")
         self.runtime()._XLAC._xla_set_mat_mul_precision(precision)
 
-    def peak_memory(self, device: torch.device) -> int:
-        if _hardware() == _CPU:
-            return 0
-        return int(self.runtime()._XLAC._xla_memory_info(str(device)).get("peak_bytes_used", 0))
-
     def counters(self) -> dict[str, int]:
-        """The number of graphs that were compiled, how long that took, and how often a compiled one was reused."""
         if self._xla is None:
             return {}
         inner = self._xla._XLAC
-        # The number of samples, and their total in nanoseconds.
-        compiling = inner._xla_metric_data("CompileTime") or (0, 0)
+        compiling = inner._xla_metric_data("CompileTime") or (0, 0)  # samples, and their total in nanoseconds
         return {
             "graphs compiled": inner._xla_counter_value("UncachedCompile") or 0,
             "ms of compiling": int(compiling[1] / 1e6),
@@ -296,12 +272,8 @@ class XlaBackend(Backend):
         return _LACKS.get(feature)
 
     def runtime(self) -> Any:
-        """The module torch_xla, with its runtime set up for the devices that were asked for.
-
-        Raises:
-            UnisonoError: torch_xla is missing, the environment asks for narrowed numbers, or the runtime was started
-                elsewhere without what virtual devices need.
-        """
+        """The module torch_xla, with its runtime set up for the devices that were asked for; UnisonoError, if it cannot
+        be."""
         if self._xla is None:
             with self._loading:
                 self._xla = self._xla or _load_torch_xla()
@@ -316,9 +288,8 @@ def _try_backward(device: torch.device) -> None:
             loss.backward()
         except RuntimeError as error:
             raise UnisonoError(
-                f"torch's autograd does not know {device}: it knows the devices that were there at the first backward "
-                "pass of this process, and that was before the XLA runtime started; call "
-                "unisono.placement.Device.default_xla() at the beginning of the program"
+                f"torch's autograd does not know {device}: the first backward pass of this process came before the XLA "
+                "runtime; call unisono.placement.Device.default_xla() at the beginning of the program"
             ) from error
 
 
@@ -342,22 +313,17 @@ def _refuse_group(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_fit(leaf: Any) -> Any:
-    """Return the leaf if XLA supports it.
-
-    Raises:
-        TypeError: it does not; the message says what to do.
-    """
+    """Return the leaf if XLA supports it. TypeError, if it does not."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
         raise TypeError(
             f"a batch holds a tensor of layout {leaf.layout} (nested: {leaf.is_nested}, quantized: "
-            f"{leaf.is_quantized}, meta: {leaf.is_meta}), and XLA supports plain dense ones only; convert it "
-            "(to_dense(), to_padded_tensor(), dequantize())"
+            f"{leaf.is_quantized}, meta: {leaf.is_meta}), and XLA supports plain dense ones only; convert it"
         )
     if leaf.dtype in _UNFIT:
         raise TypeError(
-            f"a batch holds a tensor of {leaf.dtype}, which XLA would treat as another type; {_UNFIT[leaf.dtype]}"
+            f"a batch holds a tensor of {leaf.dtype}, which XLA would take for another; {_UNFIT[leaf.dtype]}"
         )
     return leaf
 
@@ -372,8 +338,14 @@ def _load_torch_xla() -> Any:
     import torch_xla
 
     _added.update({name: value for name, value in os.environ.items() if before.get(name) != value})
-    if lacking and torch_xla._XLAC._xla_runtime_is_initialized():
-        _check_late(torch_xla, lacking)
+    # One device of a runtime that was started elsewhere works, but several need the settings.
+    is_late = bool(lacking) and torch_xla._XLAC._xla_runtime_is_initialized()
+    if is_late and len(torch_xla._XLAC._xla_get_devices()) > 1:
+        settings = " ".join(f"{name}={_SETTINGS[name]}" for name in lacking)
+        raise UnisonoError(
+            "the XLA runtime of this process was started, with several virtual devices, before unisono was asked for "
+            f"one; start the program with {settings} in its environment, or let DataParallel come first"
+        )
     return torch_xla
 
 
@@ -394,21 +366,6 @@ def _prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def _check_late(torch_xla: Any, lacking: list[str]) -> None:
-    """Check a runtime that was started elsewhere: one device works, but several need the settings."""
-    if _hardware() == _CPU and len(torch_xla._XLAC._xla_get_devices()) > 1:
-        settings = " ".join(f"{name}={_SETTINGS[name]}" for name in lacking)
-        raise UnisonoError(
-            "the XLA runtime of this process was started, with several virtual devices, before unisono was asked for "
-            f"one; start the program with {settings} in its environment, or let DataParallel come first"
-        )
-
-
-def _num_reads(inner: Any) -> int:
-    """How often a value was read while the graph that computes it was not cut."""
-    return int(inner._xla_counter_value("aten::_local_scalar_dense") or 0)
-
-
 def _runtime_module() -> Any:
     """torch_xla's C++ module, if its runtime is running in this process; otherwise None."""
     xla = sys.modules.get("torch_xla")
@@ -416,43 +373,30 @@ def _runtime_module() -> Any:
     return xla._XLAC if xla is not None and is_up else None
 
 
-@cache
-def _num_chips(bus: str = "/sys/bus/pci/devices") -> int:
-    """The number of TPU chips in the machine, whether or not they can be used."""
-    places = (Path(each).parent for each in glob.glob(f"{bus}/*/vendor"))
-    numbers = [tuple((place / name).read_text().strip() for name in ("vendor", "device")) for place in places]
-    return sum(vendor == _GOOGLE and device in _CHIPS for vendor, device in numbers)
-
-
 def _hardware() -> str:
-    """The runtime's hardware, as `PJRT_DEVICE` names it; if that is unset, a TPU if there is one, otherwise the CPU."""
+    """The runtime's hardware, as `PJRT_DEVICE` names it; if that is unset, a TPU where libtpu is installed, otherwise
+    the CPU."""
     if named := os.environ.get("PJRT_DEVICE"):
         return named.split("_")[0].upper()
-    return _TPU if _num_chips() and importlib.util.find_spec("libtpu") else _CPU
+    return _TPU if _has_libtpu() else _CPU
+
+
+@cache
+def _has_libtpu() -> bool:
+    return importlib.util.find_spec("libtpu") is not None
 
 
 def _virtual_count() -> int:
     """The number of CPU devices that the environment asks for; 0 if it does not say."""
-    text = os.environ.get("CPU_NUM_DEVICES")
-    if text is not None and (not text.isdecimal() or int(text) < 1):
-        raise ValueError(f"CPU_NUM_DEVICES={text!r} in the environment; it must be an integer of at least 1")
-    return int(text or 0)
+    return logical_devices() if "CPU_NUM_DEVICES" in os.environ else 0
 
 
 def _check_chips(count: int) -> None:
-    """Refuse workers that the runtime of this TPU would not join, or would wait for.
-
-    Raises:
-        ValueError: the TPU spans several machines; or its chips have two devices each; or the number is neither one nor
-            all.
-    """
+    """Refuse workers that the runtime of this TPU would not join, or would wait for. ValueError."""
     from torch_xla._internal import tpu
 
     if (hosts := tpu.num_tpu_workers()) > 1:
-        raise ValueError(
-            f"this TPU spans {hosts} machines, whose runtimes wait for one another, and workers are started on one; "
-            "several machines are not supported: use a TPU of one (v4-8, v5litepod-8)"
-        )
+        raise ValueError(f"this TPU spans {hosts} machines, whose runtimes wait for one another: use one machine's")
     chips = tpu.num_available_chips()
     if count > 1 and (cores := tpu.num_logical_cores_per_chip()) > 1:
         raise ValueError(
@@ -461,8 +405,8 @@ def _check_chips(count: int) -> None:
         )
     if count not in (1, chips):
         raise ValueError(
-            f"nprocs={count}, but there are {chips} TPU chips here, one for each process, and their runtimes wait for "
-            f"one another: pass nprocs=1 or nprocs={chips}; threads (DataParallel) take any number of devices"
+            f"nprocs={count}, but there are {chips} TPU chips here, one for each process, whose runtimes wait for one "
+            f"another: pass nprocs=1 or nprocs={chips}, or use DataParallel"
         )
 
 
@@ -474,12 +418,6 @@ def _choose_chip(local_rank: int, local_world_size: int) -> None:
         tpu.configure_one_chip_topology()
     else:
         tpu.configure_topology(local_rank, local_world_size)
-
-
-def _may_reduce(count: int) -> bool:
-    """Whether CPU devices can reduce among themselves with the runtime's settings, which the user may have changed."""
-    threads = os.environ.get("XLA_THREAD_POOL_SIZE", "")
-    return os.environ.get("PJRT_CPU_ASYNC_CLIENT") == "0" and threads.isdecimal() and int(threads) >= count
 
 
 def _missing_reason() -> str:

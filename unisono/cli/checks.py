@@ -54,9 +54,6 @@ def check_devices() -> Iterator[Finding]:
             yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)})")
         else:
             yield Finding("devices", "ok", f"none of {name}: {family.unavailable_reason() or 'there is none here'}")
-        if unused := family.unused_hardware():
-            what, _, advice = unused.rpartition(": ")
-            yield Finding("devices", "warning", what, advice)
 
 
 def check_cores() -> Iterator[Finding]:
@@ -68,7 +65,7 @@ def check_cores() -> Iterator[Finding]:
     )
     quota = cpu_quota()
     advice = f"the quota of the control group pays for {quota:g}: docker --cpus, in Kubernetes limits.cpu"
-    yield Finding("cores", "note", text, advice) if quota < len(allowed_cores()) else Finding("cores", "ok", text)
+    yield Finding("cores", "note", text, advice) if quota < allowed_cores() else Finding("cores", "ok", text)
 
 
 def check_memory() -> Iterator[Finding]:

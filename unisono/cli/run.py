@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     is_here = parsed.standalone or (parsed.nnodes in (None, (1, 1)) and endpoint_of(parsed) is None)
     if not (is_here and parsed.nproc == 1) and parsed.start_method in (None, "zygote"):
         warm_early()  # it imports torch while this process does
-    from unisono.backends.per_node import workers_per_node
+    from unisono.backends.cores import workers_per_node
     from unisono.launch.hosts.environment import announced_agent
     from unisono.launch.run_target import Target, check_target
 
@@ -105,7 +105,7 @@ def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, h
     """The options of the command line as those of `spawn`."""
     from unisono.launch.options import Cores, Output
 
-    cores = Cores(parsed.num_threads, parsed.num_loader_workers, parsed.numa_binding or parsed.pin_cores)
+    cores = Cores(parsed.num_threads, parsed.num_loader_workers, parsed.numa_binding)
     return {
         "backend": parsed.backend,
         "start_method": parsed.start_method,

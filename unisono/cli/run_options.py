@@ -88,7 +88,6 @@ def _add_cores(add: Callable[..., None]) -> None:
     add("--num-threads", type=partial(_parse_number, least=1), metavar="N", help=text)
     text = "of each worker's DataLoader, which then get their share of the cores, too"
     add("--num-loader-workers", type=_parse_number, default=0, metavar="N", help=text)
-    add("--pin-cores", action="store_true", help="keep each worker to cores of its own")
     text = "keep each worker to the cores near its GPU: node, socket, exclusive or core-complex"
     add("--numa-binding", metavar="M", help=text)
 

@@ -1,10 +1,9 @@
 """Tracks how far a rank's device is, and ensures that it does not wait indefinitely.
 
-On an accelerator a collective's call returns when it has been submitted. The host continues, and waits later, wherever
-it needs a number: inside the driver, where the failure of a peer wakes no thread. So a separate thread puts a mark
-after what has been submitted, and checks whether the device has reached it. What was begun before a reached mark is
-done: that is progress. While waiting for a mark, it looks for a peer's failure; if there is one, it ends the wait. None
-of this delays a step, and it also covers what torch's engines submit: everything that uses the device's default stream.
+On an accelerator a collective's call returns when it has been submitted. The host waits later, wherever it needs a
+number: inside the driver, where the failure of a peer wakes no thread. So a separate thread puts a mark after what has
+been submitted, by torch's engines, too, and checks whether the device has reached it: what was begun before is done.
+Meanwhile it looks for a peer's failure; if there is one, it ends the wait. None of this delays a step.
 
 *Threads:* `unisono-device-watch`, a daemon, until `close`; `num_done` and `is_behind` are for any.
 """
@@ -37,8 +36,7 @@ class DeviceWatch:
 
     Attributes:
         num_done: how many of the collectives the device is known to have finished.
-        is_behind: whether it has been busy for so long that it may be waiting in a collective that was submitted
-            before.
+        is_behind: whether it has been busy for so long that it may be waiting in one.
     """
 
     def __init__(
@@ -96,12 +94,9 @@ def _watch(watch: DeviceWatch, activate: Callable[[], None], look_s: float) -> N
 
 
 class WokenError(BrokenWorldError):
-    """Wakes a rank whose device was waiting for a peer that has failed.
-
-    When its group is aborted, the wait in the driver ends as if it had succeeded, and yields numbers that were never
-    computed. So the rank's thread gets this at the next line that it runs. It is created by the interpreter, without
-    arguments, so `words` and `reason` are the class's: a process has one world, which breaks only once.
-    """
+    """Wakes a rank whose device was waiting for a peer that has failed: when its group is aborted, the wait in the
+    driver yields numbers that were never computed. It is created by the interpreter, without arguments, so `words` and
+    `reason` are the class's: a process has one world, which breaks only once."""
 
     words = ""
     reason: BaseException | None = None

@@ -1,11 +1,5 @@
-"""The gate through which one thread at a time enters torch's compiler, and which it leaves while it waits for its
-peers.
-
-Replica threads that have to compile pass it one by one. One that reaches a collective in the middle of its model would
-wait for peers that wait at the gate, so it steps out for the collective.
-
-*Threads:* any number, concurrently.
-"""
+"""The gate through which threads that have to compile pass one by one. One that reaches a collective in the middle of
+its model would wait for peers that wait at the gate, so it steps out for the collective."""
 
 from __future__ import annotations
 
@@ -15,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Lets one thread in at a time."""
+    """Lets one thread in at a time. *Threads:* any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

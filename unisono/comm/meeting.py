@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -46,8 +46,7 @@ class Meeting:
         self._timeout = timeout
         self._changed = threading.Condition()
         self._round = _Exchange()
-        self._departed: dict[int, str] = {}  # with the last action of each
-        self._last_calls: dict[int, Call] = {}
+        self._departed: set[int] = set()
         self._broken: tuple[str, BaseException | None] | None = None
 
     def exchange(self, rank: int, call: Call, value: Any, combine: Callable[[list[Any]], R]) -> R:
@@ -60,13 +59,13 @@ class Meeting:
             self._check(rank, call)
             here = self._round
             here.calls[rank], here.values[rank] = call, value
-            self._last_calls[rank], here.threads[rank] = call, threading.get_ident()
+            here.threads[rank] = threading.get_ident()
             is_last = len(here.calls) == self.size
             if is_last:
                 # The round is complete: from here on neither `leave` nor a break can affect it.
                 self._round = _Exchange()
             elif self._departed:
-                self._break(_departed_message(self._departed, rank, call), None)
+                self._break(departure(sorted(self._departed)), None)
                 self._check(rank, call)
             else:
                 self._wait(here, rank, call)
@@ -82,22 +81,17 @@ class Meeting:
         result: R = here.outcome.value  # type: ignore[assignment]
         return result
 
-    def abort(self, cause: BaseException, rank: int | None = None) -> None:
+    def abort(self, cause: BaseException, rank: int) -> None:
         """Break the world because of `cause`; only the first cause is kept."""
-        who = "it was aborted from outside" if rank is None else f"rank {rank} failed"
         with self._changed:
-            self._break(f"{who} with {type(cause).__name__}: {cause}", cause)
+            self._break(f"rank {rank} failed with {type(cause).__name__}: {cause}", cause)
 
     def leave(self, rank: int) -> None:
         """Record that the rank no longer takes part; a round that waits for it breaks."""
         with self._changed:
-            if rank in self._departed:
-                return
-            self._departed[rank] = action_of(self._last_calls[rank]) if rank in self._last_calls else ""
-            waiting = self._round.calls
-            if waiting:
-                first = min(waiting)
-                self._break(_departed_message(self._departed, first, waiting[first]), None)
+            self._departed.add(rank)
+            if self._round.calls:
+                self._break(departure(sorted(self._departed)), None)
 
     def _wait(self, here: _Exchange, rank: int, call: Call) -> None:
         def is_over() -> bool:
@@ -136,7 +130,3 @@ class Meeting:
             with self._changed:
                 self._break(f"{type(outcome.error).__name__}: {outcome.error}", outcome.error)
         return outcome
-
-
-def _departed_message(departed: Mapping[int, str], rank: int, call: Call) -> str:
-    return f"{departure(departed)}, while rank {rank} waits in {call}"

@@ -25,19 +25,27 @@ HOST = torch.default_generator.device
 """Main memory. Flags and counts are sent from there: sending them from a device, and reading them, would wait for all
 of its work."""
 
-# Shown only if nothing else differs.
-_ROUND = re.compile(r", round [0-9a-f]{8}")
 CALLED = "called "
+_HIDDEN = re.compile(r", round [0-9a-f]{8}| at lr \S+$")
+"""What is shown only if nothing else differs."""
 _OF_STEPS = re.compile(
     r"the gradients of|the end of step|(?:a|the) (?:for|back)ward pass|came to (?:step|attempt)|new buckets"
 )
-_RATES = re.compile(r" at lr \S+$")
+_RULE = (
+    "call the same collectives in the same order with the same shapes and types (all_gather_samples takes different "
+    "numbers of rows); make a call that all ranks must make outside of `if is_rank_zero():`"
+)
+_RULE_OF_STEPS = (
+    "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, loop over each "
+    "loader equally often, in the same order, and step schedulers alike"
+)
 _IN_PLACE = ("all_reduce", "broadcast")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call of a collective; if it differs between ranks, they are out of step.
+    """One rank's call of a collective, or with the name "" an announcement of what it does next, together with its
+    peers; if it differs between ranks, they are out of step.
 
     Attributes:
         purpose: what it was announced for; "" without an announcement.
@@ -56,6 +64,8 @@ class Call:
         return cls(name, tuple(tensor.shape), tensor.dtype, argument, place=place)
 
     def __str__(self) -> str:
+        if not self.name:
+            return self.purpose
         parts = []
         if self.dtype is not None and self.shape is not None:
             parts.append(f"{_name(self.dtype)}{list(self.shape)}{f' on {self.place}' if self.place else ''}")
@@ -65,22 +75,9 @@ class Call:
         return f"{text} for {self.purpose}" if self.purpose else text
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """What a rank announces that it does next, together with its peers; must be equal on all ranks, too."""
-
-    purpose: str
-
-    def __str__(self) -> str:
-        return self.purpose
-
-
-Entry = Call | Announcement
-
-
-def action_of(entry: Entry) -> str:
-    """What the rank did, as the end of a sentence that begins with its name. Equal only for equal entries."""
-    return f"{CALLED}{entry}" if isinstance(entry, Call) else f"came to {entry}"
+def action_of(call: Call) -> str:
+    """What the rank did, as the end of a sentence that begins with its name. Equal only for equal calls."""
+    return f"{CALLED}{call}" if call.name else f"came to {call}"
 
 
 def digest_of(action: str) -> int:
@@ -99,12 +96,8 @@ def fitted(action: str, room: int) -> bytes:
 
 
 def check_tensor(tensor: Any, name: str) -> None:
-    """Check that a tensor is dense and, for collectives that work in place, writable.
-
-    Raises:
-        TypeError: `tensor` is something else, or sparse.
-        ValueError: it would be written, but its elements share memory, as those of an expanded tensor do.
-    """
+    """Check that a tensor is dense (TypeError) and, for collectives that work in place, writable: elements of an
+    expanded tensor share memory (ValueError)."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} takes a tensor, got a {type(tensor).__name__}; all_gather_object takes any object")
     if tensor.layout is not torch.strided:
@@ -118,12 +111,8 @@ def check_tensor(tensor: Any, name: str) -> None:
 
 
 def check_reduction(tensor: torch.Tensor, op: str, name: str = "all_reduce") -> None:
-    """Refuse a reduction that is inexact, or that some mode does not support, alike on every rank.
-
-    Raises:
-        TypeError: the operation is not defined for the tensor's dtype.
-        ValueError: there is no such operation.
-    """
+    """Refuse a reduction that is inexact, or that some mode does not support, alike on every rank. TypeError, where it
+    is not defined for the dtype; ValueError, where there is none of that name."""
     check_tensor(tensor, name)
     if op not in REDUCE_OPS:
         raise ValueError(f"{name} op={op!r} does not exist; choose one of {', '.join(REDUCE_OPS)}")
@@ -154,80 +143,38 @@ def check_scatter(tensor: torch.Tensor, size: int) -> None:
         )
 
 
-def broken(rank: int, call: Entry, message: str, place: str = "") -> BrokenWorldError:
-    """The error of a rank whose call the world can no longer complete.
-
-    Args:
-        place: the user's call, as `describe_call` returns it; named if it is another one.
-    """
+def broken(rank: int, call: Call, message: str, place: str = "") -> BrokenWorldError:
+    """The error of a rank whose call the world can no longer complete; `place`, the user's call as `describe_call`
+    returns it, is named if it is another one."""
     by = f", called by {place}" if place and not str(call).startswith(place.partition("(")[0]) else ""
     return BrokenWorldError(f"rank {rank} cannot complete {call}{by}: {message}")
 
 
-def left(rank: int, call: Entry) -> BrokenWorldError:
+def left(rank: int, call: Call) -> BrokenWorldError:
     """The error of a rank that makes a call after it has left."""
     return BrokenWorldError(f"rank {rank} has left this world and cannot call {call}")
 
 
-def departure(last_actions: Mapping[int, str]) -> str:
-    """Describe which ranks have left and, if that is known, the last action of each."""
-    names = ", ".join(map(str, sorted(last_actions)))
-    has = f"rank {names} has left this world" if len(last_actions) == 1 else f"ranks {names} have left this world"
-    actions = {_RATES.sub("", _ROUND.sub("", action)) for action in last_actions.values() if action}
-    if len(last_actions) > 1 or not actions:
-        return has
-    return (
-        f"{has} after it {actions.pop()}: it returned, or left its loop, while others continue; end loops on all ranks,"
-        " and make a call that all ranks must make outside of `if is_rank_zero():`"
-    )
+def departure(ranks: Sequence[int]) -> str:
+    """Describe that ranks have left."""
+    has = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    return f"{has} left this world: end loops on all ranks, and call nothing for all ranks under `if is_rank_zero():`"
 
 
 def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None = None) -> CollectiveMismatchError:
-    """The error of ranks that met in different calls; the message names all of them, grouped by what they did.
-
-    Args:
-        actions: of each rank that has arrived, as `action_of` returns it.
-        places: the user's call on each of these ranks, as `describe_call` returns it, as far as they are known.
-    """
+    """The error of ranks that met in different actions (`action_of`), which it names, with the users' calls
+    (`describe_call`) that are known."""
     groups: dict[str, list[int]] = {}
-    without_rounds = {rank: _ROUND.sub("", action) for rank, action in actions.items()}
-    short = {rank: _RATES.sub("", action) for rank, action in without_rounds.items()}
-    if have_other_rates := len(set(without_rounds.values())) > len(set(short.values())) == 1:
-        actions = without_rounds
-    elif len(set(short.values())) > 1:  # the difference is visible without them
-        actions = short
-    for rank, action in sorted(actions.items()):
+    short = {rank: _HIDDEN.sub("", action) for rank, action in actions.items()}
+    for rank, action in sorted((short if len(set(short.values())) > 1 else actions).items()):
         groups.setdefault(action, []).append(rank)
     first, *others = (
         f"{name_ranks(ranks)} {_placed(action, places.get(ranks[0], '') if places else '')}"
         for action, ranks in groups.items()
     )
-    rule = "call the same collectives in the same order with the same shapes and types"
-    have_purpose = [not action.startswith(CALLED) or " for " in action for action in groups]
-    gathered = {action.partition(")")[0] for action in groups}  # the calls, with their shapes
-    are_by_hand = all(" for " not in action or " for functional." in action for action in groups)
-    if have_other_rates:
-        rule = "step the scheduler, set learning rates, and load optimizer states alike: not under `if is_rank_zero():`"
-    elif len(gathered) > 1 and are_by_hand and all(each.partition("(")[0].endswith("all_gather") for each in gathered):
-        rule += "; all_gather_samples, and functional.all_gather_samples, use different numbers of rows"
-    elif all(map(_OF_STEPS.search, groups)):
-        rule = (
-            "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, and loop "
-            "over each loader equally often, in the same order"
-        )
-    elif any(have_purpose):  # also calls that are announced, such as save_state
-        rule = (
-            "make the same calls and take the same steps, in the same order: make a call that all ranks must make "
-            "outside of `if is_rank_zero():`, and leave a loop on all ranks or on none"
-        )
-    elif len({each.partition("(")[0] for each in groups}) > 1:
-        rule += "; make a call that all ranks must make outside of `if is_rank_zero():`"
-    found = f"{first} while {' and '.join(others)}"
-    if len(set(without_rounds.values())) == 1:
-        apart = " and ".join(map(name_ranks, groups.values()))
-        found = f"{name_ranks(sorted(actions))} {short[min(actions)]}, but {apart} are in different loops or loaders"
+    rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else _RULE
     odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
-    return CollectiveMismatchError(f"{found}; every rank must {rule}", odd)
+    return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
 
 
 def _placed(action: str, place: str) -> str:

@@ -1,14 +1,12 @@
 """Ranks as processes: torch.distributed moves the data, this file enforces the rules.
 
 It adds to the process group: the same checks on every rank, "mean" in every backend, dtypes that gloo lacks (data that
-is only moved is sent as bytes, data that is reduced in a wider dtype), and the *reason* when a world breaks. gloo wakes
-the peers of a dead rank with a bare `RuntimeError` about a socket, so a rank that fails or leaves first writes the
-reason to the store, and a rank that is woken looks there. NCCL wakes no rank: there a thread checks the store while the
-device is busy (`device_watch`).
+is only moved is sent as bytes), and the *reason* when a world breaks. gloo wakes the peers of a dead rank with a bare
+`RuntimeError` about a socket, so a rank that fails or leaves first writes the reason to the store, and a rank that is
+woken looks there. NCCL wakes no rank: there a thread checks the store while the device is busy (`device_watch`).
 
-A group may have a part for main memory in addition to the devices' own ("cpu:gloo,cuda:nccl"). It is used for what is
-small: flags, counts, objects and barriers. So no rank waits for its device, and a barrier is one of the hosts. If a
-group has no such part, tensors in main memory are sent by way of the rank's device.
+A group's part for main memory ("cpu:gloo,cuda:nccl") is used for what is small: flags, counts, objects and barriers. So
+no rank waits for its device. Without it, tensors in main memory are sent by way of the rank's device.
 
 That all ranks make the same call is verified before any data is used: on one machine by notes in shared memory, once
 per collective (`shared_memory/notes.py`). Elsewhere by a reduction of two numbers, whose minimum and maximum show
@@ -26,7 +24,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,9 +32,7 @@ import torch.distributed as dist
 from unisono.comm.device_watch import DeviceWatch, wake
 from unisono.comm.operations import (
     HOST,
-    Announcement,
     Call,
-    Entry,
     action_of,
     broken,
     check_reduction,
@@ -60,6 +56,7 @@ from unisono.protocols import Backend, ReduceOp
 from unisono.stacks import describe_call, own_frames
 from unisono.torch_private import sequence_number
 
+T = TypeVar("T")
 R = TypeVar("R")
 
 _TORCH_OPS = {
@@ -71,19 +68,12 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _WIDER = {torch.int16: torch.int32}  # gloo has no 16-bit integers
-_ADVICE = "if none has failed, the ranks called different collectives of torch itself, which are not compared"
+_ADVICE = (
+    "if none has failed, the ranks called different collectives of torch itself, or share a GPU, which NCCL refuses "
+    "(process_group='gloo' does not)"
+)
 _OF_OWN_DEVICE = ("CUDA error: ", "Cuda failure ")  # in torch's messages, and in NCCL's
-_SHARED_GPU = "Duplicate GPU detected"  # in NCCL's messages
 _FAILURE, _DEPARTED = "unisono/failure", "unisono/departed/{}"
-
-
-class _Comparison(NamedTuple):
-    """A comparison of what the ranks do, which has begun: this rank's action, and its place in the user's program."""
-
-    action: str
-    place: str
-    bounds: torch.Tensor
-    work: Any
 
 
 class ProcessCommunicator:
@@ -95,9 +85,6 @@ class ProcessCommunicator:
         owns_group: whether `leave` destroys the process group.
         backend: the device's family, if its tensors are sent without a copy in main memory.
         here: where ranks that share memory meet before each call, if the group itself does not do that.
-
-    Attributes:
-        num_calls: how many collectives this rank has entered.
     """
 
     def __init__(
@@ -113,16 +100,13 @@ class ProcessCommunicator:
         self._device = device
         self._store = store
         self._owns_group = owns_group
-        self._taken = _types_in(dist.get_backend_config())
-        self._broken: tuple[str, BaseException | None] | None = None
+        self._broken: tuple[str, BaseException] | None = None
         self._has_left = False
-        self._call: Call | None = None
-        self._last: Entry = Announcement("its first collective")
-        self._compared: _Comparison | None = None  # that has begun
-        self.num_calls = 0
-        self._num_begun = 0  # by any caller, as the group has counted
-        # Held while the group is asked: asked by one thread and aborted by another, it ends the process.
-        self._counting, self._has_ended = threading.Lock(), False
+        self._last = Call("", purpose="its first collective")
+        self._is_inside = False
+        self._compared: tuple[str, str, torch.Tensor, Any] | None = None  # action, place, bounds, work: has begun
+        self.num_calls = 0  # collectives that this rank has entered
+        self._counting = threading.Lock()
         self._own_here = here
         # The thread that `wake` interrupts when the watch ends the device's wait.
         self._thread = threading.get_ident()
@@ -132,10 +116,9 @@ class ProcessCommunicator:
 
     @property
     def current(self) -> str | None:
-        """What this rank waits for: a collective, as `all_reduce(float32[10], 'sum')`, or its device; otherwise
-        None."""
-        if (call := self._call) is not None:
-            return str(call)
+        """What this rank waits for: a collective, as `all_reduce(float32[10], 'sum')`, or its device, or None."""
+        if self._is_inside and self._last.name:
+            return str(self._last)
         watch = self._watch
         return f"the device's work since {self._last}" if watch is not None and watch.is_behind else None
 
@@ -144,14 +127,20 @@ class ProcessCommunicator:
         """A number that grows with each collective begun in this process, by any caller, and with those that devices
         finish."""
         watch = self._watch
-        with self._counting:
-            if not self._has_ended:
-                self._num_begun = _sequence_number()
-        return self.num_calls + self._num_begun + (0 if watch is None else watch.num_done)
+        with self._counting:  # asked by one thread and aborted by another, the group would end the process
+            has_ended = self._has_left or self._broken is not None
+            num_begun = 0 if has_ended else _sequence_number()
+        return self.num_calls + num_begun + (0 if watch is None else watch.num_done)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
-        return self._run(self._call_on("all_reduce", tensor, op), lambda: self._reduce(tensor, op))
+
+        def reduce() -> torch.Tensor:
+            sent = self._on_host(_wire(tensor))
+            dist.all_reduce(sent, _TORCH_OPS[op])
+            return _write_back(tensor, sent.div_(self.size) if op == "mean" else sent)
+
+        return self._run(self._call_on("all_reduce", tensor, op), reduce)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         check_tensor(tensor, "all_gather")
@@ -201,38 +190,19 @@ class ProcessCommunicator:
     def barrier(self) -> None:
         self._run(Call("barrier"), self._meet)
 
-    def meet(self, call: Call) -> None:
-        """Return when all ranks have arrived at `call`, which another transport will carry out.
-
-        Raises:
-            BrokenWorldError, CollectiveMismatchError: as for that collective.
-        """
+    def meet(self, call: Call, value: T, combine: Callable[[list[T]], R]) -> R:
+        """Wait until all ranks have arrived at `call`; return `combine([value])`, by which another transport carries it
+        out. Raises what that collective raises."""
         self._run(call, self._meet)
+        return combine([value])
 
     def announce(self, purpose: str) -> None:
-        here = self._here
-        if here is None or self._has_left or self._broken is not None:
-            self._run(Announcement(purpose), lambda: None)
-            return
-        self._last = Announcement(purpose)
-        self.num_calls += 1
-        try:
-            if difference := here.announce(f"came to {purpose}"):
-                mismatch = mismatch_error(difference, {self.rank: describe_call(own_frames())})
-                self.abort(mismatch)  # peers that arrived before are waiting in their next call
-                raise mismatch
-            return
-        except RuntimeError as error:
-            self._note_failure(error)
-        raise self._broken_error(self._last)
+        self._run(Call("", purpose=purpose), lambda: None)
 
     def explain(self, error: BaseException) -> BrokenWorldError:
         """Translate an error of the transport, raised outside this communicator, into a BrokenWorldError with the
         reason."""
-        message, cause = self._broken or self._reason(error)
-        explained = broken(self.rank, self._last, message).with_traceback(error.__traceback__)
-        explained.__cause__ = cause or error
-        return explained
+        return self._error(self._last, *(self._broken or self._reason(error))).with_traceback(error.__traceback__)
 
     def abort(self, cause: BaseException) -> None:
         if self._broken is None:
@@ -251,23 +221,24 @@ class ProcessCommunicator:
                 self._store.set(_DEPARTED.format(self.rank), "1")
             self._end()
 
-    def _run(self, call: Entry, operation: Callable[[], R]) -> R:
+    def _run(self, call: Call, operation: Callable[[], R]) -> R:
         if self._has_left:
             raise left(self.rank, call)
         if self._broken is None:
             try:
                 self._enter(call)
                 with torch.no_grad():
-                    if isinstance(call, Call) and 0 in (call.shape or ()):
+                    if 0 in (call.shape or ()):
                         self._meet()  # a transport with nothing to send does not wait for peers
                     return operation()
             except RuntimeError as error:
                 self._note_failure(error)
             finally:
-                self._call = None
+                self._is_inside = False
                 if (here := self._here) is not None:
                     here.name_next("")  # the call may have failed before the group was called
-        raise self._broken_error(call)
+        assert self._broken is not None, "a call that has failed notes the reason"
+        raise self._error(call, *self._broken)
 
     def _note_failure(self, error: RuntimeError) -> None:
         """Note why a call has failed; raise errors that already give the reason."""
@@ -282,19 +253,13 @@ class ProcessCommunicator:
         if self._broken is None:
             self._broken = self._reason(error)
 
-    def _broken_error(self, call: Entry) -> BrokenWorldError:
-        assert self._broken is not None, "a call that has failed notes the reason"
-        message, cause = self._broken
+    def _error(self, call: Call, message: str, cause: BaseException) -> BrokenWorldError:
         error = broken(self.rank, call, message, describe_call(own_frames()))
         error.__cause__ = cause
         return error
 
     def _call_on(self, name: str, tensor: torch.Tensor, argument: str | int | None = None) -> Call:
-        """Describe the call, which must be on a tensor that the group can send.
-
-        Raises:
-            TypeError: the tensor is on another device; nothing was sent.
-        """
+        """Describe the call, which must be on a tensor that the group can send; TypeError, before anything is sent."""
         own, its = self._device, tensor.device
         is_foreign = its.type == own.type and not tensor.is_cpu and its != own
         if is_foreign or not (tensor.is_cpu or its.type in self._types):
@@ -307,10 +272,8 @@ class ProcessCommunicator:
     @property
     def _types(self) -> frozenset[str]:
         """The device types whose tensors the default group accepts; not constant, since a script may replace the
-        group."""
-        if dist.is_initialized():  # otherwise the call fails for another reason
-            self._taken = _types_in(dist.get_backend_config())
-        return self._taken
+        group. Without a group, the call fails for another reason."""
+        return _types_in(dist.get_backend_config()) if dist.is_initialized() else frozenset([self._device.type])
 
     @property
     def _host(self) -> torch.device:
@@ -326,18 +289,23 @@ class ProcessCommunicator:
         dist.all_reduce(met)
         met.item()  # on a device, the call has only been submitted so far
 
-    def _enter(self, call: Entry) -> None:
-        self._call, self._last = call if isinstance(call, Call) else None, call
+    def _enter(self, call: Call) -> None:
+        self._last, self._is_inside = call, True
         self.num_calls += 1
         action = action_of(call)
         here = self._here
-        if here is None:
+        if here is not None and not call.name:
+            if difference := here.announce(action):
+                mismatch = mismatch_error(difference, {self.rank: describe_call(own_frames())})
+                self.abort(mismatch)  # peers that arrived before are waiting in their next call
+                raise mismatch
+        elif here is None:
             if self._compared is not None:
                 self._finish_comparison()
             # For a group without main memory, the host would wait for its device in each call.
-            if isinstance(call, Announcement) or HOST.type in self._types:
+            if not call.name or HOST.type in self._types:
                 self._begin_comparison(action)
-                if isinstance(call, Call) or not self._is_apart:
+                if call.name or not self._is_apart:
                     self._finish_comparison()
         else:
             here.name_next(action)
@@ -361,7 +329,7 @@ class ProcessCommunicator:
         # One reduction yields both bounds: the least of the negated digests is the negated greatest.
         bounds = torch.tensor([digest, -digest], device=self._host)
         place = describe_call(own_frames()) if self._is_apart else ""
-        self._compared = _Comparison(action, place, bounds, dist.all_reduce(bounds, dist.ReduceOp.MIN, async_op=True))
+        self._compared = action, place, bounds, dist.all_reduce(bounds, dist.ReduceOp.MIN, async_op=True)
 
     def _finish_comparison(self) -> None:
         assert self._compared is not None, "it has begun"
@@ -377,18 +345,16 @@ class ProcessCommunicator:
     def _reason(self, error: BaseException) -> tuple[str, BaseException]:
         """Why the transport failed: the reason that a peer left in the store, or which ranks are missing and the error
         message."""
-        if _SHARED_GPU in str(error):
-            advice = "give each rank its own GPU, or pass process_group='gloo'"
-            return f"two ranks have the same GPU, which NCCL refuses ({error}); {advice}", error
         # A failure comes first: its victims leave, too, and note their departure.
         if (failure := self._failure_of_a_peer()) is not None:
             return failure
         here = self._here
         missing = here.missing() if here is not None else []
         with contextlib.suppress(RuntimeError):
-            if self._store is not None and (gone := self._departed_ranks(self._store)):
-                first = [rank for rank in gone if rank in missing] or gone  # the others arrived, and left as victims
-                return departure({rank: here.notes.last_action(rank) if here else "" for rank in first}), error
+            store, ranks = self._store, range(self.size)
+            if store is not None and (gone := [each for each in ranks if store.check([_DEPARTED.format(each)])]):
+                # The others arrived, and left as victims.
+                return departure([rank for rank in gone if rank in missing] or gone), error
         if missing:
             return f"{name_ranks(missing)} did not arrive: {error}", error
         return f"a peer is gone or did not answer ({error}); {_ADVICE}", error
@@ -407,21 +373,10 @@ class ProcessCommunicator:
             return False
         # The rank's own thread may have aborted first.
         self._broken = self._broken or failure
-        error = broken(self.rank, self._last, failure[0])
-        error.__cause__ = failure[1]
-        wake(self._thread, error)  # first: once its wait has ended, the thread must not continue
+        # First: once its wait has ended, the thread must not continue.
+        wake(self._thread, self._error(self._last, *failure))
         self._end(is_broken=True)
         return True
-
-    def _departed_ranks(self, store: dist.distributed_c10d.Store) -> list[int]:
-        return [rank for rank in range(self.size) if store.check([_DEPARTED.format(rank)])]
-
-    def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        sent = self._on_host(_wire(tensor))
-        dist.all_reduce(sent, _TORCH_OPS[op])
-        if op == "mean":
-            sent.div_(self.size)
-        return _write_back(tensor, sent)
 
     # Not by torch's functions for objects, which load what they have received.
 
@@ -445,9 +400,8 @@ class ProcessCommunicator:
         return _bytes_of(sent)
 
     def _end(self, is_broken: bool = False) -> None:
-        with self._counting:
-            self._has_ended = True
-        watch, self._watch = self._watch, None
+        with self._counting:  # no later count asks the group
+            watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
         if self._own_here is not None:
@@ -481,9 +435,8 @@ def is_of_transport(error: BaseException) -> bool:
 
 def _is_of_own_device(error: BaseException) -> bool:
     """Whether this rank's device has failed, for example by a kernel's assertion, which the next call reports."""
-    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
-        return True
-    return any(words in str(error) for words in _OF_OWN_DEVICE)
+    kinds = torch.OutOfMemoryError, torch.AcceleratorError
+    return isinstance(error, kinds) or any(words in str(error) for words in _OF_OWN_DEVICE)
 
 
 @lru_cache

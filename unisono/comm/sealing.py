@@ -41,11 +41,7 @@ def seal(data: bytes) -> bytes:
 
 
 def unseal(data: bytes) -> bytes:
-    """The bytes that were sealed.
-
-    Raises:
-        UnsignedError: they are not signed with this run's secret; or they are signed, and this process has no secret.
-    """
+    """The bytes that were sealed; UnsignedError, if they are not signed with the secret of this process."""
     if not _secret and not data.startswith(_MARK):
         return data
     if not _secret:

@@ -35,11 +35,11 @@ def thread_communicators(
             communicator.follow_streams(backend, device)
         return list(communicators)
     if transports == {"runtime"}:
-        from unisono.comm.xla import XlaThreads, join_devices
+        from unisono.comm.xla import XlaCommunicator, join_devices
 
         join_devices(tuple(devices), len(devices))
         waits = [partial(backend.synchronize, device) for backend, device in places]
-        return [XlaThreads(communicator, wait) for communicator, wait in zip(communicators, waits, strict=True)]
+        return [XlaCommunicator(communicator, wait) for communicator, wait in zip(communicators, waits, strict=True)]
     # Also for families with different transports, which have main memory in common.
     settles = [partial(backend.mark_step, device) for backend, device in places]
     return [ThroughHostCommunicator(inner, settle) for inner, settle in zip(communicators, settles, strict=True)]
@@ -47,36 +47,21 @@ def thread_communicators(
 
 def group_backend(backend: Backend, asked: str | None = None) -> str:
     """The torch.distributed backend for a group of that family's processes: its own, with shared memory in place of
-    gloo.
-
-    If it turns out that ranks share no memory, as on several machines, a shared-memory group makes itself a gloo group.
-    A family with a transport of its own also gets gloo, for main memory: a group implemented in Python, as the
-    shared-memory one is, cannot be one of several parts.
-
-    Args:
-        asked: "gloo" in place of shared memory, or of the family's own; None uses the fastest.
-
-    Raises:
-        ValueError: there is no such choice.
-    """
-    usual = backend.process_group_backend
+    gloo, which a shared-memory group becomes if ranks share none. `asked` is "gloo", for ranks that share a GPU or do
+    not share memory, or None; ValueError otherwise."""
     if asked not in (None, "gloo"):
         raise ValueError(f"process_group={asked!r} does not exist; pass 'gloo', or None for the fastest")
     if asked is not None:
         return asked
-    if usual != "gloo":
+    if (usual := backend.process_group_backend) != "gloo":
         return f"{HOST.type}:gloo,{backend.name}:{usual}"
     shared_memory.register()
     return shared_memory.NAME
 
 
 def bound_device(backend: Backend, device: torch.device, asked: str | None = None) -> torch.device | None:
-    """The device that torch's group is bound to at its start (`device_id=`), if the family has its own transport.
-
-    NCCL then connects immediately, so that its failures occur at the start; and groups of some ranks are split from it.
-    None if the group only supports main memory, such as gloo for two ranks on one GPU; or if torch knows the device as
-    no accelerator, and would refuse it.
-    """
+    """The device that torch's group is bound to at its start (`device_id=`), when NCCL connects, and may fail. None
+    if the group only supports main memory, or torch knows the device as no accelerator."""
     known = torch.accelerator.current_accelerator()
     is_known = known is not None and known.type == device.type
     return device if is_known and backend.process_group_backend != "gloo" and asked is None else None
@@ -96,28 +81,21 @@ def process_communicator(
     """
     transport = backend.process_transport()
     here = None
-    is_shared = isinstance(dist.group.WORLD, shared_memory.SharedMemoryGroup)
-    if store is not None and not is_shared:
-        here = meet_for_notes(store, timeout)
+    if store is not None and not isinstance(dist.group.WORLD, shared_memory.SharedMemoryGroup):
+        own = dist.PrefixStore("unisono/notes", store)  # type: ignore[attr-defined] # torch re-exports it silently
+        mapping = map_together(own, dist.get_rank(), dist.get_world_size(), 0, timeout)
+        here = None if mapping is None else MeetingPoint(mapping, timeout)
     if transport == "torch":
         return ProcessCommunicator(device, store, owns_group, backend, here)
     if transport == "host" or dist.get_world_size() == 1:
         return ThroughHostCommunicator(
             ProcessCommunicator(HOST, store, owns_group, here=here), partial(backend.mark_step, device)
         )
-    from unisono.comm.xla import XlaProcesses, join_devices
+    from unisono.comm.xla import XlaCommunicator, join_devices
 
     communicator = ProcessCommunicator(HOST, store, owns_group, here=here)
     join_devices((device,), communicator.size)
-    return XlaProcesses(communicator, partial(backend.synchronize, device))
-
-
-def meet_for_notes(store: dist.distributed_c10d.Store, timeout: timedelta) -> MeetingPoint | None:
-    """Where ranks that share memory compare their calls, if their group does not use it; None, on all ranks, if it
-    cannot be mapped."""
-    own = dist.PrefixStore("unisono/notes", store)  # type: ignore[attr-defined] # torch re-exports it silently
-    mapping = map_together(own, dist.get_rank(), dist.get_world_size(), 0, timeout)
-    return None if mapping is None else MeetingPoint(mapping, timeout)
+    return XlaCommunicator(communicator, partial(backend.synchronize, device))
 
 
 def begin_average(tensor: torch.Tensor, group: Any) -> torch.futures.Future[torch.Tensor] | None:
@@ -126,30 +104,21 @@ def begin_average(tensor: torch.Tensor, group: Any) -> torch.futures.Future[torc
     if not is_shared and f"{tensor.device.type}:nccl" not in dist.get_backend_config(group).split(","):
         return None
     work: Any = dist.all_reduce(tensor, dist.ReduceOp.AVG, group, async_op=True)
-    if not is_shared:
-        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(tensor)
-    return done
+    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
 
 def innermost(comm: Communicator) -> Communicator:
     """The communicator in which the ranks meet, without the wrapper that brings their tensors there."""
-    inner: Any = getattr(comm, "inner", comm)
-    return inner  # type: ignore[no-any-return]
+    return comm.inner if isinstance(comm, ThroughHostCommunicator) else comm
 
 
 def raise_translated(error: BaseException, comm: Communicator) -> None:
     """Raise what `translate_error` returns, unless it is the error itself."""
-    translated = translate_error(error, comm)
-    if translated is not error:
+    if (translated := translate_error(error, comm)) is not error:
         raise translated from translated.__cause__
 
 
 def translate_error(error: BaseException, comm: Communicator) -> BaseException:
-    """Translate an error of the transport, if its reason is known; return any other error unchanged.
-
-    For errors of torch's engines, too, which use the process group without the communicator.
-    """
+    """Translate an error of the transport, also in torch's engines, if its reason is known; return any other."""
     inner = innermost(comm)
     return inner.explain(error) if is_of_transport(error) and isinstance(inner, ProcessCommunicator) else error

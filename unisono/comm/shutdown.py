@@ -1,9 +1,7 @@
 """Ends torch's process groups in this process, orderly or not, within a bounded time.
 
-A group of devices waits at its end for collectives in progress, which a peer that is gone never joins. So a thread ends
-it, and is waited for with a timeout; after that, the group is aborted, which ends what its devices wait in.
-
-*Threads:* the one that ends the group, and `unisono-end-group`, which may be left in the driver.
+A group of devices waits at its end for collectives in progress, which a peer that is gone never joins. So a thread,
+`unisono-end-group`, ends it, and is waited for with a timeout; after that, the group is aborted.
 """
 
 from __future__ import annotations
@@ -26,11 +24,8 @@ _LAST_S = 30  # seconds for the rest of the process's exit when its group is stu
 
 
 def free_reducer(replicated: DistributedDataParallel) -> None:
-    """`__del__` for torch's DistributedDataParallel: free its reducer while the group has another holder.
-
-    A reducer that is the group's last holder joins gloo's threads while it holds the GIL, which these may wait for in
-    order to free a tensor (torch 2.13, `Reducer::~Reducer`).
-    """
+    """`__del__` for torch's DistributedDataParallel: free its reducer while the group has another holder. The last one
+    joins gloo's threads, which may wait for the GIL that it holds (torch 2.13, `Reducer::~Reducer`)."""
     # The logger first: it holds the reducer, too.
     for name in ("logger", "reducer"):
         replicated.__dict__.pop(name, None)

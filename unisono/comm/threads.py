@@ -1,26 +1,22 @@
 """Ranks as threads of one process, or a plain process, which is one such rank: collectives through shared memory.
 
-Tensors are combined by the last thread to arrive, in one meeting. In an all_reduce of large ones each thread does its
-part on the tensors of all ranks, between two meetings: before the first the tensors are incomplete, and until the
-second no rank may modify its own.
+Tensors are combined by the last thread to arrive. In an all_reduce of large ones each thread does its part on the
+tensors of all ranks, between two meetings: until the second no rank may modify its own.
 
-An accelerator's tensors are combined by work that the last thread submits, on its own streams, while the other ranks
-may have submitted their work on different streams. So each rank provides a mark after its work; the combining follows
-all marks, and each rank's later work follows the combining. No thread waits on the host.
-
-Invariants:
-
-1. A thread that fails between the two meetings breaks the world, so no rank continues with a partial result.
+An accelerator's tensors are combined by work that the last thread submits, on its own streams. So each rank provides a
+mark after its work; the combining follows all marks, and each rank's later work follows the combining. No thread waits
+on the host. A thread that fails between the two meetings breaks the world, so no rank has a partial result.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -120,23 +116,18 @@ class ThreadCommunicator:
         """Contribute `value`, and return the last thread's combination of all values: see `Meeting.exchange`."""
         if self._purpose:
             call, self._purpose = replace(call, purpose=self._purpose), ""
-        given = _Given(value, self._streams, self._mark() if isinstance(value, torch.Tensor) else None)
-        if not compiling.is_inside:
-            result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
-        else:
-            # The peers may be waiting at the gate that this thread has passed.
-            with compiling.outside():
-                result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
+        marked = None
+        if self._streams is not None and isinstance(value, torch.Tensor):
+            backend, device = self._streams
+            marked = backend, device, backend.mark(device)  # after what this thread has submitted to the rank's device
+        # The peers may be waiting at the gate that this thread has passed.
+        with compiling.outside() if compiling.is_inside else nullcontext():
+            result, marks = self._meeting.exchange(
+                self.rank, call, (value, marked), partial(_combine_with_marks, combine)
+            )
         for backend, mark in marks:
             backend.wait_ready(mark)
         return result
-
-    def _mark(self) -> Any:
-        """A mark after what this thread has submitted to the rank's device; None if there is nothing to follow."""
-        if self._streams is None:
-            return None
-        backend, device = self._streams
-        return backend.mark(device)
 
     def _work(self, call: Call, work: Callable[[], R]) -> R:
         """Do this rank's part of `call` on the tensors of all ranks, and return when all have done theirs."""
@@ -149,20 +140,12 @@ class ThreadCommunicator:
         return result
 
 
-class _Given(NamedTuple):
-    """What a rank contributes."""
-
-    value: Any
-    streams: tuple[Backend, torch.device] | None
-    mark: Any
-
-
-def _combine_with_marks(combine: Callable[[list[Any]], R], given: list[_Given]) -> tuple[R, list[tuple[Backend, Any]]]:
+def _combine_with_marks(combine: Callable[[list[Any]], R], given: list[Any]) -> tuple[R, list[tuple[Backend, Any]]]:
     """Return the combined values, and marks after the combining: one per device, for every rank, which may use all of
-    them."""
-    marked = [(each.mark, *each.streams) for each in given if each.mark is not None and each.streams is not None]
-    for mark, backend, _ in marked:
+    them. There is none where a family has nothing to follow."""
+    marked = [marked for _, marked in given if marked is not None and marked[-1] is not None]
+    for backend, _, mark in marked:
         backend.wait_ready(mark)
-    result = combine([each.value for each in given])
+    result = combine([value for value, _ in given])
     # On streams, the mark carries the result, so that `wait_ready` records each rank's use of its memory.
-    return result, [(backend, backend.mark(device, result)) for _, backend, device in marked]
+    return result, [(backend, backend.mark(device, result)) for backend, device, _ in marked]

@@ -1,8 +1,7 @@
 """Collectives on copies in main memory, for tensors that a transport does not support.
 
 A process group does not support XLA tensors: gloo leaves them unchanged, without an error. And no thread may touch what
-another one records. So a rank's tensor is copied to main memory, the collective runs there, and the result is copied
-back.
+another one records. So a rank's tensor is copied to main memory, and the result is copied back.
 
 *Threads:* as for the inner communicator.
 """
@@ -10,11 +9,11 @@ back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from unisono.comm.operations import check_reduction, check_root, check_scatter, check_tensor
+from unisono.comm.operations import check_tensor
 from unisono.protocols import Communicator, ReduceOp
 
 C = TypeVar("C", bound=Communicator)
@@ -29,6 +28,9 @@ class ThroughHostCommunicator(Generic[C]):
         self.rank = inner.rank
         self.size = inner.size
         self._settle = settle
+        self.all_gather_object, self.broadcast_object = inner.all_gather_object, inner.broadcast_object
+        self.barrier, self.announce = inner.barrier, inner.announce
+        self.abort, self.leave = inner.abort, inner.leave
 
     @property
     def current(self) -> str | None:
@@ -42,46 +44,23 @@ class ThroughHostCommunicator(Generic[C]):
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        check_reduction(tensor, op)
-        return tensor.copy_(self.inner.all_reduce(self._copy_to_host(tensor), op))
+        return tensor.copy_(self.inner.all_reduce(self._copy_to_host(tensor, "all_reduce"), op))
 
     @torch.no_grad()
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        check_tensor(tensor, "all_gather")
-        return [each.to(tensor.device) for each in self.inner.all_gather(self._copy_to_host(tensor))]
+        return [each.to(tensor.device) for each in self.inner.all_gather(self._copy_to_host(tensor, "all_gather"))]
 
     @torch.no_grad()
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        check_reduction(tensor, op, "reduce_scatter")
-        check_scatter(tensor, self.size)
-        return self.inner.reduce_scatter(self._copy_to_host(tensor), op).to(tensor.device)
+        return self.inner.reduce_scatter(self._copy_to_host(tensor, "reduce_scatter"), op).to(tensor.device)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        check_tensor(tensor, "broadcast")
-        check_root(root, self.size)
-        return tensor.copy_(self.inner.broadcast(self._copy_to_host(tensor), root))
+        return tensor.copy_(self.inner.broadcast(self._copy_to_host(tensor, "broadcast"), root))
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self.inner.all_gather_object(value)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self.inner.broadcast_object(value, root)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-    def announce(self, purpose: str) -> None:
-        self.inner.announce(purpose)
-
-    def abort(self, cause: BaseException) -> None:
-        self.inner.abort(cause)
-
-    def leave(self) -> None:
-        self.inner.leave()
-
-    def _copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_to_host(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """A copy in main memory; never the tensor itself, which must not change before the collective has succeeded."""
+        check_tensor(tensor, name)
         if tensor.is_cpu:
             return tensor.detach().clone()
         self._settle()

@@ -2,17 +2,14 @@
 
 Each rank first cuts what it has recorded, and waits until its device has run it. When all have arrived, the last thread
 records the reduction for every device and cuts it, one device after the other. So a graph with a collective contains
-nothing else, and is the same on each device whatever else the ranks do: batches of different sizes, work on rank zero
-only, values that are read. And the runtime, which aborts the process if a device does not join a collective within 15
-s, is called only when all ranks are present and their devices idle: a replica that fails raises an error, a slow one is
-waited for, and the process continues.
+nothing else, and is the same on each device. And the runtime, which aborts the process if a device does not join a
+collective within 15 s, is called only when all ranks are present and their devices idle.
 
 What the runtime does not reduce, and what is only moved, goes through main memory.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 
@@ -21,7 +18,7 @@ import torch
 from unisono.comm.operations import Call, check_reduction
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.threads import ThreadCommunicator
-from unisono.comm.through_host import C, ThroughHostCommunicator
+from unisono.comm.through_host import ThroughHostCommunicator
 from unisono.errors import BrokenWorldError
 from unisono.protocols import ReduceOp
 
@@ -29,11 +26,8 @@ _OPS = {"sum": "sum", "mean": "sum", "min": "min", "max": "max", "product": "mul
 
 
 def reduction_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """The type in which the runtime reduces tensors of a type; None if it does not reduce them.
-
-    bfloat16 is reduced as it is on TPUs, with half the traffic; the CPU's runtime has no reduction of it. float16 would
-    overflow in a sum.
-    """
+    """The type in which the runtime reduces tensors of a type; None if it does not. The CPU's has no reduction of
+    bfloat16, and float16 would overflow in a sum."""
     import torch_xla.runtime
 
     if dtype is torch.bfloat16:
@@ -41,9 +35,10 @@ def reduction_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return {torch.float16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}.get(dtype)
 
 
-class _XlaCommunicator(ThroughHostCommunicator[C], ABC):
-    """Reduces floating-point tensors by the runtime, where the ranks have met in `inner`. `settle` cuts the graph of
-    this rank's device, and returns when the device has run it."""
+class XlaCommunicator(ThroughHostCommunicator[ThreadCommunicator | ProcessCommunicator]):
+    """Reduces floating-point tensors by the runtime, where the ranks have met in `inner`: threads, whose devices are
+    all that the runtime has in this process, or processes, which it joins, with one TPU chip each. `settle` cuts the
+    graph of this rank's device, and returns when the device has run it."""
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
@@ -54,59 +49,35 @@ class _XlaCommunicator(ThroughHostCommunicator[C], ABC):
         # Recorded before the cut, so that the graph with the collective contains no conversion.
         own = tensor.detach().to(dtype)
         self._settle()
-        reduced = self._together(Call.on("all_reduce", tensor, op), own, op)
+        # A peer that failed, or makes another call, breaks this meeting rather than the runtime.
+        all_ = self.inner.meet(Call.on("all_reduce", tensor, op), own, lambda all_: _reduce_all(all_, op))
+        reduced = all_[self.rank % len(all_)]  # of this process's ranks: all threads, or this one
         return tensor.copy_(reduced / self.size if op == "mean" else reduced)
-
-    @abstractmethod
-    def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Meet the others, then reduce."""
-
-
-class XlaThreads(_XlaCommunicator[ThreadCommunicator]):
-    """A replica thread's communicator, if the threads' devices are all that the runtime has in this process."""
-
-    def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        reduced: list[torch.Tensor] = self.inner.meet(call, own, lambda all_: _reduce_all(all_, op))
-        return reduced[self.rank]
-
-
-class XlaProcesses(_XlaCommunicator[ProcessCommunicator]):
-    """A process's communicator, if the runtime joins the processes, one TPU chip each. Objects use the group."""
-
-    def _together(self, call: Call, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        self.inner.meet(call)  # a peer that failed, or makes another call, breaks this rather than the runtime
-        (reduced,) = _reduce_all([own], op)
-        return reduced
 
 
 @cache
 def join_devices(devices: tuple[torch.device, ...], size: int) -> None:
     """Declare all devices of this process to the runtime, once, as replicas of one another and of those of its peers;
-    `size` is their number. BrokenWorldError if they do not reduce among themselves."""
+    `size` is their number.
+
+    Raises:
+        BrokenWorldError: they do not reduce among themselves: runtimes that are not connected reduce nothing, silently.
+    """
+    import torch_xla
     import torch_xla.core.xla_model as xm
 
     xm.set_replication(devices[0], list(devices))
-    check_joined([torch.ones(1, device=device) for device in devices], size)
-
-
-def check_joined(ones: Sequence[torch.Tensor], size: int) -> None:
-    """Reduce ones, those of this process, and compare with the number of ranks; BrokenWorldError if the result differs:
-    runtimes that are not connected reduce nothing, silently.
-
-    What was recorded on the devices before is cut and run first: on only one of them, it would make that graph
-    different, or keep the others waiting in the reduction.
-    """
-    import torch_xla
-
-    for each in ones:
-        _cut(each.device)
-    torch_xla._XLAC._xla_wait_device_ops(torch_xla._XLAC._xla_real_devices([str(each.device) for each in ones]))
+    ones = [torch.ones(1, device=device) for device in devices]
+    # What was recorded before is cut and run first: on only one of the devices, it would make that graph different, or
+    # keep the others waiting in the reduction.
+    for device in devices:
+        _cut(device)
+    torch_xla._XLAC._xla_wait_device_ops(torch_xla._XLAC._xla_real_devices(list(map(str, devices))))
     found = [each.item() for each in _reduce_all(ones, "sum")]
     if any(each != size for each in found):
         raise BrokenWorldError(
-            f"an all_reduce of ones over {size} XLA devices gave {found[0]:g}: the runtime does not join them. It was "
-            "started before its topology was known, or has another number of devices; do not use an XLA device before "
-            "spawn or DataParallel"
+            f"an all_reduce of ones over {size} XLA devices gave {found[0]:g}: the runtime does not join them; do not "
+            "use an XLA device before spawn or DataParallel"
         )
 
 

@@ -70,7 +70,6 @@ class Job:
     Attributes:
         call: `Settings`, then `(fn, args)`, pickled by value where needed.
         num_threads: CPU threads of each worker.
-        cores: the logical cores of each of them; None leaves placement to the system.
         place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
     """
 
@@ -78,7 +77,6 @@ class Job:
     backend: str
     options: Options
     num_threads: int
-    cores: list[set[int]] | None
     place: RankPlace
     caller: Caller = field(default_factory=Caller)
 

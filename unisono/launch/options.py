@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Literal, TypedDict
 
 from unisono.arguments import check_choice, check_integer, check_type, explain_unknown_names
-from unisono.backends.cores import disjoint_cores, fair_num_threads
+from unisono.backends.cores import fair_num_threads
 from unisono.protocols import Engine
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,8 @@ class Cores:
     Attributes:
         num_threads: CPU threads per worker; None uses OMP_NUM_THREADS, or else divides the usable cores evenly.
         num_loader_workers: DataLoader workers per worker, which then get their share of the cores as well.
-        pin: keep each worker, and the processes it starts, to cores of its own, of one NUMA node where possible (True);
-            or to those near its GPU, as torch.numa has them: of the GPU's "node" or "socket", an "exclusive" part of
-            its node, or one "core-complex".
+        pin: keep each worker, and the processes it starts, to the cores near its GPU, as torch.numa has them: of the
+            GPU's "node" or "socket", an "exclusive" part of its node, or one "core-complex".
 
     Raises:
         TypeError, ValueError: a value is invalid.
@@ -70,31 +69,26 @@ class Cores:
 
     num_threads: int | None = None
     num_loader_workers: int = 0
-    pin: bool | str = False
+    pin: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_threads is not None:
             check_integer(self.num_threads, "num_threads", 1, "pass an integer of at least 1, or None for a fair share")
         check_integer(self.num_loader_workers, "num_loader_workers", 0, "pass the num_workers of the DataLoader")
-        check_type(self.pin, "pin", "pass True or False, or a mode of torch.numa, such as 'node'", bool, str)
-        if isinstance(self.pin, str):
+        check_type(self.pin, "pin", "pass a mode of torch.numa, such as 'node', or None", str, NoneType)
+        if self.pin is not None:
             check_choice(self.pin, "pin", *NEAR_GPUS)
 
-    def divide(self, count: int) -> tuple[int, list[set[int]] | None]:
-        """The threads of each of `count` workers, and the logical cores of each if they are pinned. ValueError:
-        workers are to be pinned, and there are more of them than logical cores."""
-        cores = disjoint_cores(count) if self.pin is True else None
-        if cores is not None:
-            shown = "; ".join(f"rank {rank}: {sorted(own)}" for rank, own in enumerate(cores))
-            logger.info("workers are pinned to cores: %s", shown)
+    def threads_of_each(self, count: int) -> int:
+        """The CPU threads of each of `count` workers."""
         if self.num_threads is not None:
-            return self.num_threads, cores
+            return self.num_threads
         asked = os.environ.get("OMP_NUM_THREADS", "")
         is_asked = asked.isdecimal() and int(asked) > 0
         threads = int(asked) if is_asked else fair_num_threads(count, self.num_loader_workers)
         reason = "as OMP_NUM_THREADS says" if is_asked else f"a fair share of the cores for {count} workers"
         logger.info("%d CPU threads per worker, %s; spawn(..., cores=n) sets another number", threads, reason)
-        return threads, cores
+        return threads
 
 
 NEAR_GPUS = ("node", "socket", "exclusive", "core-complex")

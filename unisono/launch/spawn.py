@@ -168,14 +168,12 @@ def make_job(call: bytes, count: int, family: Backend, options: Options, caller:
     over, by default this process's.
 
     Raises:
-        ValueError: there are fewer cores than workers to be pinned, or too few open files for them.
+        ValueError: workers without GPUs are to be pinned near them, or there are too few open files.
         UnisonoError: workers cannot be supervised on this platform.
     """
-    num_threads, cores = options.shared_cores.divide(count)
-    if isinstance(pin := options.shared_cores.pin, str) and not family.is_accelerated():
-        raise ValueError(
-            f"Cores(pin={pin!r}) keeps workers near their GPUs, and theirs are on {family.name}; pass pin=True"
-        )
+    num_threads = options.shared_cores.threads_of_each(count)
+    if (pin := options.shared_cores.pin) is not None and not family.is_accelerated():
+        raise ValueError(f"Cores(pin={pin!r}) keeps workers near their GPUs, and theirs are on {family.name}")
     if not hasattr(os, "fork"):
         raise UnisonoError(
             f"workers need a Unix, and this is {sys.platform}; use nprocs=1, DataParallel, whose replicas are threads, "
@@ -189,7 +187,7 @@ def make_job(call: bytes, count: int, family: Backend, options: Options, caller:
     caller = caller or Caller()
     caller = replace(caller, environ={**caller.environ, **family.worker_environment(count)})
     place = RankPlace("unisono", 0, count, 0, count, 0, address="", port=0, is_store_there=True)
-    job = Job(call, family.name, options, num_threads, cores, place, caller)
+    job = Job(call, family.name, options, num_threads, place, caller)
     _settle_streams()
     return job
 

@@ -218,9 +218,7 @@ def stacks_path(directory: str | Path, rank: int) -> Path:
 def _join_world(job: Job, place: RankPlace) -> World:
     options, backend = job.options, get_backend(job.backend)
     # Before any thread exists: threads inherit it.
-    if job.cores is not None:
-        os.sched_setaffinity(0, job.cores[place.local_rank])
-    elif isinstance(pin := options.shared_cores.pin, str):
+    if (pin := options.shared_cores.pin) is not None:
         os.sched_setaffinity(0, cores_near(place.local_rank % max(1, backend.device_count()), pin))
     torch.set_num_threads(job.num_threads)
     timeout = timedelta(seconds=options.timeout_s)

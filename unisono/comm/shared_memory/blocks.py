@@ -26,11 +26,9 @@ from unisono.comm.shared_memory.meeting_point import MeetingPoint
 _SETS = 3
 _SLOT_BYTES = 2**20
 _ALL_SLOTS_BYTES = 2**28
-# Bytes: a cache line, and a multiple of every itemsize.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes: a cache line, and a multiple of every itemsize
 _KEPT_VIEWS = 256
-_DIRECT_BYTES = 2**15
-"""Up to this size each rank folds everything itself: one meeting instead of two."""
+_DIRECT_BYTES = 2**15  # up to this size each rank folds everything itself: one meeting instead of two
 
 
 def slot_bytes(size: int) -> int:
@@ -61,12 +59,6 @@ class Blocks:
         for block, slots in self._show(action, flat):
             fold_into(block, slots, op)
 
-    def reduce(self, action: str, flat: torch.Tensor, op: str, root: int) -> None:
-        """Reduce into the root's `flat`."""
-        for block, slots in self._show(action, flat):
-            if self.rank == root:
-                fold_into(block, slots, op)
-
     def broadcast(self, action: str, flat: torch.Tensor, root: int) -> None:
         """Copy the root's `flat` into those of the others."""
         for block, slots in self._show(action, flat, is_shown=self.rank == root):
@@ -84,13 +76,18 @@ class Blocks:
 
     def reduce_scatter(self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
         """Reduce the parts of this rank's number, of all ranks, into `output`."""
-        for block, pieces in self._show_parts(action, output, parts):
+        length, start = output.shape[0], 0
+        # A slot holds a piece for each rank.
+        capacity = self._slot_bytes // output.itemsize // self.size
+        while start < length or not start:
+            block = output[start : start + capacity]
+            width = block.shape[0]
+            pieces = [slot.view(self.size, width) for slot in self._slots(output.dtype, self.size * width)]
+            for part, piece in zip(parts, pieces[self.rank], strict=True):
+                piece.copy_(part[start : start + width])
+            self._meet(action, start)
             fold_into(block, [each[self.rank] for each in pieces], op)
-
-    def scatter(self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor], root: int) -> None:
-        """Copy the root's part of this rank's number into `output`."""
-        for block, pieces in self._show_parts(action, output, parts if self.rank == root else ()):
-            block.copy_(pieces[root][self.rank])
+            start += capacity
 
     def barrier(self, action: str) -> None:
         """Wait for all ranks."""
@@ -129,33 +126,16 @@ class Blocks:
             slots = self._slots(flat.dtype, block.shape[0])
             if is_shown:
                 slots[self.rank].copy_(block)
-            if start:
-                self._here.meet()
-            else:
-                self._here.enter(action)
+            self._meet(action, start)
             yield block, slots
             start += capacity
 
-    def _show_parts(
-        self, action: str, output: torch.Tensor, parts: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]]:
-        """Yield each block of `output`, once all ranks have shown that block of all their parts, with what they have
-        shown."""
-        length, start = output.shape[0], 0
-        # A slot holds a piece for each rank.
-        capacity = self._slot_bytes // output.itemsize // self.size
-        while start < length or not start:
-            block = output[start : start + capacity]
-            width = block.shape[0]
-            pieces = [slot.view(self.size, width).unbind() for slot in self._slots(output.dtype, self.size * width)]
-            for part, piece in zip(parts, pieces[self.rank], strict=False):
-                piece.copy_(part[start : start + width])
-            if start:
-                self._here.meet()
-            else:
-                self._here.enter(action)
-            yield block, pieces
-            start += capacity
+    def _meet(self, action: str, start: int) -> None:
+        """Wait for all ranks; in the first block of a collective, compare what they do."""
+        if start:
+            self._here.meet()
+        else:
+            self._here.enter(action)
 
     def _slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
         """For each rank, that many elements at the beginning of its slot for the next meeting."""
@@ -165,14 +145,12 @@ class Blocks:
             # Shapes that differ in every step would otherwise add views without end.
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
-            starts = (
-                self._mapping.blocks_at + (which * self.size + rank) * self._slot_bytes for rank in range(self.size)
-            )
-            views = [self._view(start, dtype, length) for start in starts]
+            start = self._mapping.blocks_at + which * self.size * self._slot_bytes
+            views = [
+                torch.frombuffer(
+                    self._mapping.memory, dtype=dtype, count=max(1, length), offset=start + rank * self._slot_bytes
+                )[:length]  # `frombuffer` does not accept 0
+                for rank in range(self.size)
+            ]
             self._views[dtype, length, which] = views
         return views
-
-    def _view(self, start: int, dtype: torch.dtype, length: int) -> torch.Tensor:
-        if not length:  # `frombuffer` does not accept 0
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._mapping.memory, dtype=dtype, count=length, offset=start)

@@ -26,9 +26,9 @@ if SUPPORTED:
 
 
 def wait(address: int, seen: int, timeout_s: float) -> None:
-    """Sleep while the word at `address` equals `seen`, until `wake`, a signal or the timeout. Releases the GIL."""
+    """Sleep while the word at `address` equals `seen`, until `wake`, a signal or the timeout: the caller looks again.
+    Releases the GIL."""
     seconds, rest = divmod(timeout_s, 1)
-    # The result is ignored: after a wake-up, a changed word, a signal or the timeout, the caller looks again.
     _futex(_number, address, _WAIT, seen, ctypes.byref(_TimeSpec(int(seconds), int(rest * 1e9))))
 
 

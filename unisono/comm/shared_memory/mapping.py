@@ -1,8 +1,7 @@
 """The memory that the ranks of one machine share: created by the first, mapped by all, freed with the last.
 
-It is a file without a name (`memfd_create`), so nothing of it can be left over, whatever is killed, and the size of
-/dev/shm does not limit it. The others open it under /proc, via the first rank's descriptor; the store of the group says
-which. Either all ranks map it or none does.
+It is a file without a name (`memfd_create`), so nothing of it can be left over, and the size of /dev/shm does not limit
+it. The others open it under /proc, as the store of the group says. Either all ranks map it or none does.
 
 Each rank holds a lock on a byte of the file, which the kernel releases when its process ends: so its peers know whether
 it is alive, without a message. (A record lock of `fcntl`: forked loader workers do not inherit it.)
@@ -10,7 +9,6 @@ it is alive, without a message. (A record lock of `fcntl`: forked loader workers
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -18,7 +16,7 @@ import secrets
 import struct
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -46,6 +44,7 @@ class Mapping:
         self.memory = mmap.mmap(file, self.blocks_at + num_bytes)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         weakref.finalize(self, os.close, file).atexit = False  # the lock has to last as long as the process
+        self.memory[self.header_of(rank) + _JOINED] = 1
 
     def header_of(self, rank: int) -> int:
         """The offset of that rank's header."""
@@ -57,33 +56,23 @@ class Mapping:
         kind: int = _LOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK
 
-    def say_joined(self) -> None:
-        self.memory[self.header_of(self.rank) + _JOINED] = 1
-
     def missing(self) -> Sequence[int]:
         """The ranks that have not joined yet."""
         return [rank for rank in range(self.size) if not self.memory[self.header_of(rank) + _JOINED]]
 
 
 def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: timedelta) -> Mapping | None:
-    """Map `num_bytes` for blocks, with all ranks of the group; None, on all ranks, if one of them cannot.
-
-    Args:
-        store: the group's own.
-
-    Raises:
-        DistStoreError: some ranks did not join within `timeout`.
-    """
+    """Map `num_bytes` for blocks, with all ranks of the group, whose store it is; None, on all ranks, if one of them
+    cannot. DistStoreError, if some ranks did not join within `timeout`."""
     if not futex.SUPPORTED:
         return None
     try:
-        mapping = _create(store, rank, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes)
+        mapping = _create(store, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes)
     except OSError:
         store.set(_REFUSED, str(rank))
         return None
     if mapping is None:
         return None
-    mapping.say_joined()
     deadline = time.monotonic() + timeout.total_seconds()
     while missing := mapping.missing():
         if store.check([_REFUSED]):
@@ -94,13 +83,12 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
     return mapping
 
 
-def _create(store: Store, rank: int, size: int, num_bytes: int) -> Mapping:
+def _create(store: Store, size: int, num_bytes: int) -> Mapping:
     token = secrets.token_bytes(_TOKEN)
     file = os.memfd_create("unisono-blocks", os.MFD_CLOEXEC)
-    with _closed_on_failure(file):
-        os.ftruncate(file, PAGE * (size + 1) + num_bytes)
-        os.pwrite(file, token, 0)
-        mapping = Mapping(file, rank, size, num_bytes)
+    os.ftruncate(file, PAGE * (size + 1) + num_bytes)
+    os.pwrite(file, token, 0)
+    mapping = Mapping(file, 0, size, num_bytes)
     # Announced last: the others open the file as soon as they read this.
     store.set(_PLACE, f"{os.getpid()} {file} {token.hex()}")
     return mapping
@@ -114,17 +102,8 @@ def _open(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
         time.sleep(_POLL_S)
     pid, number, token = store.get(_PLACE).decode().split()
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    with _closed_on_failure(file):
-        # On another machine, or in another container, the same path is a different file.
-        if os.pread(file, _TOKEN, 0).hex() != token:
-            raise OSError("it is another file")
-        return Mapping(file, rank, size, num_bytes)
-
-
-@contextlib.contextmanager
-def _closed_on_failure(file: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
+    # On another machine, or in another container, the same path is a different file.
+    if os.pread(file, _TOKEN, 0).hex() != token:
         os.close(file)
-        raise
+        raise OSError("it is another file")
+    return Mapping(file, rank, size, num_bytes)

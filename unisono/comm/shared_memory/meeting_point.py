@@ -16,11 +16,11 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
 from datetime import timedelta
-from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -44,9 +44,7 @@ _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broke
 class MeetingPoint:
     """This rank's place.
 
-    Attributes:
-        turn: the number of meetings that this rank has arrived at; the memory holds it modulo the word.
-        notes: what the ranks do.
+    `turn` is the number of meetings that this rank has arrived at; the memory holds it modulo the word.
     """
 
     def __init__(self, mapping: Mapping, timeout: timedelta) -> None:
@@ -66,17 +64,15 @@ class MeetingPoint:
     def announce(self, action: str) -> dict[int, str]:
         """Note what this rank does before its next collective; sends nothing, and waits for nobody. Returns what ranks
         have noted, by rank, if some have noted something else; CollectiveMismatchError, on all ranks, if all others
-        wait in their next collective."""
-        if self._is_closed:
-            self._refuse()
+        find that soon, too."""
+        self._check_open()
         if self.notes.is_full:
             self.enter("came to a full page of announcements")
         self.notes.add(action)
-        difference = self.notes.find_difference()
-        if difference and self._all_come():
-            self.meet()
-            self.notes.turn_page()
-            raise self._mismatch(difference[self.rank])
+        if difference := self.notes.find_difference():
+            with contextlib.suppress(dist.DistNetworkError):
+                self.meet(_GRACE_S)
+                raise self._mismatch(difference)
         return difference
 
     def name_next(self, action: str) -> None:
@@ -85,33 +81,19 @@ class MeetingPoint:
 
     def enter(self, action: str) -> None:
         """Begin a collective: wait for all ranks, and compare what they do. This rank's data must be written before.
-
-        Raises:
-            CollectiveMismatchError: others do something else; on all ranks.
-            DistNetworkError: as for `meet`.
-        """
-        if self._is_closed:  # first: peers may be reading what this rank noted last
-            self._refuse()
-        name, self._name = self._name, ""
-        self.notes.add(name or action, is_torchs=not name)
+        CollectiveMismatchError, on all ranks, if they do not agree; DistNetworkError as by `meet`."""
+        self._check_open()  # first: peers may be reading what this rank noted last
+        self.notes.add(self._name or action)
+        self._name = ""
         self.meet()
-        difference = self.notes.find_difference()
+        if difference := self.notes.find_difference():
+            raise self._mismatch(difference)
         self.notes.turn_page()
-        if difference:
-            raise self._mismatch(difference[self.rank])
 
-    def _all_come(self) -> bool:
-        """Whether all others come to their next meeting soon, so that all raise the same error, with their places."""
-        deadline = time.monotonic() + _GRACE_S
-        while missing := self.missing(self.turn + 1):
-            if time.monotonic() > deadline or any(map(self._absence_of, missing)):
-                return False
-            time.sleep(_FIRST_NAP_S)
-        return True
-
-    def _mismatch(self, action: str) -> CollectiveMismatchError:
-        """The error, with the places of calls. All ranks get here, since each has found the same difference."""
-        self.notes.add(action)
+    def _mismatch(self, difference: dict[int, str]) -> CollectiveMismatchError:
+        """The error, with the places of calls, after a meeting in which all ranks have found the difference."""
+        self.notes.turn_page()
+        self.notes.add(difference[self.rank])
         self.notes.add(describe_call(own_frames()))
         # All must have written their places before any rank reads them.
         self.meet()
@@ -119,16 +101,15 @@ class MeetingPoint:
         actions, places = zip(*map(self.notes.lines, range(self.size)), strict=True)
         return mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
-    def meet(self) -> None:
+    def meet(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have arrived. DistNetworkError, on all that wait, if one is gone or did not arrive in
         time."""
-        if self._is_closed:
-            self._refuse()
+        self._check_open()
         self.turn += 1
         self._words[self._count_at[self.rank] // 4] = self.turn % _WORD
         futex.wake(self._address + self._count_at[self.rank])
         for rank in self._others:
-            self._wait_for(rank)
+            self._wait_for(rank, timeout_s or self._timeout.total_seconds())
 
     def close(self, *, is_broken: bool = False) -> None:
         """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent."""
@@ -142,14 +123,13 @@ class MeetingPoint:
     def check_presence(self, rank: int) -> None:
         """Raise if that rank will never arrive, whatever it is waited for; DistNetworkError if it has left or ended, or
         this rank has."""
-        if self._is_closed:
-            self._refuse()
+        self._check_open()
         if reason := self._absence_of(rank):
-            self.close(is_broken=True)
             raise dist.DistNetworkError(f"rank {rank} {reason}")
 
-    def _refuse(self) -> NoReturn:
-        raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
 
     def _absence_of(self, rank: int) -> str:
         """Why that rank will not arrive any more; "" if it may."""
@@ -157,39 +137,32 @@ class MeetingPoint:
         state = self._words[self._state_at[rank] // 4]  # read after the check: a dead rank writes it no more
         return _REASONS[state] if state or has_ended else ""
 
-    def missing(self, turn: int | None = None) -> list[int]:
-        """The ranks that have not arrived at that meeting; None means this rank's last one."""
-        return [rank for rank in self._others if not self._has_come(rank, turn)]
+    def missing(self) -> list[int]:
+        """The ranks that have not arrived at this rank's last meeting."""
+        return [rank for rank in self._others if not self._has_come(rank)]
 
-    def _has_come(self, rank: int, turn: int | None = None) -> bool:
+    def _has_come(self, rank: int) -> bool:
         # Modulo the word: counts wrap around, and a peer is at most one meeting ahead.
-        ahead = self._words[self._count_at[rank] // 4] - (self.turn if turn is None else turn)
-        return ahead % _WORD < _WORD // 2
+        return (self._words[self._count_at[rank] // 4] - self.turn) % _WORD < _WORD // 2
 
-    def _wait_for(self, rank: int) -> None:
+    def _wait_for(self, rank: int, timeout_s: float) -> None:
         words, word, turn = self._words, self._count_at[rank] // 4, self.turn
         for _ in range(_SPINS):
             if (words[word] - turn) % _WORD < _WORD // 2:  # `_has_come`, without a hundred calls
                 return
             os.sched_yield()
-        address = self._address + self._count_at[rank]
-        deadline, nap_s = time.monotonic() + self._timeout.total_seconds(), _FIRST_NAP_S
+        deadline, nap_s = time.monotonic() + timeout_s, _FIRST_NAP_S
         while True:
             # Read before the check: if the word changes after that, the futex does not sleep.
             seen = words[word]
             if self._has_come(rank):
                 return
-            self._check(deadline)
-            futex.wait(address, seen, nap_s)
+            missing = self.missing()
+            for each in missing:
+                # otherwise it left after this meeting
+                if self._is_closed or (self._absence_of(each) and not self._has_come(each)):
+                    self.check_presence(each)
+            if time.monotonic() > deadline:
+                raise dist.DistNetworkError(f"waited {timedelta(seconds=timeout_s)} for {name_ranks(missing)}")
+            futex.wait(self._address + self._count_at[rank], seen, nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-
-    def _check(self, deadline: float) -> None:
-        """Raise if the wait cannot succeed."""
-        missing = self.missing()
-        for rank in missing:
-            # otherwise it left after this meeting
-            if self._is_closed or (self._absence_of(rank) and not self._has_come(rank)):
-                self.check_presence(rank)
-        if time.monotonic() > deadline:
-            self.close(is_broken=True)
-            raise dist.DistNetworkError(f"waited {self._timeout} for {name_ranks(missing)}")

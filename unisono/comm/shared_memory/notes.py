@@ -18,26 +18,22 @@ from __future__ import annotations
 from unisono.comm.operations import fitted
 from unisono.comm.shared_memory.mapping import Mapping
 
-_LAST_AT, _PAGES_AT, _PAGE = 64, 576, 1760  # offsets in a rank's header, and the bytes of each of its two pages
-_TEXT_AT = 8  # in a page, after its number and its length; in the last words, after their length
+_PAGES_AT, _PAGE = 64, 2016  # the offset in a rank's header, and the bytes of each of its two pages
+_TEXT_AT = 8  # in a page, after its number and its length
 _LINE = 480  # the most bytes of a line; the last one on a page always has room
 _WORD = 2**32
 
 
 class Notes:
-    """The notes of all ranks; this rank writes its own.
-
-    Attributes:
-        is_full: whether this rank's page has room for one line only, that of the collective.
-    """
+    """The notes of all ranks; this rank writes its own. `is_full`: its page has room for the collective's line only."""
 
     def __init__(self, mapping: Mapping) -> None:
         self._rank, self._size = mapping.rank, mapping.size
         self._memory = mapping.memory
         self._words = memoryview(mapping.memory).cast("I")
-        self._headers = [mapping.header_of(rank) for rank in range(mapping.size)]
         # Of each of the two pages, where it begins in the memory of each rank.
-        self._pages = [[each + _PAGES_AT + page * _PAGE for each in self._headers] for page in range(2)]
+        first = [mapping.header_of(rank) + _PAGES_AT for rank in range(mapping.size)]
+        self._pages = first, [at + _PAGE for at in first]
         self._number = 0
         self.turn_page()
 
@@ -51,8 +47,8 @@ class Notes:
         self._words[at + 1] = 0
         self._words[at] = self._number % _WORD
 
-    def add(self, action: str, is_torchs: bool = False) -> None:
-        """Note what this rank does next: with `is_torchs`, a collective that was called without this package."""
+    def add(self, action: str) -> None:
+        """Note what this rank does next."""
         line, at = action.encode(), self._starts[self._rank]
         if len(line) >= _LINE or b"\n" in line:
             line = fitted(action.replace("\n", " "), _LINE - 1)
@@ -62,10 +58,6 @@ class Notes:
         self._length += len(line)
         self._words[at // 4 + 1] = self._length
         self.is_full = self._length > _PAGE - _TEXT_AT - 2 * _LINE
-        if not is_torchs:
-            last = self._headers[self._rank] + _LAST_AT
-            self._memory[last + _TEXT_AT : last + _TEXT_AT + len(line)] = line
-            self._words[last // 4] = len(line)
 
     def find_difference(self) -> dict[int, str]:
         """The first line by which the notes of ranks differ, as far as they go, by rank; empty if none does."""
@@ -87,12 +79,6 @@ class Notes:
             if len(set(row.values())) > 1:
                 return row
         return {}
-
-    def last_action(self, rank: int) -> str:
-        """What that rank has last announced or called of this package; "" if nothing."""
-        at = self._headers[rank] + _LAST_AT
-        text = self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4]]
-        return text.decode(errors="replace").rstrip("\n")
 
     def lines(self, rank: int) -> list[str]:
         """What that rank has noted, line by line."""

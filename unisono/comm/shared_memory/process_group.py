@@ -1,8 +1,9 @@
 """A torch process group whose collectives use the shared memory of one machine: `init_process_group("shm")`.
 
 DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own torch.distributed calls use it like any
-other group. All ranks compare their calls before any data is moved. What the group does not implement is sent by gloo:
-messages between two ranks, all-to-all, sparse tensors; and everything if ranks share no memory, as on several machines.
+other group. All ranks compare their calls before any data is moved. gloo carries out what is needed rarely: messages
+between two ranks, reductions to one, gather, scatter, all-to-all, sparse tensors; and everything if ranks share no
+memory, as on several machines.
 
 A call is complete when it returns, with `async_op` too: its work then waits for nothing.
 
@@ -15,19 +16,17 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from unisono.comm.folding import fold_into
 from unisono.comm.operations import Call, action_of
 from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
-from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions
+from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions, create_work_from_future
 
 NAME = "shm"
 
@@ -40,7 +39,6 @@ _ProcessGroup: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
 _ReduceOp: Any = dist.ReduceOp.RedOpType
 
-_is_sparse = attrgetter("is_sparse")
 _HOST = torch.default_generator.device.type
 _OPS = {
     _ReduceOp.SUM: "sum",
@@ -68,29 +66,21 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return SharedMemoryGroup(mapping, store, timeout)
 
 
-class Done(dist.Work):
+def _done(tensors: Any) -> Any:
     """Work that was completed before it is returned."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(tensors)
+    return create_work_from_future(future)
 
-    def __init__(self, tensors: Any) -> None:
-        super().__init__()
-        self._tensors = tensors
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
+def _by_gloo_together(name: str) -> Callable[..., Any]:
+    """A collective that gloo carries out, after all ranks have compared their calls."""
 
-    def is_completed(self) -> bool:
-        return True
+    def call(self: SharedMemoryGroup, *arguments: Any) -> Any:
+        self._blocks.barrier(f"called {name}()")
+        return getattr(self._by_gloo(), name)(*arguments)
 
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
+    return call
 
 
 class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
@@ -105,17 +95,12 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = self._description = ""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        if any(map(_is_sparse, tensors)):
-            return self._by_gloo(*range(self.size())).allreduce(tensors, opts)
-        op = _op_of(opts, tensors)
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._sparse_allreduce(tensors, opts)
+        op = _op_of(opts)
         return self._in_place("all_reduce", tensors, op, self._blocks.all_reduce, op)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
-
-    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        op, root = _op_of(opts, tensors), opts.rootRank
-        return self._in_place("reduce", tensors, f"{op} to {root}", self._blocks.reduce, op, root)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         return self._in_place("broadcast", tensors, opts.rootRank, self._blocks.broadcast, opts.rootRank)
@@ -123,16 +108,8 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         return self._gather("all_gather", outputs, inputs)
 
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-        # torch passes no outputs on ranks other than the root.
-        return self._gather("gather", outputs or [[]], inputs, opts.rootRank)
-
-    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        pieces = output.view(self.size(), -1).unbind() if self.rank() == opts.rootRank else ()
-        return self._gather("gather_single", [pieces], [tensor], opts.rootRank)
-
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        return self.all_gather_single_coalesced([output], [tensor])
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -141,7 +118,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gather("all_gather_single", pieces, inputs)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
-        op = _op_of(opts, outputs)
+        op = _op_of(opts)
         parts = [list(map(_flat, each)) for each in inputs]
         for output, each in zip(outputs, parts, strict=True):
             self._check_parts("reduce_scatter", each, output)
@@ -155,16 +132,9 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         return self.reduce_scatter(outputs, [[*_flat(each).view(self.size(), -1).unbind()] for each in inputs], opts)
 
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
-        root = opts.rootRank
-        parts = [_flat(part) for part in inputs[0]] if inputs else []
-        if self.rank() == root:
-            self._check_parts("scatter", parts, outputs[0])
-        return self._in_place("scatter", outputs, root, self._blocks.scatter, root, parts=[parts] * len(outputs))
-
     def barrier(self, opts: Any = None) -> Any:
         self._blocks.barrier("called barrier()")
-        return Done([])
+        return _done([])
 
     # Names of these methods in torch before 2.11.
     _allgather_base = all_gather_single
@@ -172,24 +142,23 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    # What gloo carries out.
+
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._by_gloo(rank).send(tensors, rank, tag)
+        return self._to_peer(rank).send(tensors, rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-        return self._by_gloo(rank).recv(tensors, rank, tag)
+        return self._to_peer(rank).recv(tensors, rank, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
         return self._by_gloo().recv_anysource(tensors, tag)
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        return self._by_gloo(*range(self.size())).alltoall(outputs, inputs, *_given_options(opts))
-
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], opts: Any = None
-    ) -> Any:
-        return self._by_gloo(*range(self.size())).alltoall_base(output, tensor, outputs, inputs, *_given_options(opts))
-
-    alltoall_base = all_to_all_single
+    reduce = _by_gloo_together("reduce")
+    gather = _by_gloo_together("gather")
+    scatter = _by_gloo_together("scatter")
+    alltoall = _by_gloo_together("alltoall")
+    alltoall_base = all_to_all_single = _by_gloo_together("alltoall_base")
+    _sparse_allreduce = _by_gloo_together("allreduce")
 
     def shutdown(self) -> None:
         self.here.close()
@@ -215,29 +184,21 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._description
 
-    def _gather(
-        self,
-        name: str,
-        outputs: Sequence[Sequence[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
-        root: int | None = None,
-    ) -> Done:
+    def _gather(self, name: str, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Any:
         flats = list(map(_flat, inputs))
         wanted = [list(map(_flat, pieces)) for pieces in outputs]
-        if root is None or root == self.rank():
-            for pieces, flat in zip(wanted, flats, strict=True):
-                self._check_parts(name, pieces, flat)
-
+        for pieces, flat in zip(wanted, flats, strict=True):
+            self._check_parts(name, pieces, flat)
         try:
             for sent, pieces, flat, tensors in zip(inputs, wanted, flats, outputs, strict=True):
-                self._blocks.all_gather(_describe_call(name, sent.shape, sent.dtype, root), pieces, flat)
+                self._blocks.all_gather(_describe_call(name, sent.shape, sent.dtype, None), pieces, flat)
                 for tensor, piece in zip(tensors, pieces, strict=True):
                     if piece.data_ptr() != tensor.data_ptr():
                         _write_back(tensor, piece)
         except BaseException:  # the ranks are out of step
             self.here.close(is_broken=True)
             raise
-        return Done(outputs)
+        return _done(outputs)
 
     def _in_place(
         self,
@@ -247,7 +208,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         operation: Callable[..., None],
         *arguments: Any,
         parts: Sequence[Sequence[torch.Tensor]] = (),
-    ) -> Done:
+    ) -> Any:
         """Change the tensors in place, by an operation on a one-dimensional view of each, with its parts."""
         flats = list(map(_flat, tensors))  # all are checked before anything is sent
         try:
@@ -259,7 +220,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         except BaseException:  # the ranks are out of step
             self.here.close(is_broken=True)
             raise
-        return Done(tensors)
+        return _done(tensors)
 
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
         """Before anything is sent, check that there is one part per rank, each of the size that a rank sends or
@@ -270,18 +231,22 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{name} between {self.size()} ranks needs as many parts of {whole.numel()} elements each, got {sizes}"
             )
 
-    def _by_gloo(self, *peers: int) -> Any:
-        """Return the group for everything else, once those peers have created theirs; they connect on first use."""
+    def _to_peer(self, rank: int) -> Any:
+        """gloo's group, once that peer has created its own: gloo would wait for one that has already left."""
+        gloo = self._by_gloo()
+        while not self._store.check([_CAME.format(rank)]):
+            self.here.check_presence(rank)
+            time.sleep(_POLL_S)
+        return gloo
+
+    def _by_gloo(self) -> Any:
+        """gloo's group, which connects on first use."""
         if self._gloo is None:
             options = GlooOptions()
             setattr(options, GLOO_TIMEOUT, self._timeout)
             setattr(options, GLOO_DEVICES, [_Gloo.create_device(hostname=_LOOPBACK, lazy_init=True)])
             self._gloo = _Gloo(PrefixStore("gloo", self._store), self.rank(), self.size(), options)
             self._store.set(_CAME.format(self.rank()), "1")
-        for rank in peers:  # gloo would wait for a peer that has already left
-            while not self._store.check([_CAME.format(rank)]):
-                self.here.check_presence(rank)
-                time.sleep(_POLL_S)
         return self._gloo
 
     def _close_gloo(self) -> None:
@@ -294,30 +259,11 @@ def _describe_call(name: str, shape: tuple[int, ...], dtype: torch.dtype, argume
     return action_of(Call(name, tuple(shape), dtype, argument))
 
 
-def _op_of(opts: Any, tensors: Sequence[torch.Tensor]) -> str:
-    """The operation, which torch must have for these tensors: an error within the collective breaks the group."""
+def _op_of(opts: Any) -> str:
     op = _ReduceOp.SUM if opts is None else opts.reduceOp.op
     if op not in _OPS:
         raise TypeError(f"the process group {NAME!r} has no {op}; it has {', '.join(_OPS.values())}")
-    for tensor in tensors:
-        if reason := _why_not(_OPS[op], tensor.dtype):
-            raise TypeError(f"the process group {NAME!r} cannot reduce {tensor.dtype} by {_OPS[op]!r}: {reason}")
     return _OPS[op]
-
-
-@lru_cache
-def _why_not(op: str, dtype: torch.dtype) -> str:
-    """Why tensors of this type cannot be folded by this operation; empty if they can."""
-    try:
-        part = torch.ones(1, dtype=dtype, device=_HOST)
-        fold_into(torch.empty_like(part), [part, part], op)
-    except (RuntimeError, TypeError) as error:
-        return str(error)
-    return ""
-
-
-def _given_options(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
