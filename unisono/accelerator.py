@@ -81,8 +81,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets
             batches of that size. A `DeviceLoader` has a `split` of its own.
         sync_batchnorm: compute BatchNorm's statistics over the global batch.
-        nan_guard: raise an error that names the parameter and the rank when a gradient is NaN or infinite. Costs one
-            pass over each gradient.
         loss_reduction: how the loss reduces the samples of a batch: "mean", and the gradient is that of the mean over
             the step; or "sum", and it is that of the sum.
         scaler_options: for "fp16", the arguments of torch's GradScaler: `init_scale`, `growth_interval`, ...
@@ -120,7 +118,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         device_placement: bool = True,
         split_batches: bool = False,
         sync_batchnorm: bool = False,
-        nan_guard: bool = False,
         loss_reduction: Literal["mean", "sum"] = "mean",
         scaler_options: Mapping[str, Any] | None = None,
         schedule_unit: Unit | None = None,
@@ -158,7 +155,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             moves=device_placement,
             compiles=compile,
             is_synchronized=sync_batchnorm,
-            checks_numbers=nan_guard,
             max_grad_norm=max_grad_norm,
             seed=seed,
         )

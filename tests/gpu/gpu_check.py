@@ -229,7 +229,6 @@ def _costs(group: str) -> str:
     found = succeeded(ranks("costing", group=group))[0]
     operations, scaling, micros = ({way: each[place] for way, each in found.items()} for place in range(3))
     seen = f"operations {operations}, of which scale {scaling}; microseconds a parameter {micros}"
-    assert operations["guarded"] - operations["ddp"] < 20, seen
     assert scaling["ddp"] <= scaling["DDP"] + (group == "gloo"), seen  # which cannot average
     return seen
 

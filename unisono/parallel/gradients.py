@@ -10,7 +10,7 @@ bucket would wait for the whole backward pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -35,7 +35,6 @@ def reduce_gradients(
     place: str,
     *,
     is_part: bool = False,
-    watchers: Sequence[Callable[[torch.Tensor], None]] = (),
 ) -> None:
     """Replace the gradients, in place, by the weighted sum over the ranks.
 
@@ -44,7 +43,6 @@ def reduce_gradients(
         factor: the factor of this rank's gradients.
         place: the position of this rank in its loop, in words that are equal on all ranks in lock-step.
         is_part: whether the step has further parameters, so that none of these needs to have a gradient.
-        watchers: called with this rank's part of each bucket.
 
     Raises:
         TypeError: a gradient is sparse, and the other ranks do not know it (`sparse.py`).
@@ -68,8 +66,6 @@ def reduce_gradients(
         notes = []
     for bucket in _buckets(dense):
         flat = _flatten(bucket, factor, notes)
-        for watch in watchers:
-            watch(flat)
         world.comm.all_reduce(flat)
         if notes:
             present = _ids_with_gradient(flat[-len(notes) :], parameters, world)

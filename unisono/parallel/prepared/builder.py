@@ -39,7 +39,6 @@ class Builder:
         moves: whether models are moved to the world's device.
         compiles: the arguments of torch.compile; True uses its defaults, False does not compile.
         is_synchronized: whether BatchNorm uses the statistics of the global batch.
-        checks_numbers: whether a non-finite gradient is an error.
         max_grad_norm: the norm to which steps clip; None for no clipping.
         seed: for the generators; None leaves them unchanged.
     """
@@ -52,7 +51,6 @@ class Builder:
     moves: bool
     compiles: Mapping[str, Any] | bool
     is_synchronized: bool
-    checks_numbers: bool
     max_grad_norm: float | None
     seed: int | None
     _is_seeded: bool = field(init=False, default=False)
@@ -75,8 +73,6 @@ class Builder:
         if self.compiles is not False:
             module = compile_module(module, self.world, **({} if self.compiles is True else self.compiles))
         engine = self.strategy.wrap_model(module)
-        if self.checks_numbers:
-            engine.gradients.watch_norms()
         made = PreparedModel(engine, self.passes, self.autocast)
         # Until the first model is prepared, the ranks draw the same numbers; from here on, each draws its own.
         if self.seed is not None and not self._is_seeded and self.world.world_size > 1:
@@ -91,13 +87,12 @@ class Builder:
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """Create the stepper that makes the optimizer step for all ranks."""
-        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, self.checks_numbers)
+        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler)
 
     def done_in_steps(self) -> list[str]:
         """The settings that only steps of prepared optimizers apply."""
         asked = {
             f"max_grad_norm={self.max_grad_norm}": self.max_grad_norm is not None,
-            "nan_guard=True": self.checks_numbers,
             "mixed_precision='fp16'": self.scaler is not None,
         }
         return [what for what, is_asked in asked.items() if is_asked]

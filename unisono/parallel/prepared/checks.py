@@ -90,16 +90,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         device_placement=_SWITCH,
         split_batches=_SWITCH,
         sync_batchnorm=_SWITCH,
-        nan_guard=_SWITCH,
         schedule_unit=ArgumentRule(choices=(*get_args(Unit), None)),
         loss_reduction=ArgumentRule(choices=("mean", "sum")),
     )
     options, precision = given["scaler_options"], given["mixed_precision"]
-    if given["nan_guard"] and precision == "fp16":
-        raise ValueError(
-            "nan_guard=True and mixed_precision='fp16' contradict each other: fp16 skips steps whose gradients "
-            "overflow; use bf16, or drop the guard"
-        )
     known = list(inspect.signature(GradScaler).parameters)[1:]  # without the device
     unknown = [name for name in options or () if name not in known]
     if options and precision != "fp16":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import chain
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +25,6 @@ from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.parameter_names import has_gradient, trained_parameters
-from unisono.parallel.prepared.nan_guard import check_finite
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.steps import TAKEN
@@ -54,8 +52,6 @@ class Stepper:
         passes: records the passes through the models.
         max_grad_norm: the norm to which each step clips; None for no clipping.
         scaler: the scaler of the loss, or None.
-        checks_numbers: whether a non-finite gradient is an error.
-
     Attributes:
         num_asked: the number of calls of `step`.
         checks: functions of the schedulers that follow it, called before each step.
@@ -71,7 +67,6 @@ class Stepper:
         passes: Passes,
         max_grad_norm: float | None = None,
         scaler: LossScaler | None = None,
-        checks_numbers: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.num_asked = 0
@@ -83,8 +78,6 @@ class Stepper:
         self._passes, self._steps = passes, passes.steps
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
-        self._checks_numbers = checks_numbers
-        self._finishes = checks_numbers or max_grad_norm is not None
         self._has_warned = False
         self._num_groups = len(optimizer.param_groups)
         self.join: Callable[[Stepper], None] = lambda stepper: None
@@ -297,7 +290,7 @@ class Stepper:
         try:
             if closure is not None:
                 arguments["closure"] = closure  # reduces and finishes the gradients in each of its calls
-            elif self._finishes or not self.taken.steps:
+            elif self._max_grad_norm is not None or not self.taken.steps:
                 self._finish()
             if self._scaler is not None:
                 before = self.taken.steps
@@ -310,15 +303,11 @@ class Stepper:
             stepping.discard(id(self.optimizer))
 
     def _finish(self) -> None:
-        """Check and clip the gradients, between the reduction and the step."""
+        """Clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
-        parameters = trained_parameters(self.optimizer) if self._finishes else []
-        if self._checks_numbers:  # before clipping, which would spread one NaN to all gradients
-            norms = [each.gradients.norms for each in self._engines]
-            check_finite(parameters, [*chain.from_iterable(norms)] if all(norms) else (), self.world)
         if self._max_grad_norm is not None:
-            clip_grad_norm(parameters, self._max_grad_norm, world=self.world)
+            clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, world=self.world)
 
     def _check_closure(self) -> None:
         if self._scaler is not None:

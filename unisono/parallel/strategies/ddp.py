@@ -100,7 +100,6 @@ class DDPEngine(Engine):
             self._steps.factor,
             options.comm_options,
             finish=self._unsent.clear,
-            watchers=self.gradients.watchers,
         )
 
     def adapt(self, new: Sequence[torch.Tensor]) -> None:

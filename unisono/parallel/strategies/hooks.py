@@ -16,7 +16,7 @@ sends buckets in the order of their indices, from 0.
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ def attach_hook(
     options: Mapping[str, Any] | None = None,
     *,
     finish: Callable[[], None] | None = None,
-    watchers: Sequence[Callable[[torch.Tensor], None]] = (),
 ) -> None:
     """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, in the named format.
 
@@ -52,7 +51,6 @@ def attach_hook(
         scale: returns this rank's factor; called once in each reducing backward pass.
         options: for "powersgd" those of torch's PowerSGDState.
         finish: called when the last bucket of a backward pass is sent.
-        watchers: called with each dense bucket before it is sent.
 
     Raises:
         ValueError: the hook or option does not exist, or an option's value or the model is unsuitable. In a backward
@@ -83,8 +81,6 @@ def attach_hook(
         if factor != 1:
             scale_in_place(gradients, factor)
         is_dense = gradients.layout is torch.strided
-        for watch in watchers if is_dense else ():
-            watch(gradients)
         sent = begin_average(gradients, group) if is_dense and name is None else None
         if sent is None:
             # Half precision and low ranks support only dense gradients; a sparse one is sent uncompressed.
