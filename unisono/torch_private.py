@@ -86,16 +86,12 @@ NAMES = {  # ours: (torch's, what we do by it)
     "disable_dynamo": ("torch._compile._disable_dynamo", "keeps collectives out of compiled graphs"),
     "leave_out_of_graphs": ("torch._dynamo.trace_rules.add", "keeps prepared models out of compiled graphs"),
     "set_lru_cache": ("torch._C._dynamo.eval_frame._set_lru_cache", "keeps the order of compiled graphs"),
-    "compile_session_context": ("torch.compiler._compile_session_context", "compiles while other replicas run"),
-    "compile_counters": ("torch._dynamo.utils.counters", "sees whether a call has compiled something"),
-    "functorch_config": ("torch._functorch.config", "compiles the backward graph with the forward one"),
     "functorch_entries": (
         "torch._functorch.config._config",
         "lets a compiled graph's first call draw as later ones do",
     ),
-    "aot_autograd": ("torch._functorch.aot_autograd", "compiles the backward graph with the forward one, in torch 2.9"),
     "CALL": ("torch.nn.Module._call_impl", "compiles modules of torch's own classes"),
-    "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module once for all replicas"),
+    "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module"),
     "ORIGINAL": ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "finds the module that torch.compile wraps"),
     # Other switches of the process.
     "cpus_near": ("torch.numa.binding._get_logical_cpus_to_bind_to", "pins workers to the cores near their GPUs"),
@@ -183,8 +179,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     ),
 }
 INSTEAD = {
-    "set_lru_cache": "torch 2.9: replicas run one after another what torch.compile has compiled",
-    "compile_session_context": "as without set_lru_cache",
+    "set_lru_cache": "torch 2.9: ranks that are threads compile no models",
 }
 
 # For processes that have not imported torch. Without the first two, something starts more slowly, or a printed stack is

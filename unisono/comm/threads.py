@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from unisono.comm.folding import SharedFold, all_reduction, fold
-from unisono.comm.gate import compiling
 from unisono.comm.meeting import Meeting
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
 from unisono.pickling import dumps
@@ -121,12 +120,7 @@ class ThreadCommunicator:
         if self._purpose:
             call, self._purpose = replace(call, purpose=self._purpose), ""
         given = _Given(value, self._streams, self._mark() if isinstance(value, torch.Tensor) else None)
-        if not compiling.is_inside:
-            result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
-        else:
-            # The peers may be waiting at the gate that this thread has passed.
-            with compiling.outside():
-                result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
+        result, marks = self._meeting.exchange(self.rank, call, given, partial(_combine_with_marks, combine))
         for backend, mark in marks:
             backend.wait_ready(mark)
         return result

@@ -71,7 +71,7 @@ class Builder:
             module = synchronize_batch_norm(module, self.world, self.passes.weight)
         # After the move, which may replace the parameters by others, without their hooks.
         if self.compiles is not False:
-            module = compile_module(module, self.world, **({} if self.compiles is True else self.compiles))
+            compile_module(module, {} if self.compiles is True else self.compiles)
         engine = self.strategy.wrap_model(module)
         made = PreparedModel(engine, self.passes, self.autocast)
         # Until the first model is prepared, the ranks draw the same numbers; from here on, each draws its own.

@@ -15,6 +15,7 @@ from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.protocols import Backend, Feature
 from unisono.strategies import DDP, Choice
+from unisono.torch_private import set_lru_cache
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,6 +41,11 @@ def check_features(world: World, strategy: type[Strategy], options: Choice, prec
         reason = world.backend.unsupported_reason(feature) if is_asked else None
         if reason is not None:
             raise ValueError(f"{what} does not work with {world.device}: {reason}")
+    if compile is not False and world.world_size > 1 and not world.is_of_processes and set_lru_cache is None:
+        raise ValueError(
+            f"compile={compile!r} on {world.world_size} threads: torch {torch.__version__} runs nothing compiled while "
+            "another thread compiles; use processes (spawn), or torch 2.13"
+        )
 
 
 def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: type[Strategy]) -> World:
