@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from unisono.rows import LoopRows
 from unisono.storages import StorageMap
 from unisono.torch_private import VERSION
 from unisono.tree import tensors
@@ -85,6 +84,35 @@ class Batch:
         ranks must call it."""
         loop = self.loop
         return self.number == loop.num_batches and (loop.ends_here() if loop.is_open else loop.is_exhausted)
+
+
+class LoopRows:
+    """The rows of one loop's batches, and which of them count for a metric.
+
+    Attributes:
+        num_batches, num_rows: the numbers of batches delivered, and of their rows.
+        repeated: the ranges of rows that repeat samples, and do not count.
+        gathered: the number of the last batch of which a metric was gathered.
+        is_sized: whether the number of rows of every batch is known.
+    """
+
+    def __init__(self) -> None:
+        self.num_batches = self.num_rows = self.gathered = 0
+        self.repeated: list[tuple[int, int]] = []
+        self.is_sized = True
+
+    def count(self, samples: int, repeated: int, is_sized: bool) -> None:
+        """Note a batch that is delivered; its last rows repeat samples."""
+        self.is_sized = self.is_sized and is_sized
+        self.num_batches += 1
+        self.num_rows += samples + repeated
+        if repeated:
+            self.repeated.append((self.num_rows - repeated, self.num_rows))
+
+    def stretches(self) -> list[tuple[int, int]]:
+        """The ranges of rows that count."""
+        ends = [0, *(place for part in self.repeated for place in part), self.num_rows]
+        return list(zip(ends[::2], ends[1::2], strict=True))
 
 
 class Loop:

@@ -1,5 +1,5 @@
-"""torch.compile of models. On threads each replica compiles for itself, unless torch finds what another one has compiled:
-it stores compiled code with the code of `forward`, with the weights as inputs.
+"""torch.compile of models. On threads each replica compiles for itself, unless torch finds what another one has
+compiled: it stores compiled code with the code of `forward`, with the weights as inputs.
 """
 
 from __future__ import annotations

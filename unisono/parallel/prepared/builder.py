@@ -16,7 +16,7 @@ from unisono.parallel.backward import Passes
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
 from unisono.parallel.meta_modules import fill, is_on_meta
-from unisono.parallel.prepared.metric_sync import synchronize_metric
+from unisono.parallel.prepared.metrics import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepper import Stepper

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.parallel.parameter_names import parameters_of, remember_names, trained_parameters
 from unisono.parallel.prepared.builder import Builder
-from unisono.parallel.prepared.metric_sync import is_metric
+from unisono.parallel.prepared.metrics import is_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.repointing import Places
 from unisono.parallel.prepared.schedule_units import Unit
