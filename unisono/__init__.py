@@ -111,15 +111,10 @@ if not TYPE_CHECKING:  # for a type checker there are the imports above, and no 
         if name in _MODULES:
             return import_module(f"unisono.{name}")
         if name not in _HOME_OF:
-            raise AttributeError(_describe_missing(name), name=name, obj=sys.modules[__name__])
+            raise AttributeError(f"module 'unisono' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         value = getattr(import_module(_HOME_OF[name]), name)
         globals()[name] = value  # from now on found without `__getattr__`
         return value
-
-
-def _describe_missing(name: str) -> str:
-    advice = import_module("unisono.foreign_names").IN_PACKAGE.get(name)
-    return f"module 'unisono' has no attribute {name!r}" + (f": {advice}" if advice else "")
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods
 from unisono.checkpoint.objects import user_module
 from unisono.checkpoint.prepared_states import PreparedStates
-from unisono.foreign_names import ON_ARGUMENTS, advice_on
+from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader, rule_of
 from unisono.parallel.backward import Passes
@@ -48,7 +48,7 @@ from unisono.tracking.trackers import LogWith, Trackers
 from unisono.world import World, current_world
 
 
-@explain_unknown_names(ON_ARGUMENTS)
+@explain_unknown_names()
 class Accelerator(RankView, Tracked, CheckpointMethods):
     """Runs a plain training loop on one device, on the threads of a DataParallel, or in spawned workers.
 
@@ -448,11 +448,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
     if not TYPE_CHECKING:  # for a type checker a name that is not here is an error
 
         def __getattr__(self, name: str) -> Any:
-            """
-            Raises:
-                AttributeError: no such name; for names of other frameworks the message says what to use instead.
-            """
-            raise AttributeError(advice_on(name), name=name, obj=self)
+            raise AttributeError(describe_missing(name), name=name, obj=self)
 
     def load_state_dict(self, prepared: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state made by `state_dict`, or by a plain model or optimizer, under any strategy and number of ranks.

@@ -96,7 +96,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     if way is None:
         raise (ValueError if is_near else NoSuchBatchError)(
             f"it is unknown which of these {count} samples count: "
-            + ("some batch has repeated samples, on this rank or another" if recent else "no prepared loader has delivered one")
+            + ("some batch has repeated samples, on this rank or another" if recent else "no prepared loader has read")
             + "; gather each batch in its turn, with labels as a prepared loader has delivered them or outputs of a "
             "prepared model, which identify it, or pass valid_samples"
         )
