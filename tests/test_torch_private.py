@@ -216,33 +216,27 @@ WITHOUT = """
 import importlib, pkgutil
 import torch, torch.distributed, torch.utils.data
 owner, _, name = {path!r}.rpartition(".")
-{removal}
+delattr(pkgutil.resolve_name(owner), name)
 try:
     importlib.import_module({module!r})
 except ImportError as error:
     print(error)
 """
-DELETED = "delattr(pkgutil.resolve_name(owner), name)"
-NEVER_SET = """
-def reset(self, *args, **kwargs): ...
-pkgutil.resolve_name(owner)._reset = reset
-"""
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "removal"),
+    ("name", "module"),
     [
-        ("current_graph_task_id", "unisono.parallel.claims", DELETED),
-        ("TASK_INFO", "unisono.loaders.workers", NEVER_SET),
-        pytest.param("default_store", "unisono.launch.script_group", DELETED, marks=pytest.mark.slow),
-        pytest.param("CALL", "unisono.parallel.compilation", DELETED, marks=pytest.mark.slow),
-        pytest.param("BUILD_PARAMETERS", "unisono.parallel.strategies.ddp", DELETED, marks=pytest.mark.slow),
+        ("current_graph_task_id", "unisono.parallel.claims"),
+        pytest.param("default_store", "unisono.launch.script_group", marks=pytest.mark.slow),
+        pytest.param("CALL", "unisono.parallel.compilation", marks=pytest.mark.slow),
+        pytest.param("BUILD_PARAMETERS", "unisono.parallel.strategies.ddp", marks=pytest.mark.slow),
     ],
-    ids=["a function", "an attribute of instances", "a function of a module", "a method", "a method overridden"],
+    ids=["a function", "a function of a module", "a method", "a method overridden"],
 )
-def test_without_it_the_feature_is_missing_and_the_error_says_why(name, module, removal):
+def test_without_it_the_feature_is_missing_and_the_error_says_why(name, module):
     path, purpose = torch_private.NAMES[name]
-    said = run(WITHOUT.format(path=path, module=module, removal=removal))
+    said = run(WITHOUT.format(path=path, module=module))
     assert said.strip() == (
         f"torch {torch.__version__} has no {path}, a private name by which Unisono {purpose}; Unisono was tried with "
         f"torch {', '.join(torch_private.TRIED)}: install one of these, or a later Unisono"
