@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from unisono.parallel.collectives import local_rank as local_rank
     from unisono.parallel.collectives import rank as rank
     from unisono.parallel.collectives import world_size as world_size
-    from unisono.parallel.context import ReplicaContext as ReplicaContext
     from unisono.parallel.data_parallel import DataParallel as DataParallel
+    from unisono.parallel.data_parallel import ReplicaContext as ReplicaContext
     from unisono.parallel.optimizer import backward as backward
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
     from unisono.parallel.out_of_memory import find_executable_batch_size as find_executable_batch_size
@@ -86,8 +86,7 @@ _HOMES = {
         "rank",
         "world_size",
     ],
-    "unisono.parallel.context": ["ReplicaContext"],
-    "unisono.parallel.data_parallel": ["DataParallel"],
+    "unisono.parallel.data_parallel": ["DataParallel", "ReplicaContext"],
     "unisono.parallel.optimizer": ["backward", "optimizer_step"],
     "unisono.parallel.out_of_memory": ["find_executable_batch_size"],
     "unisono.parallel.stopping": ["should_stop"],

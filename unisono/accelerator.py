@@ -28,7 +28,7 @@ from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader, rule_of
 from unisono.parallel.backward import Passes
 from unisono.parallel.batch_norm import warn_of_single_samples
-from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
+from unisono.parallel.collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.checks import AUTOCAST, check_accumulation, check_arguments, check_features, world_on

@@ -41,8 +41,7 @@ import torch
 
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
 from unisono.parallel.claims import Crossings
-from unisono.parallel.collectives import check_samples, gather_samples
-from unisono.parallel.structures import announce_structure
+from unisono.parallel.collectives import announce_structure, check_samples, gather_samples
 from unisono.protocols import Communicator
 from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo

@@ -25,9 +25,7 @@ from tracing import interrupting
 import unisono
 from unisono import DataParallel, ReplicaContext, current_world
 from unisono.backends.cores import usable_cores
-from unisono.backends.cpu import CpuBackend
 from unisono.errors import BrokenWorldError, BusyError, ClosedError
-from unisono.parallel import data_parallel
 
 PATIENCE_S = 20.0
 TWO = devices(2)
@@ -599,25 +597,3 @@ def test_a_failed_call_keeps_nothing_of_what_its_loops_held():
         replicas.run_on_replicas(fail)
     gc.collect()
     assert [each() for each in seen] == [None, None]
-
-
-def test_several_accelerators_in_one_process_are_advised_against_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Accelerated(CpuBackend):
-        name = "accelerated"
-
-        def is_accelerated(self) -> bool:
-            return True
-
-    def resolved(devices: Any) -> Any:
-        return [(Accelerated(), torch.device("cpu", index)) for index in range(len(devices))]
-
-    DataParallel(nn.Linear(2, 2), ["cpu:0", "cpu:1"])
-    monkeypatch.setattr(data_parallel, "resolve_devices", resolved)
-    DataParallel(nn.Linear(2, 2), ["accelerated:0"])
-    assert not caplog.messages
-    for _ in range(2):
-        DataParallel(nn.Linear(2, 2), ["accelerated:0", "accelerated:1"])
-    (said,) = caplog.messages
-    assert "take processes: unisono.spawn(fn)" in said

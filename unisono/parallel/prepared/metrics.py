@@ -19,9 +19,8 @@ from torch import nn
 from unisono.comm.operations import HOST
 from unisono.deliveries import Loop
 from unisono.errors import CollectiveMismatchError
-from unisono.parallel.collectives import all_gather_object, check_samples, gather_samples
+from unisono.parallel.collectives import all_gather_object, announce_structure, check_samples, gather_samples
 from unisono.parallel.strategies.sharded import loaded_class
-from unisono.parallel.structures import announce_structure
 from unisono.timeline import REDUCE
 from unisono.tree import leaves, tree_map
 from unisono.world import World
