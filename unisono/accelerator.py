@@ -25,9 +25,8 @@ from unisono.checkpoint.objects import user_module
 from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader, rule_of
+from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel.backward import Passes
-from unisono.parallel.batch_norm import warn_of_single_samples
 from unisono.parallel.collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.prepared.builder import Builder
@@ -180,11 +179,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
                 of no prepared model.
         """
         made = self._prepared.prepare(objects)
-        for each in objects:
-            rule = rule_of(each)
-            if rule is None or rule.tail == "split":
-                splits = self.split_batches if rule is None else rule.shares_batches
-                warn_of_single_samples(self._prepared.modules(), each, self.world, splits)
         return made[0] if len(made) == 1 else tuple(made)
 
     def free_memory(self) -> None:

@@ -467,11 +467,6 @@ def _plain_seed(seed: Any) -> int:
     return operator.index(seed)
 
 
-def rule_of(loader: Any) -> Rule | None:
-    """How a DeviceLoader cuts batches; None for any other object."""
-    return loader._never_begun._rule if isinstance(loader, DeviceLoader) else None
-
-
 def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOptions) -> Rule:
     """The rule for distributing the rounds of a loader in a world."""
     ranks, split = world.world_size, options.get("split", "rank")

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from unisono.parallel.backward import Passes
-from unisono.parallel.batch_norm import explain_one_sample
 from unisono.parallel.compilation import keep_out_of_graphs
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.engine import Engine
@@ -106,7 +105,10 @@ class PreparedModel(nn.Module):
             raise
         except ValueError as error:
             if _ONE_VALUE in str(error):
-                error.add_note(explain_one_sample(engine.module, passes.steps.world.world_size))
+                error.add_note(
+                    "BatchNorm has no variance over one sample; pass DataLoader(drop_last=True), or on several ranks "
+                    "Accelerator(sync_batchnorm=True), which computes it over all of them"
+                )
             raise
         if origin is not None:
             return passes.watch(engine, result, origin)
