@@ -36,7 +36,7 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Unit
-from unisono.parallel.rank_view import RankView, Trigger
+from unisono.parallel.rank_view import RankView
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.strategy import options_of, strategy_class, strategy_in
@@ -138,7 +138,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             self.scaler = LossScaler(self.device.type, self.world.rank == 0, **(scaler_options or {}))
         self.mixed_precision, self.project_dir, self.split_batches = mixed_precision, project_dir, split_batches
         self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
-        self._trigger = Trigger(self.world)
         self._steps = Steps(self.world, gradient_accumulation_steps, loss_reduction == "sum")
         self._passes = Passes(self._steps)
         # For `unisono.backward`, which may get a loss of this Accelerator's models.
@@ -259,14 +258,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """Whether the last step of a prepared optimizer was skipped, on all ranks: its gradients overflowed (fp16), or
         all weights in it were 0."""
         return any(each.was_skipped for each in self._prepared.steppers())
-
-    def set_trigger(self) -> None:
-        """Make the next `check_trigger` return True on all ranks; for example, because this rank has to stop."""
-        self._trigger.set()
-
-    def check_trigger(self) -> bool:
-        """Whether any rank has called `set_trigger` since the last check. A collective: every rank must call it."""
-        return self._trigger.check()
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -5,7 +5,7 @@ Let L_s be the loss of rank s. The gradient that arrives at x on rank r is that 
     G_r  =  d (L_0 + ... + L_{R-1}) / d x_r
 
 as in `torch.distributed.nn.functional`. So the backward pass of an `all_gather` is a `reduce_scatter` of the
-gradients, that of `all_reduce` an `all_reduce`, that of `broadcast` a reduction to the root, and that of
+gradients, that of `all_reduce` an `all_reduce`, that of `broadcast` one of which the root keeps the result, and that of
 `reduce_scatter` an `all_gather`. They are composed of the same functions, so gradients of gradients are exact, too.
 
 A prepared model, and `optimizer_step`, average the ranks' gradients. With x_r = f(theta, batch r) that gives
@@ -264,22 +264,9 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _backward(_Reduce, ctx.context, gradient, ctx.root), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    """The sum on the root, zeros on the other ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: int, context: _Context) -> torch.Tensor:
-        ctx.root, ctx.context = root, context
-        # The communicator has no reduction to one rank.
-        total = context.comm.all_reduce(_copy(x))
-        return total if context.comm.rank == root else total.zero_()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _backward(_Broadcast, ctx.context, gradient, ctx.root), None, None
+        total = _backward(_AllReduce, ctx.context, gradient, "sum")  # the communicator has no reduction to one rank
+        is_root = ctx.context.comm.rank == ctx.root
+        return (total if is_root else total.where(total.new_zeros((), dtype=torch.bool), 0)), None, None
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
