@@ -35,7 +35,7 @@ from unisono.parallel.prepared.metrics import gather_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.schedule_units import Unit
+from unisono.parallel.prepared.scheduler import Unit
 from unisono.parallel.rank_view import RankView
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state

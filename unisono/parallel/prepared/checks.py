@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 from unisono.arguments import ArgumentRule, check_by_rules
 from unisono.backends import CPU, resolve_device
-from unisono.parallel.prepared.schedule_units import Unit
+from unisono.parallel.prepared.scheduler import Unit
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.protocols import Backend, Feature
 from unisono.strategies import DDP, Choice

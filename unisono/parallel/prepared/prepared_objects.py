@@ -19,15 +19,14 @@ from unisono.parallel.parameter_names import parameters_of, remember_names, trai
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.metrics import is_metric
 from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.repointing import Places
-from unisono.parallel.prepared.schedule_units import Unit
-from unisono.parallel.prepared.scheduler import PreparedScheduler
+from unisono.parallel.prepared.scheduler import PreparedScheduler, Unit
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
-from unisono.parallel.strategies.sharded import clip_grad_norm
+from unisono.parallel.strategies.sharded import clip_grad_norm, sharded_like
 from unisono.parallel.weak_methods import weak_method
 from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
+from unisono.tree import tree_map
 
 
 class PreparedObjects:
@@ -264,6 +263,53 @@ class PreparedObjects:
         _all_prepared[scheduler] = prepared
         self._schedulers.append(ref(prepared))
         return prepared
+
+
+class Places:
+    """The place of each parameter of some models, before they are moved: the position of its model, and its name there.
+    So tied parameters stay tied, and equal names in two models do not collide."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._place_of = {
+            parameter: (position, name)
+            for position, model in enumerate(models)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+
+    def check(self, optimizer: Optimizer, where: str) -> None:
+        """Check that each parameter of the optimizer, the object at that position, belongs to one of the models."""
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter not in self._place_of:
+                    raise ValueError(
+                        f"parameter {place} of group {number} of the {type(optimizer).__name__} at position {where}, "
+                        f"shape {list(parameter.shape)}, belongs to no prepared model; prepare its model together with "
+                        "the optimizer, or before it"
+                    )
+
+    def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        """Replace the parameters in groups and state of a checked optimizer by those that are now at their places."""
+        now = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
+        moved: dict[torch.Tensor, nn.Parameter] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                model, name = self._place_of[parameter]
+                moved[parameter] = now[model][name]
+            # In place: LBFGS, for example, keeps a reference to the list.
+            group["params"][:] = [moved[parameter] for parameter in group["params"]]
+        state = {moved.get(key, key): _beside(value, moved.get(key, key)) for key, value in optimizer.state.items()}
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+
+def _beside(state: Mapping[str, Any], parameter: Any) -> Any:
+    """Place a parameter's state on its device, sharded like the parameter. Step counts stay where torch keeps them."""
+
+    def move(leaf: Any) -> Any:
+        is_moved = isinstance(leaf, torch.Tensor) and leaf.ndim and isinstance(parameter, torch.Tensor)
+        return sharded_like(leaf, parameter) if is_moved else leaf
+
+    return tree_map(move, state)
 
 
 def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:

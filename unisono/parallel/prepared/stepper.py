@@ -12,9 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -26,7 +28,6 @@ from unisono.parallel.backward import Passes
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.parameter_names import has_gradient, trained_parameters
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.steps import TAKEN
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm, holds_any
@@ -41,6 +42,41 @@ steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
 
 stepping: set[int] = set()
 """The ids of the optimizers whose steps run, by their steppers."""
+
+
+class Taken(NamedTuple):
+    """The progress of an optimizer.
+
+    Attributes:
+        steps: the number of steps taken.
+        batches: the number of batches of the user's loaders that these steps consumed.
+        device_steps: the number of steps that one device would have taken.
+    """
+
+    steps: int = 0
+    batches: int = 0
+    device_steps: int = 0
+
+    def after_step(self, batches: int, microbatches: int) -> Taken:
+        """The progress after one more step, on `batches`; `microbatches` of them make a step of one device."""
+        device_steps = math.ceil(batches / microbatches)
+        return _taken((self.steps + 1, self.batches + batches, self.device_steps + device_steps))
+
+    def since(self, before: Taken, unit: str) -> int:
+        """The number of units by which one call advances: the rounded mean per optimizer step since `before`, or 1.
+
+        A script that calls its scheduler every n optimizer steps does so on one device, too. There the same batches
+        make more steps, and so more calls, all of which one call here replaces.
+        """
+        counted = {
+            "batch": self.batches - before.batches,
+            "device_step": self.device_steps - before.device_steps,
+        }
+        steps = self.steps - before.steps
+        return round(counted.get(unit, steps) / steps) if steps else 1
+
+
+_taken = partial(tuple.__new__, Taken)  # without a Python call, in each step
 
 
 class Stepper:
