@@ -383,13 +383,3 @@ def test_update_bn_takes_all_samples_if_the_average_is_synchronized_or_the_loade
     for found in mode.run(body):
         for variance in found:
             torch.testing.assert_close(variance, expected.module.running_var)
-
-
-def test_one_sample_on_a_rank_is_torchs_error_with_a_way_out():
-    def body() -> None:
-        network = Accelerator().prepare(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-        network(torch.ones(1, 2))
-
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
-        THREADS_2.run(body)
-    assert any("Accelerator(sync_batchnorm=True)" in note for note in caught.value.__notes__)
