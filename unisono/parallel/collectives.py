@@ -169,6 +169,21 @@ def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
             )
 
 
+def num_rows(values: Any) -> int:
+    """Return how many rows the tensors have, each the same; TypeError or ValueError else."""
+    rows = set()
+    for leaf in leaves(values):
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            what = "a tensor of no dimension" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            raise TypeError(f"values hold {what}, which has no samples; gather it with gather(), or leave it out")
+        rows.add(len(leaf))
+    if not rows:
+        raise TypeError(f"values={values!r} hold no tensor; pass one, or a nesting of them")
+    if len(rows) > 1:
+        raise ValueError(f"values have {sorted(rows)} rows; each tensor must have one row for each sample")
+    return rows.pop()
+
+
 def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:
     """Overwrite a tensor with the root's, in place, and return it.
 

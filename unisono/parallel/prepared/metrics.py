@@ -14,15 +14,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from unisono.comm.operations import HOST
 from unisono.deliveries import Loop
 from unisono.errors import CollectiveMismatchError
-from unisono.parallel.collectives import all_gather_object, announce_structure, check_samples, gather_samples
+from unisono.parallel.collectives import all_gather_object, announce_structure, check_samples, gather_samples, num_rows
+from unisono.parallel.means import Mean
 from unisono.parallel.strategies.sharded import loaded_class
 from unisono.timeline import REDUCE
-from unisono.tree import leaves, tree_map
+from unisono.tree import tree_map
 from unisono.world import World
 
 Stretches = Sequence[tuple[int, int]]
@@ -35,7 +35,7 @@ class NoSuchBatchError(ValueError):
 
 def gather_rows(values: Any, valid_samples: int | None, world: World) -> Any:
     """As `Accelerator.gather_for_metrics`."""
-    check_samples(values, _num_rows(values) if valid_samples is None else valid_samples, 0)
+    check_samples(values, num_rows(values) if valid_samples is None else valid_samples, 0)
     announce_structure("gather_for_metrics", values, world)
     kept, count = valid_rows(values, valid_samples, world)
     with torch.no_grad(), world.timeline.loop().span(REDUCE):
@@ -57,7 +57,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     """
     if valid_samples is not None:
         return values, valid_samples
-    count, deliveries = _num_rows(values), world.state.deliveries
+    count, deliveries = num_rows(values), world.state.deliveries
     known = deliveries.find_rows(values, count)
     recent = [each for each in deliveries.recent() if each.last]
     newest = recent[0] if recent else Loop()
@@ -136,20 +136,6 @@ def _cut(values: Any, stretches: Stretches, count: int) -> tuple[Any, int]:
     return cut, sum(stop - start for start, stop in stretches)
 
 
-def _num_rows(values: Any) -> int:
-    rows = set()
-    for leaf in leaves(values):
-        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-            what = "a tensor of no dimension" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-            raise TypeError(f"values hold {what}, which has no samples; gather it with gather(), or leave it out")
-        rows.add(len(leaf))
-    if not rows:
-        raise TypeError(f"values={values!r} hold no tensor; pass one, or a nesting of them")
-    if len(rows) > 1:
-        raise ValueError(f"values have {sorted(rows)} rows; each tensor must have one row for each sample")
-    return rows.pop()
-
-
 def _check_rounds(are_same: bool, world: World) -> None:
     """Refuse rows of batches that the ranks received in different rounds: some samples would count twice, others not at
     all."""
@@ -166,13 +152,16 @@ def _check_rounds(are_same: bool, world: World) -> None:
 
 
 def is_metric(each: Any) -> bool:
-    """Whether the object is a torchmetrics `Metric` or `MetricCollection`."""
-    kinds = loaded_class("torchmetrics", "Metric"), loaded_class("torchmetrics", "MetricCollection")
+    """Whether the object is a `Mean`, or a torchmetrics `Metric` or `MetricCollection`."""
+    kinds = Mean, loaded_class("torchmetrics", "Metric"), loaded_class("torchmetrics", "MetricCollection")
     return any(isinstance(each, kind) for kind in kinds if kind)
 
 
-def synchronize_metric(metric: nn.Module, world: World) -> None:
+def synchronize_metric(metric: Any, world: World) -> None:
     """Make the metric, or those in a collection, gather over the ranks of that world when they compute."""
+    if isinstance(metric, Mean):
+        metric.world = world
+        return
     for each in metric.modules():
         if isinstance(each, loaded_class("torchmetrics", "Metric")):
             each.dist_sync_fn = partial(_gather_state, world)
