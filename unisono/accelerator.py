@@ -291,9 +291,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._prepared.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Accelerate's `unscale_gradients`: "Unscale the gradients in mixed precision training with AMP. This is a noop
-        in all other settings." They are reduced first, so that every rank must call it; the step does neither again.
-        Does nothing while microbatches accumulate.
+        """With "fp16", unscale the gradients. They are reduced first, so that every rank must call it; the step does
+        neither again. Does nothing while microbatches accumulate.
 
         Args:
             optimizer: a prepared optimizer, or several; None means all of them.
@@ -306,9 +305,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Accelerate's `trigger_sync_in_backward`: "Trigger the sync of the gradients in the next backward pass of the
-        model after multiple forward passes under `Accelerator.no_sync`." When the block ends, the gradients of the step
-        so far are reduced; without it, `optimizer.step()` reduces them. Does nothing while microbatches accumulate.
+        """A block at whose end the gradients of the step so far are reduced, after forward passes under `no_sync`;
+        without it, `optimizer.step()` reduces them. Does nothing while microbatches accumulate.
 
         Args:
             model: a prepared model; for another one the block does nothing.

@@ -154,11 +154,7 @@ def _normalize(layer: SyncBatchNorm, ranks: _Ranks, input: torch.Tensor) -> torc
 
 @torch.no_grad()
 def _gather_statistics(input: torch.Tensor, comm: Communicator, share: float) -> _Statistics:
-    """Exchange statistics with the other ranks.
-
-    Raises:
-        ValueError: all ranks together have fewer than two values per channel.
-    """
+    """Exchange statistics with the other ranks; ValueError if all together have fewer than two values per channel."""
     own = input.numel() // max(input.shape[1], 1) if share else 0
     # A rank whose samples do not count sends zeros: it has to take part, and NaN would spoil the statistics of all.
     wide = input.dtype if input.dtype == torch.float64 else torch.float32  # for sums

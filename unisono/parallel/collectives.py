@@ -195,7 +195,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -
         ValueError: `root` is not a rank of the world; or the tensor requires grad.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
-    refuse_gradient(tensor, "broadcast")
+    refuse_gradient(tensor, "broadcast", "all_gather")
     world = world or current_world()
     with world.timeline.loop().span(REDUCE):
         return world.comm.broadcast(tensor, root)

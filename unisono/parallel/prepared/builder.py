@@ -28,20 +28,7 @@ from unisono.world import World
 
 @dataclass
 class Builder:
-    """Builds the prepared objects of one Accelerator.
-
-    Attributes:
-        world: the rank's world.
-        passes: records the passes through the models.
-        strategy: determines how gradients are reduced.
-        autocast: creates the context of forward passes, or None.
-        scaler: the scaler of the loss, or None.
-        moves: whether models are moved to the world's device.
-        compiles: the arguments of torch.compile; True uses its defaults, False does not compile.
-        is_synchronized: whether BatchNorm uses the statistics of the global batch.
-        max_grad_norm: the norm to which steps clip; None for no clipping.
-        seed: for the generators; None leaves them unchanged.
-    """
+    """Builds the prepared objects of one Accelerator, by its arguments."""
 
     world: World
     passes: Passes
@@ -91,11 +78,8 @@ class Builder:
 
     def done_in_steps(self) -> list[str]:
         """The settings that only steps of prepared optimizers apply."""
-        asked = {
-            f"max_grad_norm={self.max_grad_norm}": self.max_grad_norm is not None,
-            "mixed_precision='fp16'": self.scaler is not None,
-        }
-        return [what for what, is_asked in asked.items() if is_asked]
+        asked = [f"max_grad_norm={self.max_grad_norm}"] if self.max_grad_norm is not None else []
+        return asked + (["mixed_precision='fp16'"] if self.scaler is not None else [])
 
     def _seed_generators(self, seed: int) -> None:
         """Seed the process's generators; if ranks are threads, which share those, only the replica's own."""

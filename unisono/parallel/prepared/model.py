@@ -31,13 +31,8 @@ _MET_PARTS = (
 
 
 class PreparedModel(nn.Module):
-    """Behaves like `module`, with its attributes, parameter names and state. Only calling it differs.
-
-    Args:
-        engine: runs the module.
-        passes: records the passes of the Accelerator's models.
-        autocast: creates the context for each forward pass, whose outputs are then returned as float32; or None.
-    """
+    """Behaves like the engine's `module`, with its attributes, parameter names and state. Only calling it differs:
+    under autocast, whose outputs are returned as float32."""
 
     def __init__(
         self, engine: Engine, passes: Passes, autocast: Callable[[], AbstractContextManager[Any]] | None
@@ -168,11 +163,7 @@ class PreparedModel(nn.Module):
             setattr(self.module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the module itself, which is not prepared.
-
-        Raises:
-            TypeError: the module is sharded.
-        """
+        """A copy of the module itself, which is not prepared; TypeError if it is sharded."""
         if is_sharded(self.module):
             raise TypeError(
                 f"a copy of the prepared {self.engine.name} was asked for, and strategy='fsdp' has sharded it, which "

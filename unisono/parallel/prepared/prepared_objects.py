@@ -5,8 +5,8 @@ Prepared objects are remembered, so that an optimizer may be prepared after its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -31,13 +31,7 @@ from unisono.tree import tree_map
 
 
 class PreparedObjects:
-    """The objects that one Accelerator has prepared, referenced weakly.
-
-    Args:
-        builder: builds models and steppers.
-        make_loader: prepares loaders.
-        schedule_unit: the unit that schedules count; None where it makes no difference.
-    """
+    """The objects that one Accelerator has prepared, referenced weakly."""
 
     def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
         self._models: list[ref[PreparedModel]] = []  # in the order of preparation, the same on each rank
@@ -108,21 +102,14 @@ class PreparedObjects:
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
-        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_norm_")
-        if clipped is None:
-            return None
-        norm = clip_grad_norm(clipped, max_norm, norm_type, world=self._builder.world)
-        for stepper in steppers:
-            stepper.look_again()
-        return norm
+        with self._reduced(parameters, "clip_grad_norm_") as found:
+            return None if found is None else clip_grad_norm(found, max_norm, norm_type, world=self._builder.world)
 
     def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`."""
-        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_value_")
-        if clipped is not None:
-            nn.utils.clip_grad_value_(clipped, clip_value)
-        for stepper in steppers:
-            stepper.look_again()
+        with self._reduced(parameters, "clip_grad_value_") as found:
+            if found is not None:
+                nn.utils.clip_grad_value_(found, clip_value)
 
     def unscale(self, optimizers: Sequence[Optimizer] | None) -> None:
         """As `Accelerator.unscale_gradients`."""
@@ -140,11 +127,12 @@ class PreparedObjects:
             with world.timeline.loop().span(REDUCE):
                 passes.reduce(model.engine)
 
-    def _reduce_gradients(
+    @contextmanager
+    def _reduced(
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str
-    ) -> tuple[list[torch.Tensor] | None, list[Stepper]]:
-        """These parameters, with reduced and unscaled gradients, and the steppers of their optimizers; while
-        microbatches accumulate, None."""
+    ) -> Iterator[list[torch.Tensor] | None]:
+        """A block that changes the gradients of these parameters, which are reduced and unscaled; while microbatches
+        accumulate, it gets None."""
         found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         known = {id(each) for module in self.modules() for each in module.parameters()}
         wanted = {id(parameter) for parameter in found}
@@ -154,13 +142,16 @@ class PreparedObjects:
                 "so take them from the model that it returned"
             )
         if not self._builder.passes.steps.is_boundary():
-            return None, []
+            yield None
+            return
         steppers = [
             each for each in self.steppers() if any(id(one) in wanted for one in trained_parameters(each.optimizer))
         ]
         for stepper in steppers:
             stepper.reduce()
-        return found, steppers
+        yield found
+        for stepper in steppers:
+            stepper.look_again()
 
     def release(self) -> None:
         """Release everything. Models and optimizers can be prepared again."""

@@ -32,10 +32,7 @@ class PreparedScheduler:
     one. If the optimizer's `step` was called since the last call, but took no step (between microbatches, after an
     overflow), the call does nothing.
 
-    Args:
-        scheduler: the scheduler of a prepared optimizer.
-        stepper: the stepper of that optimizer.
-        unit: the unit that the schedule counts; None: it makes no difference.
+    Without a unit it is an error where the units differ.
     """
 
     def __init__(self, scheduler: Scheduler, stepper: Stepper, unit: Unit | None = None) -> None:
@@ -98,11 +95,7 @@ class PreparedScheduler:
         return seen[0]
 
     def check_hand(self) -> None:
-        """Check that the wrapped scheduler was not stepped directly.
-
-        Raises:
-            RuntimeError: it was.
-        """
+        """Refuse to go on if the wrapped scheduler was stepped directly."""
         if self._last_epoch() != self._epoch:
             raise RuntimeError(
                 f"the {type(self.scheduler).__name__} was stepped by hand, from {self._epoch} to {self._last_epoch()}; "

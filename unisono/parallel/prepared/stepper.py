@@ -80,14 +80,8 @@ _taken = partial(tuple.__new__, Taken)  # without a Python call, in each step
 
 
 class Stepper:
-    """The steps of one prepared optimizer.
+    """The steps of one prepared optimizer, whose `step` and `zero_grad` are replaced by those of this object.
 
-    Args:
-        optimizer: its `step` and `zero_grad` are replaced by those of this object.
-        world: the rank's world.
-        passes: records the passes through the models.
-        max_grad_norm: the norm to which each step clips; None for no clipping.
-        scaler: the scaler of the loss, or None.
     Attributes:
         num_asked: the number of calls of `step`.
         checks: functions of the schedulers that follow it, called before each step.
