@@ -82,31 +82,6 @@ def test_another_ranks_device_is_an_error():
     THREADS_2.run(body)
 
 
-@pytest.mark.any_family
-@BOTH
-def test_reduce_and_gather_leave_the_tensor_as_it_is(mode):
-    def body():
-        accelerator = Accelerator()
-        tensor = torch.tensor([float(accelerator.world.rank)])
-        reduced = [accelerator.reduce(tensor).item(), accelerator.reduce(tensor, "sum").item()]
-        return reduced, tensor.item(), accelerator.gather(tensor).tolist(), accelerator.gather(tensor.sum()).tolist()
-
-    assert mode.run(body) == [([0.5, 1.0], float(rank), [0.0, 1.0], [0.0, 1.0]) for rank in range(2)]
-
-
-def test_reduce_and_gather_refuse_to_cut_a_graph_in_silence():
-    accelerator = Accelerator()
-    loss = nn.Parameter(torch.ones(1)).sum()
-    with pytest.raises(ValueError, match=r"^reduce got .* x\.detach\(\) .* unisono\.functional\.all_reduce\(x\)"):
-        accelerator.reduce(loss)
-    with pytest.raises(ValueError, match=r"^gather got .* unisono\.functional\.all_gather\(x\)"):
-        accelerator.gather(loss)
-    with torch.no_grad():
-        assert accelerator.reduce(loss) == accelerator.gather(loss) == 1
-    assert not accelerator.reduce(loss.detach()).requires_grad
-    assert loss.requires_grad
-
-
 def test_metrics_are_gathered_of_outputs_that_have_a_gradient():
     outputs = nn.Parameter(torch.arange(3.0)) * 2
     found = Accelerator().gather_for_metrics({"outputs": outputs}, valid_samples=2)["outputs"]

@@ -141,45 +141,6 @@ def test_no_other_module_names_what_is_private_in_torch():
     assert not found, "\n".join(found)
 
 
-CULPRITS = [
-    "import torch._dynamo",
-    "from torch._C import _functions",
-    "def f():\n    from torch.nn.modules.batchnorm import _BatchNorm",
-    "import torch\ntorch._C._current_graph_task_id()",
-    "import torch.distributed as dist\ndist.distributed_c10d._get_default_store()",
-    "from torch import nn\nnn.Module._call_impl",
-    "module._parameters",
-    "self._modules",
-    "parameter._fsdp_anything",
-    "optimizer._opt_called = True",
-    "getattr(module, '_buffers')",
-    "hasattr(parameter, '_is_unheard_of')",
-    "for each in ('_forward_hooks', '_backward_hooks'): ...",
-    "import_module('torch._inductor.config')",
-    "import torch\ntorch.storage.TypedStorage(dtype=None, _internal=True)",
-    "from torch import nn\nclass Net(nn.Linear):\n    def _apply(self, fn): ...",
-]
-INNOCENTS = [
-    "'''Like `module._parameters`.'''",
-    "import os\nos._exit(0)",
-    "import torch\ntorch.__version__",
-    "point._replace(x=1)",
-    "class Own:\n    def __init__(self): self._parts = []\n    def f(self): return self._parts",
-    "from torch import nn\nfrom unisono.torch_private import APPLY, overrides\n"
-    "class Net(nn.Linear):\n    @overrides(APPLY)\n    def _apply(self, fn): return super()._apply(fn)",
-]
-
-
-@pytest.mark.parametrize("source", CULPRITS)
-def test_a_private_name_elsewhere_is_found(source):
-    assert private_names(Module("unisono.world", ast.parse(source)))
-
-
-@pytest.mark.parametrize("source", INNOCENTS)
-def test_what_is_not_private_in_torch_is_not_found(source):
-    assert not private_names(Module("unisono.world", ast.parse(source)))
-
-
 # The names themselves.
 
 

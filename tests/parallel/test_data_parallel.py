@@ -84,6 +84,7 @@ def test_no_list_means_every_device(monkeypatch):
         (ValueError, "device 'foo' does not exist", (network(), ["foo"])),
         (ValueError, "cuda", (network(), ["cuda:99"])),
         (ValueError, "device 'meta' does not exist", (network().to("meta"), [])),
+        (RuntimeError, "parameters are on cpu, meta; move", (nn.Sequential(network(), network().to("meta")), [])),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, arguments):
@@ -303,12 +304,6 @@ def test_an_empty_list_runs_the_module_itself_in_the_calling_thread():
     assert replicas.models == [module]
     assert replicas.devices == ["cpu:0"]
     assert not replica_threads()
-
-
-def test_a_native_run_of_a_module_on_two_devices_is_refused():
-    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-    with pytest.raises(RuntimeError, match="its parameters are on cpu, meta; move it first"):
-        DataParallel(module, [])
 
 
 # Failures.

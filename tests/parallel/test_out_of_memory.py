@@ -93,17 +93,6 @@ def test_a_failed_attempt_lets_go_of_what_its_calls_held() -> None:
     assert attempt() == [False, False]
 
 
-def test_an_error_that_is_its_own_cause_fails_an_attempt_like_any_other() -> None:
-    @find_executable_batch_size(starting_batch_size=2)
-    def attempt(batch_size: int) -> int:
-        if batch_size > 1:
-            error = torch.OutOfMemoryError("no more room")
-            raise error from error
-        return batch_size
-
-    assert attempt() == 1
-
-
 @SEVERAL
 def test_a_rank_without_memory_is_named_to_those_that_wait_for_it_in_the_attempt(mode: Mode) -> None:
     def body() -> None:

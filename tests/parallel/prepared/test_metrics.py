@@ -364,21 +364,6 @@ def test_batches_of_the_same_tensors_count_once_or_are_an_error(mode):
         assert at_last == 7 or ("pass valid_samples" in at_last and mode.ranks > 1)
 
 
-def test_what_is_left_of_a_loop_is_not_taken_for_an_earlier_loop_of_which_nothing_was_gathered():
-    """Four rows: of the last two batches, or of the whole loop before, where rank 1 has a repeated one."""
-
-    def body():
-        accelerator = Accelerator()
-        earlier, loader = accelerator.prepare(DeviceLoader(numbers(7, 4), tail="pad"), numbers(24, 2))
-        with torch.no_grad():
-            assert len(list(earlier)) == 1
-            drawn = [batch + 0 for batch in loader]
-        with pytest.raises(ValueError, match=UNKNOWN):
-            accelerator.gather_for_metrics(torch.cat(drawn[4:]))
-
-    THREADS_2.run(body)
-
-
 @pytest.mark.parametrize("gathers", ["labels", "computed"])
 def test_a_loop_of_one_rank_alone_makes_the_next_metric_an_error(gathers):
     def body():
