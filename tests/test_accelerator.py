@@ -43,6 +43,7 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, fsdp, spmd, zero1"),
         ({"strategy": 3}, TypeError, "strategy=3 is of type int; pass a name, or one of DDP, FSDP, SPMD, ZeRO1"),
         ({"strategy": DDP(comm_hook="fp4")}, ValueError, "comm_hook='fp4' does not exist; choose one of None, 'fp16'"),
+        ({"schedule_unit": "epoch"}, ValueError, "schedule_unit='epoch' does not exist; choose one of batch, device_"),
         ({"cpu": True, "device": "cpu"}, ValueError, "cpu=True and device='cpu' contradict each other"),
         ({"device": "toaster"}, ValueError, "device 'toaster' does not exist; there are .*cpu:0"),
         ({"device": 1.5}, TypeError, "device=1.5 is of type float"),
