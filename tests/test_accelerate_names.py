@@ -319,19 +319,6 @@ def test_gradients_are_unscaled_once_and_are_those_of_the_step(mode: Mode) -> No
 
 
 @ALL
-def test_without_a_scaler_there_is_nothing_to_unscale(mode: Mode) -> None:
-    def body() -> bool:
-        accelerator, network = Accelerator(), nn.Linear(1, 1, bias=False)
-        network, _ = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=1.0))
-        accelerator.backward(network(torch.ones(1, 1)).mean())
-        before = network.weight.grad.clone()
-        accelerator.unscale_gradients()
-        return bool(network.weight.grad.equal(before))
-
-    assert mode.run(body) == [True] * mode.ranks
-
-
-@ALL
 @pytest.mark.parametrize("has_optimizer", [True, False])
 def test_a_sync_is_triggered_for_passes_that_ran_without_one(mode: Mode, has_optimizer: bool) -> None:
     def body() -> list[float]:

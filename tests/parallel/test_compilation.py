@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from modes import PROCESSES_2, THREADS_2, THREADS_4
+from modes import THREADS_2, THREADS_4
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from unisono import DataParallel, current_world
 from unisono.parallel.batch_norm import synchronize_batch_norm
@@ -151,24 +150,3 @@ def test_what_a_backend_or_a_model_raises_surfaces_on_each_replica() -> None:
     with pytest.raises(LookupError, match="no such token"):
         replicas(lambda model, *_: compiled(model, "eager")(torch.ones(2, 3), current_world().rank == 2), [])
     assert len(replicas(lambda model, *_: model(torch.ones(2, 3)), [])) == 4
-
-
-@pytest.mark.slow
-def test_distributed_data_parallel_over_a_compiled_module_reduces_as_over_a_plain_one():
-    def body() -> bool:
-        def train(backend: Any) -> list[torch.Tensor]:
-            torch.manual_seed(0)
-            model = Net()
-            if backend is not None:
-                compiled(model, backend)
-            wrapped = DistributedDataParallel(model)
-            rank = current_world().rank
-            for factor in (1.0, 2.0, 3.0):
-                model.zero_grad()
-                wrapped(torch.full((4, 3), factor + rank)).square().mean().backward()
-            assert list(wrapped.state_dict()) == [f"module.{name}" for name in model.state_dict()]
-            return [each.grad for each in model.parameters()]
-
-        return all(torch.allclose(*pair) for pair in zip(train(None), train(Counting()), strict=True))
-
-    assert PROCESSES_2.run(body) == [True] * 2

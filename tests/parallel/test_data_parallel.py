@@ -117,19 +117,6 @@ def test_the_loop_gets_its_model_loader_device_and_context():
             use()
 
 
-def test_results_come_in_the_order_of_the_devices_whoever_ends_first():
-    last_has_ended = threading.Event()
-
-    def loop(model, loader, device, context):
-        if device.index == 2:
-            last_has_ended.set()
-        else:
-            last_has_ended.wait(PATIENCE_S)
-        return device.index
-
-    assert DataParallel(network(), [devices(3)[place] for place in (1, 0, 2)])(loop, []) == [1, 0, 2]
-
-
 @pytest.mark.any_family
 def test_every_call_continues_the_epochs_of_its_loader():
     replicas = DataParallel(network(), TWO)
@@ -414,26 +401,6 @@ def test_a_replica_that_returns_early_breaks_the_collectives_of_the_others():
 
     with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
         DataParallel(network(), TWO)(loop, range(100))
-
-
-def test_a_call_while_one_runs_is_refused_and_the_running_one_goes_on():
-    replicas = DataParallel(network(), TWO)
-    is_running, may_end = threading.Event(), threading.Event()
-
-    def loop(*_):
-        is_running.set()
-        may_end.wait(PATIENCE_S)
-        return "done"
-
-    found: list[Any] = []
-    running = threading.Thread(target=lambda: found.extend(replicas(loop, [])))
-    running.start()
-    is_running.wait(PATIENCE_S)
-    with pytest.raises(BusyError, match="runs one at a time"):
-        replicas(loop, [])
-    may_end.set()
-    running.join(PATIENCE_S)
-    assert found == ["done", "done"]
 
 
 @pytest.mark.parametrize("devices", [TWO, ["cpu"], []], ids=str)
