@@ -38,15 +38,10 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan"),
         *(
             ({name: "yes"}, TypeError, f"{name}='yes' is of type str; pass True or False")
-            for name in ("cpu", "device_placement", "split_batches", "sync_batchnorm", "nan_guard")
+            for name in ("cpu", "device_placement", "split_batches", "sync_batchnorm")
         ),
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, fsdp, spmd, zero1"),
         ({"strategy": 3}, TypeError, "strategy=3 is of type int; pass a name, or one of DDP, FSDP, SPMD, ZeRO1"),
-        (
-            {"nan_guard": True, "mixed_precision": "fp16"},
-            ValueError,
-            "nan_guard=True and mixed_precision='fp16' contradict",
-        ),
         ({"cpu": True, "device": "cpu"}, ValueError, "cpu=True and device='cpu' contradict each other"),
         ({"device": "toaster"}, ValueError, "device 'toaster' does not exist; there are .*cpu:0"),
         ({"device": 1.5}, TypeError, "device=1.5 is of type float"),
@@ -84,31 +79,6 @@ def test_another_ranks_device_is_an_error():
             Accelerator(device=first)
 
     THREADS_2.run(body)
-
-
-@pytest.mark.any_family
-@BOTH
-def test_reduce_and_gather_leave_the_tensor_as_it_is(mode):
-    def body():
-        accelerator = Accelerator()
-        tensor = torch.tensor([float(accelerator.world.rank)])
-        reduced = [accelerator.reduce(tensor).item(), accelerator.reduce(tensor, "sum").item()]
-        return reduced, tensor.item(), accelerator.gather(tensor).tolist(), accelerator.gather(tensor.sum()).tolist()
-
-    assert mode.run(body) == [([0.5, 1.0], float(rank), [0.0, 1.0], [0.0, 1.0]) for rank in range(2)]
-
-
-def test_reduce_and_gather_refuse_to_cut_a_graph_in_silence():
-    accelerator = Accelerator()
-    loss = nn.Parameter(torch.ones(1)).sum()
-    with pytest.raises(ValueError, match=r"^reduce got .* x\.detach\(\) .* unisono\.functional\.all_reduce\(x\)"):
-        accelerator.reduce(loss)
-    with pytest.raises(ValueError, match=r"^gather got .* unisono\.functional\.all_gather\(x\)"):
-        accelerator.gather(loss)
-    with torch.no_grad():
-        assert accelerator.reduce(loss) == accelerator.gather(loss) == 1
-    assert not accelerator.reduce(loss.detach()).requires_grad
-    assert loss.requires_grad
 
 
 def test_metrics_are_gathered_of_outputs_that_have_a_gradient():

@@ -165,41 +165,11 @@ def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(
     assert [each.is_last() for each in (one, two)] == [False, True]
 
 
-def rows(loop: Loop, count: int) -> list[tuple[list[int], int]]:
-    found = loop.rows.fitting(count, may_be_part=True)
-    return None if found is None else (found.counted, found.batches, found.is_ambiguous)
-
-
-@pytest.fixture
-def uneven(deliveries) -> Loop:
-    """Batches of 3, 2 and 0 samples in 3, 3 and 2 rows."""
+def test_the_rows_of_a_loop_count_but_for_those_that_repeat_samples(deliveries):
     loop = deliveries.begin()
-    deliveries.add(loop, (), 3, 6)
-    deliveries.add(loop, (), 2, 3, repeated=1)
-    deliveries.add(loop, (), 0, 1, repeated=2)
-    return loop
-
-
-def test_rows_of_a_batch_and_of_a_loop_are_told_by_their_number(uneven):
-    assert rows(uneven, 2) == ([], 1, False)
-    assert rows(uneven, 8) == ([0, 1, 2, 3, 4], 3, False)
-    assert [rows(uneven, count) for count in (0, 1, 4, 5, 6, 7, 9)] == [None] * 7
-    assert uneven.rows.recent() == [3, 3, 2]
-
-
-def test_rows_that_may_be_of_several_batches_are_ambiguous_where_different_ones_count(deliveries, uneven):
-    assert rows(uneven, 3) == ([0, 1], 1, True)
-    uneven.rows.gather(1)
-    assert rows(uneven, 3) == ([0, 1], 1, False), "the first was gathered"
-    uneven.rows.gather(3)
-    assert rows(uneven, 2) == ([], 1, False), "where nothing waits, it is the last one again"
-    assert rows(uneven, 3) is None
-    full = deliveries.begin()
-    for _ in range(100_000):
-        deliveries.add(full, (), 4, 4)
-    deliveries.add(full, (), 1, 1)
-    assert rows(full, 4) == ([0, 1, 2, 3], 1, False)
-    assert rows(full, 400_001) == (list(range(400_001)), 100_001, False)
+    for samples, repeated in ((3, 0), (2, 1), (0, 2)):
+        deliveries.add(loop, (), samples, None, repeated=repeated)
+    assert (loop.rows.num_rows, [row for part in loop.rows.stretches() for row in range(*part)]) == (8, [0, 1, 2, 3, 4])
 
 
 def test_the_loop_that_received_a_batch_last_comes_first(deliveries):

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from unisono.parallel.collectives import local_rank as local_rank
     from unisono.parallel.collectives import rank as rank
     from unisono.parallel.collectives import world_size as world_size
-    from unisono.parallel.context import ReplicaContext as ReplicaContext
     from unisono.parallel.data_parallel import DataParallel as DataParallel
+    from unisono.parallel.data_parallel import ReplicaContext as ReplicaContext
     from unisono.parallel.means import Accuracy as Accuracy
     from unisono.parallel.means import Mean as Mean
     from unisono.parallel.optimizer import backward as backward
@@ -89,8 +89,7 @@ _HOMES = {
         "rank",
         "world_size",
     ],
-    "unisono.parallel.context": ["ReplicaContext"],
-    "unisono.parallel.data_parallel": ["DataParallel"],
+    "unisono.parallel.data_parallel": ["DataParallel", "ReplicaContext"],
     "unisono.parallel.optimizer": ["backward", "optimizer_step"],
     "unisono.parallel.out_of_memory": ["find_executable_batch_size"],
     "unisono.parallel.stopping": ["should_stop"],
@@ -114,15 +113,10 @@ if not TYPE_CHECKING:  # for a type checker there are the imports above, and no 
         if name in _MODULES:
             return import_module(f"unisono.{name}")
         if name not in _HOME_OF:
-            raise AttributeError(_describe_missing(name), name=name, obj=sys.modules[__name__])
+            raise AttributeError(f"module 'unisono' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         value = getattr(import_module(_HOME_OF[name]), name)
         globals()[name] = value  # from now on found without `__getattr__`
         return value
-
-
-def _describe_missing(name: str) -> str:
-    advice = import_module("unisono.foreign_names").IN_PACKAGE.get(name)
-    return f"module 'unisono' has no attribute {name!r}" + (f": {advice}" if advice else "")
 
 
 def __dir__() -> list[str]:

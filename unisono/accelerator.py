@@ -23,12 +23,11 @@ from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods
 from unisono.checkpoint.objects import user_module
 from unisono.checkpoint.prepared_states import PreparedStates
-from unisono.foreign_names import ON_ARGUMENTS, advice_on
+from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader, rule_of
+from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.parallel.backward import Passes
-from unisono.parallel.batch_norm import warn_of_single_samples
-from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
+from unisono.parallel.collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.checks import AUTOCAST, check_accumulation, check_arguments, check_features, world_on
@@ -36,8 +35,8 @@ from unisono.parallel.prepared.metrics import gather_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.schedule_units import Unit
-from unisono.parallel.rank_view import RankView, Trigger
+from unisono.parallel.prepared.scheduler import Unit
+from unisono.parallel.rank_view import RankView
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.states import load_model_state, load_optimizer_state, model_state, optimizer_state
 from unisono.parallel.strategies.strategy import options_of, strategy_class, strategy_in
@@ -48,7 +47,7 @@ from unisono.tracking.trackers import LogWith, Trackers
 from unisono.world import World, current_world
 
 
-@explain_unknown_names(ON_ARGUMENTS)
+@explain_unknown_names()
 class Accelerator(RankView, Tracked, CheckpointMethods):
     """Runs a plain training loop on one device, on the threads of a DataParallel, or in spawned workers.
 
@@ -81,8 +80,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         split_batches: a batch of a DataLoader is the global batch, which the ranks divide; otherwise each rank gets
             batches of that size. A `DeviceLoader` has a `split` of its own.
         sync_batchnorm: compute BatchNorm's statistics over the global batch.
-        nan_guard: raise an error that names the parameter and the rank when a gradient is NaN or infinite. Costs one
-            pass over each gradient.
         scaler_options: for "fp16", the arguments of torch's GradScaler: `init_scale`, `growth_interval`, ...
         schedule_unit: what schedulers count: "batch", the batches of the loader as the script wrote it; "step", the
             optimizer steps of this run; "device_step", the steps that one device would take. None is an error in a
@@ -118,7 +115,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         device_placement: bool = True,
         split_batches: bool = False,
         sync_batchnorm: bool = False,
-        nan_guard: bool = False,
         scaler_options: Mapping[str, Any] | None = None,
         schedule_unit: Unit | None = None,
         log_with: LogWith = None,
@@ -138,7 +134,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             self.scaler = LossScaler(self.device.type, self.world.rank == 0, **(scaler_options or {}))
         self.mixed_precision, self.project_dir, self.split_batches = mixed_precision, project_dir, split_batches
         self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
-        self._trigger = Trigger(self.world)
         self._steps = Steps(self.world, gradient_accumulation_steps)
         self._passes = Passes(self._steps)
         # For `unisono.backward`, which may get a loss of this Accelerator's models.
@@ -154,7 +149,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             moves=device_placement,
             compiles=compile,
             is_synchronized=sync_batchnorm,
-            checks_numbers=nan_guard,
             max_grad_norm=max_grad_norm,
             seed=seed,
         )
@@ -180,11 +174,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
                 of no prepared model.
         """
         made = self._prepared.prepare(objects)
-        for each in objects:
-            rule = rule_of(each)
-            if rule is None or rule.tail == "split":
-                splits = self.split_batches if rule is None else rule.shares_batches
-                warn_of_single_samples(self._prepared.modules(), each, self.world, splits)
         return made[0] if len(made) == 1 else tuple(made)
 
     def free_memory(self) -> None:
@@ -266,14 +255,6 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         all weights in it were 0."""
         return any(each.was_skipped for each in self._prepared.steppers())
 
-    def set_trigger(self) -> None:
-        """Make the next `check_trigger` return True on all ranks; for example, because this rank has to stop."""
-        self._trigger.set()
-
-    def check_trigger(self) -> bool:
-        """Whether any rank has called `set_trigger` since the last check. A collective: every rank must call it."""
-        return self._trigger.check()
-
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Forward passes of this prepared model within the block leave their gradients unreduced."""
@@ -306,9 +287,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._prepared.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Accelerate's `unscale_gradients`: "Unscale the gradients in mixed precision training with AMP. This is a noop
-        in all other settings." They are reduced first, so that every rank must call it; the step does neither again.
-        Does nothing while microbatches accumulate.
+        """With "fp16", unscale the gradients. They are reduced first, so that every rank must call it; the step does
+        neither again. Does nothing while microbatches accumulate.
 
         Args:
             optimizer: a prepared optimizer, or several; None means all of them.
@@ -321,9 +301,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Accelerate's `trigger_sync_in_backward`: "Trigger the sync of the gradients in the next backward pass of the
-        model after multiple forward passes under `Accelerator.no_sync`." When the block ends, the gradients of the step
-        so far are reduced; without it, `optimizer.step()` reduces them. Does nothing while microbatches accumulate.
+        """A block at whose end the gradients of the step so far are reduced, after forward passes under `no_sync`;
+        without it, `optimizer.step()` reduces them. Does nothing while microbatches accumulate.
 
         Args:
             model: a prepared model; for another one the block does nothing.
@@ -448,11 +427,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
     if not TYPE_CHECKING:  # for a type checker a name that is not here is an error
 
         def __getattr__(self, name: str) -> Any:
-            """
-            Raises:
-                AttributeError: no such name; for names of other frameworks the message says what to use instead.
-            """
-            raise AttributeError(advice_on(name), name=name, obj=self)
+            raise AttributeError(describe_missing(name), name=name, obj=self)
 
     def load_state_dict(self, prepared: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state made by `state_dict`, or by a plain model or optimizer, under any strategy and number of ranks.

@@ -12,86 +12,18 @@ several. `end` may run at any point, in any thread: the garbage collector ends l
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from unisono.storages import StorageMap
 from unisono.torch_private import VERSION
-from unisono.tree import leaves, tensors
+from unisono.tree import tensors
 
 REMEMBERED = 8  # loops that have ended
-_KEPT = 4096  # batches in the same memory, and of which no metric was gathered
-
-
-class Rows(NamedTuple):
-    """The rows that count among those of a batch, or of a whole loop."""
-
-    counted: list[int]  # their places
-    batches: int  # the number of batches
-    end: int  # the number of the last of these batches; 0 if it is not known
-    is_new: bool  # whether no metric was gathered of them
-    is_ambiguous: bool = False  # whether they may be others, of which different rows count
-
-
-class LoopRows:
-    """The rows of one loop, batch by batch: which count for a metric, if only their number identifies the batches. Rows
-    after the samples of a batch repeat others, and do not count."""
-
-    def __init__(self) -> None:
-        self._runs: list[list[Any]] = []  # a batch, and how many equal ones came together: an epoch has only a few
-        self._pending: deque[tuple[int, int]] = deque(maxlen=_KEPT)  # the last ones, of which no metric was gathered
-        self.num_batches = self._num_rows = 0
-        self.is_gathered = False  # whether a metric was gathered of some batch
-        self.is_sized = True  # whether the rows of every batch are known; else no number of rows identifies batches
-
-    def count(self, samples: int, rows: int | None) -> None:
-        """Register a delivered batch: the number of its samples, which come first, and of all its rows, if known."""
-        self.is_sized = self.is_sized and rows is not None
-        batch = samples, samples if rows is None else rows
-        if not self._runs or self._runs[-1][0] != batch:
-            self._runs.append([batch, 0])
-        run = self._runs[-1]
-        run[1] += 1
-        self._pending.append(run[0])  # the same object: thousands of them would leave the processor's cache
-        self.num_batches += 1
-        self._num_rows += batch[1]
-
-    def fitting(self, rows: int, may_be_part: bool) -> Rows | None:
-        """The rows that count of the whole loop, if it has so many; or, if it may be a part, of the latest batch of so
-        many of which no metric was gathered, or of the last one. None if none fit."""
-        if not self.is_sized:
-            return None
-        if self._runs and self._num_rows == rows:
-            places: list[int] = []
-            start = 0
-            for (samples, size), times in self._runs:
-                for _ in range(times):
-                    places += range(start, start + samples)
-                    start += size
-            return Rows(places, self.num_batches, self.num_batches, not self.is_gathered)
-        first = self.num_batches - len(self._pending) + 1
-        found = {number: batch[0] for number, batch in enumerate(self._pending, first) if batch[1] == rows}
-        if found and may_be_part:
-            end, samples = max(found), set(found.values())
-            return Rows(list(range(found[end])), 1, end if len(found) == 1 else 0, True, len(samples) > 1)
-        last = self._runs[-1][0] if self._runs else (0, 0)
-        if may_be_part and last[1] == rows:
-            return Rows(list(range(last[0])), 1, 0, False)
-        return None
-
-    def gather(self, end: int) -> None:
-        """Note that a metric was gathered of the batches up to number `end`."""
-        self.is_gathered = True
-        while len(self._pending) > self.num_batches - end:
-            self._pending.popleft()
-
-    def recent(self) -> list[int]:
-        """The numbers of rows of the last three batches, the latest last."""
-        return [size for (_, size), times in self._runs[-3:] for _ in range(min(times, 3))][-3:]
+_KEPT = 4096  # batches in the same memory
 
 
 class Batch:
@@ -141,6 +73,35 @@ class Batch:
         ranks must call it."""
         loop = self.loop
         return self.number == loop.num_batches and (loop.ends_here() if loop.is_open else loop.is_exhausted)
+
+
+class LoopRows:
+    """The rows of one loop's batches, and which of them count for a metric.
+
+    Attributes:
+        num_batches, num_rows: the numbers of batches delivered, and of their rows.
+        repeated: the ranges of rows that repeat samples, and do not count.
+        gathered: the number of the last batch of which a metric was gathered.
+        is_sized: whether the number of rows of every batch is known.
+    """
+
+    def __init__(self) -> None:
+        self.num_batches = self.num_rows = self.gathered = 0
+        self.repeated: list[tuple[int, int]] = []
+        self.is_sized = True
+
+    def count(self, samples: int, rows: int | None) -> None:
+        """Note a delivered batch: the number of its samples, which come first, and of all its rows, if known."""
+        self.is_sized = self.is_sized and rows is not None
+        self.num_batches += 1
+        self.num_rows += samples if rows is None else rows
+        if rows is not None and rows > samples:
+            self.repeated.append((self.num_rows - (rows - samples), self.num_rows))
+
+    def stretches(self) -> list[tuple[int, int]]:
+        """The ranges of rows that count."""
+        ends = [0, *(place for part in self.repeated for place in part), self.num_rows]
+        return list(zip(ends[::2], ends[1::2], strict=True))
 
 
 class Loop:
@@ -405,18 +366,3 @@ def _oldest_unused(batches: list[Batch]) -> Batch:
 
 
 _clock = count(1)
-
-
-def num_rows(values: Any) -> int:
-    """Return how many rows the tensors have, each the same; TypeError or ValueError else."""
-    rows = set()
-    for leaf in leaves(values):
-        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-            what = "a tensor of no dimension" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-            raise TypeError(f"values hold {what}, which has no samples; gather it with gather(), or leave it out")
-        rows.add(len(leaf))
-    if not rows:
-        raise TypeError(f"values={values!r} hold no tensor; pass one, or a nesting of them")
-    if len(rows) > 1:
-        raise ValueError(f"values have {sorted(rows)} rows; each tensor must have one row for each sample")
-    return rows.pop()

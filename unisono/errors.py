@@ -8,7 +8,6 @@ The type says who is to blame::
     ├── CollectiveMismatchError   two ranks called different collectives
     ├── ReplicasDifferError       the ranks no longer hold the same model
     ├── MixedPlacementError       an operation under `strict` mixes devices or precisions
-    ├── NonFiniteGradientError    a gradient is NaN or infinite on one rank, so on all
     ├── ClosedError               you closed it
     ├── BusyError                 it is in use by another thread
     ├── WorkerDiedError           a worker ended without a Python exception: a signal, an exit
@@ -79,10 +78,6 @@ class ReplicasDifferError(UnisonoError):
 
 class MixedPlacementError(UnisonoError):
     """An operation inside `strict` has tensors on several devices, or in several precisions."""
-
-
-class NonFiniteGradientError(UnisonoError, ArithmeticError):
-    """A gradient is NaN or infinite on at least one rank; raised on every rank, before the step."""
 
 
 class ClosedError(UnisonoError):

@@ -5,8 +5,8 @@ Let L_s be the loss of rank s. The gradient that arrives at x on rank r is that 
     G_r  =  d (L_0 + ... + L_{R-1}) / d x_r
 
 as in `torch.distributed.nn.functional`. So the backward pass of an `all_gather` is a `reduce_scatter` of the
-gradients, that of `all_reduce` an `all_reduce`, that of `broadcast` a reduction to the root, and that of
-`reduce_scatter` an `all_gather`. They are composed of the same functions, so gradients of gradients are exact, too.
+gradients, and that of `all_reduce` an `all_reduce`. They are composed of the same functions, so gradients of gradients
+are exact, too.
 
 A prepared model, and `optimizer_step`, average the ranks' gradients. With x_r = f(theta, batch r) that gives
 
@@ -39,10 +39,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
+from unisono.comm.operations import Call, check_reduction, check_tensor
 from unisono.parallel.claims import Crossings
-from unisono.parallel.collectives import check_samples, gather_samples
-from unisono.parallel.structures import announce_structure
+from unisono.parallel.collectives import announce_structure, check_samples, gather_samples
 from unisono.protocols import Communicator
 from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
@@ -121,59 +120,13 @@ def all_reduce(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None
         TypeError: `x` is not a dense tensor, or its type does not support the operation.
         BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
     """
-    _check_linear(x, op, "all_reduce")
-    return _forward(_AllReduce, Call.on("functional.all_reduce", x, op), world, x, op)
-
-
-@disable_dynamo
-def reduce_scatter(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None) -> torch.Tensor:
-    """Return this rank's part along dim 0 of the sum or mean over all ranks; differentiable.
-
-    Args:
-        x: [world_size n, ...], the same shape on each rank.
-
-    Returns:
-        [n, ...]. The gradient of `x` is the ranks' gradients, joined in rank order; for "mean" divided by `world_size`.
-
-    Raises:
-        ValueError: `op` is neither "sum" nor "mean", or dim 0 is not a multiple of `world_size`.
-        TypeError: as for `all_reduce`.
-        BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
-    """
-    world = world or current_world()
-    _check_linear(x, op, "reduce_scatter")
-    check_scatter(x, world.world_size)
-    return _forward(_ReduceScatter, Call.on("functional.reduce_scatter", x, op), world, x, op)
-
-
-@disable_dynamo
-def broadcast(x: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:
-    """Return a copy of the root's tensor; differentiable.
-
-    Args:
-        x: of the same shape on each rank, requiring grad on all or on none; only the root's values count.
-
-    Returns:
-        A new tensor. The gradient of the root's `x` is the sum of the ranks' gradients; that of the others is zero.
-
-    Raises:
-        TypeError: `x` is not a dense tensor.
-        ValueError: `root` is not a rank of the world.
-        BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
-    """
-    world = world or current_world()
-    check_tensor(x, "functional.broadcast")
-    check_root(root, world.world_size)
-    return _forward(_Broadcast, Call.on("functional.broadcast", x, root), world, x, root)
-
-
-def _check_linear(x: Any, op: str, name: str) -> None:
     if op not in get_args(LinearOp):
         raise ValueError(
-            f"functional.{name} op={op!r} has no gradient here; choose 'sum' or 'mean', or reduce the value by "
+            f"functional.all_reduce op={op!r} has no gradient here; choose 'sum' or 'mean', or reduce the value by "
             f"unisono.all_reduce(x.detach().clone(), {op!r})"
         )
-    check_reduction(x, op, f"functional.{name}")
+    check_reduction(x, op, "functional.all_reduce")
+    return _forward(_AllReduce, Call.on("functional.all_reduce", x, op), world, x, op)
 
 
 def _num_samples(batch: Any, dim: int) -> int:
@@ -225,21 +178,20 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         # The sum, since the gradient is that of the sum of the ranks' losses.
-        return _backward(_ReduceScatter, ctx.context, gradient, "sum"), None
+        return _backward(_ReduceScatter, ctx.context, gradient), None
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """[size n, ...] to [n, ...]."""
+    """The sum, [size n, ...] to [n, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: LinearOp, context: _Context) -> torch.Tensor:
-        ctx.op, ctx.context = op, context
-        return context.comm.reduce_scatter(x, op)
+    def forward(ctx: Any, x: torch.Tensor, context: _Context) -> torch.Tensor:
+        ctx.context = context
+        return context.comm.reduce_scatter(x, "sum")
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gathered = _backward(_AllGather, ctx.context, gradient)
-        return gathered / ctx.context.comm.size if ctx.op == "mean" else gathered, None, None
+        return _backward(_AllGather, ctx.context, gradient), None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -253,34 +205,6 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _backward(_AllReduce, ctx.context, gradient, ctx.op), None, None
-
-
-class _Broadcast(torch.autograd.Function):
-    """Any shape."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: int, context: _Context) -> torch.Tensor:
-        ctx.root, ctx.context = root, context
-        return context.comm.broadcast(_copy(x), root)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _backward(_Reduce, ctx.context, gradient, ctx.root), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    """The sum on the root, zeros on the other ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: int, context: _Context) -> torch.Tensor:
-        ctx.root, ctx.context = root, context
-        # The communicator has no reduction to one rank.
-        total = context.comm.all_reduce(_copy(x))
-        return total if context.comm.rank == root else total.zero_()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _backward(_Broadcast, ctx.context, gradient, ctx.root), None, None
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # the types that are more than Any
@@ -68,10 +68,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "free_weak_storage": ("torch.UntypedStorage._free_weak_ref", "tells which tensors share memory"),
     "VERSION": ("torch.Tensor._version", "tells whether inputs have changed since the pass before"),
     "UNTYPED_STORAGE": ("torch.TypedStorage._untyped_storage", "sends typed storages to workers"),
-    "REBUILD_FROM_CPU": (
-        "torch._utils._rebuild_device_tensor_from_cpu_tensor",
-        "sends tensors to workers as those of main memory",
-    ),
+    "REBUILD_FROM_CPU": ("torch._utils._rebuild_device_tensor_from_cpu_tensor", "sends tensors to workers"),
     # Modules.
     "PARAMETERS": ("torch.nn.Module._parameters", "finds a module's own parameters"),
     "BUFFERS": ("torch.nn.Module._buffers", "finds a module's own buffers"),
@@ -84,16 +81,12 @@ NAMES = {  # ours: (torch's, what we do by it)
     "disable_dynamo": ("torch._compile._disable_dynamo", "keeps collectives out of compiled graphs"),
     "leave_out_of_graphs": ("torch._dynamo.trace_rules.add", "keeps prepared models out of compiled graphs"),
     "set_lru_cache": ("torch._C._dynamo.eval_frame._set_lru_cache", "keeps the order of compiled graphs"),
-    "compile_session_context": ("torch.compiler._compile_session_context", "compiles while other replicas run"),
-    "compile_counters": ("torch._dynamo.utils.counters", "sees whether a call has compiled something"),
-    "functorch_config": ("torch._functorch.config", "compiles the backward graph with the forward one"),
     "functorch_entries": (
         "torch._functorch.config._config",
-        "lets a compiled graph's first call draw as later ones do",
+        "lets compiled graphs draw as usual",
     ),
-    "aot_autograd": ("torch._functorch.aot_autograd", "compiles the backward graph with the forward one, in torch 2.9"),
     "CALL": ("torch.nn.Module._call_impl", "compiles modules of torch's own classes"),
-    "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module once for all replicas"),
+    "COMPILED_CALL": ("torch.nn.Module._compiled_call_impl", "compiles a module"),
     "ORIGINAL": ("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "finds the module that torch.compile wraps"),
     # Other switches of the process.
     "cpus_near": ("torch.numa.binding._get_logical_cpus_to_bind_to", "pins workers to the cores near their GPUs"),
@@ -102,10 +95,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     # Operators, and a generator for each replica.
     "all_schemas": ("torch._C._jit_get_all_schemas", "finds the operators that draw or communicate"),
     "OpOverload": ("torch._ops.OpOverload", "gives each replica its own generator"),
-    "include_dispatch_key": (
-        "torch._C._dispatch_tls_set_dispatch_key_included",
-        "gives each replica its own generator",
-    ),
+    "include_dispatch_key": ("torch._C._dispatch_tls_set_dispatch_key_included", "gives each replica a generator"),
     "keys_after": ("torch._C._dispatch_keyset_full_after", "gives each replica its own generator"),
     "parse_dispatch_key": ("torch._C._dispatch_key_parse", "gives each replica its own generator"),
     "GENERATOR_ADDRESS": ("torch.Generator._cdata", "gives each replica its own generator"),
@@ -120,7 +110,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "WORKER_INFO": (f"{_WORKER}._worker_info", "shows loader workers the user's dataset"),
     "remove_worker_pids": (
         "torch.utils.data._utils.signal_handling._remove_worker_pids",
-        "notices dead loader workers itself",
+        "notices dead loader workers",
     ),
     "LOADER_ITERATOR": ("torch.utils.data.DataLoader._iterator", "replaces dead loader workers"),
     "WORKER_PIDS_SET": (f"{_ITERATOR}._worker_pids_set", "notices dead loader workers itself"),
@@ -134,10 +124,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     # Process groups.
     "default_store": (f"{_GROUPS}._get_default_store", "meets the other ranks in their store"),
     "abort_process_group": (f"{_GROUPS}._abort_process_group", "ends a group whose collectives hang"),
-    "sequence_number": (
-        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
-        "sees whether collectives go on",
-    ),
+    "sequence_number": ("torch.distributed.ProcessGroup._get_sequence_number_for_group", "sees collectives go on"),
     "create_work_from_future": (
         "torch._C._distributed_c10d._create_work_from_future",
         "returns collectives that are done from shared memory",
@@ -153,39 +140,23 @@ NAMES = {  # ours: (torch's, what we do by it)
     "create_handler": (f"{_RENDEZVOUS}.dynamic_rendezvous.create_handler", "signs what agents agree on"),
     "REMAINING_RESTARTS": (f"{_AGENT}._remaining_restarts", "restarts the workers of several machines"),
     # Strategies.
-    "ACTIVE": (
-        "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
-        "lets torch.compile cut graphs at the buckets of strategy='ddp'",
-    ),
+    "ACTIVE": ("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "cuts graphs at buckets"),
     "BUILD_PARAMETERS": (
         "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
-        "fixes the order of additions with strategy='ddp'",
+        "orders additions",
     ),
-    "push_rebuilt_parameters": (
-        "torch.distributed.Reducer._push_all_rebuilt_params",
-        "fixes the order of additions with strategy='ddp'",
-    ),
-    "rebuild_buckets": (
-        "torch.distributed.Reducer._rebuild_buckets",
-        "fixes the order of additions with strategy='ddp'",
-    ),
+    "push_rebuilt_parameters": ("torch.distributed.Reducer._push_all_rebuilt_params", "fixes the order of additions"),
+    "rebuild_buckets": ("torch.distributed.Reducer._rebuild_buckets", "fixes the order of additions"),
     "GradBucket": ("torch._C._distributed_c10d.GradBucket", "weights gradients in torch's communication hooks"),
     "FSDP_STATE": ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "goes on after a forward pass that failed"),
-    "FSDP_CONTEXT": (
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx",
-        "goes on after a forward pass that failed",
-    ),
+    "FSDP_CONTEXT": ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx", "outlives failed passes"),
     "DTENSOR_SPEC": ("torch.distributed.tensor.DTensor._spec", "saves and loads shards with strategy='fsdp'"),
     "STORAGE_INFO": ("torch.distributed.checkpoint.filesystem._StorageInfo", "reads checkpoints of strategy='fsdp'"),
     "GET_LAYOUT": ("torch.serialization._get_layout", "reads checkpoints of strategy='fsdp'"),
-    "MEMORY_FORMATS": (
-        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-        "reads checkpoints of strategy='fsdp'",
-    ),
+    "MEMORY_FORMATS": ("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "reads fsdp's files"),
 }
 INSTEAD = {
-    "set_lru_cache": "torch 2.9: replicas run one after another what torch.compile has compiled",
-    "compile_session_context": "as without set_lru_cache",
+    "set_lru_cache": "torch 2.9: ranks that are threads compile no models",
 }
 
 # For processes that have not imported torch. Without the first two, something starts more slowly, or a printed stack is
@@ -231,20 +202,12 @@ def _find(name: str, path: str) -> Any:
 
 def _is_set(kind: Any, attribute: str) -> bool:
     """Whether a method of the class assigns it, or has its name as a text: then instances have it."""
-
-    def is_set_in(code: CodeType) -> bool:
-        inner = (each for each in code.co_consts if isinstance(each, CodeType))
-        return (
-            attribute in code.co_consts
-            or any(map(is_set_in, inner))
-            or (
-                attribute in code.co_names
-                and any(each.opname == "STORE_ATTR" and each.argval == attribute for each in dis.get_instructions(code))
-            )
-        )
-
     methods = [each for base in getattr(kind, "__mro__", ()) for each in vars(base).values()]
-    return any(is_set_in(each.__code__) for each in methods if isinstance(each, FunctionType))
+    codes = [each.__code__ for each in methods if isinstance(each, FunctionType)]
+    if any(attribute in code.co_consts for code in codes):
+        return True
+    named = [each for code in codes if attribute in code.co_names for each in dis.get_instructions(code)]
+    return any(each.opname == "STORE_ATTR" and each.argval == attribute for each in named)
 
 
 def overrides(name: str) -> Callable[[_Method], _Method]:

@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "bf16"},
     "fp16": {"mixed_precision": "fp16"},
     "accumulated": {"gradient_accumulation_steps": 2},
-    "guarded": {"nan_guard": True},
 }
 OF_ONE: dict[str, dict[str, dict[str, Any]]] = {  # cases of one strategy, by its options
     "ddp": {"views of small buckets": {"strategy": DDP(gradient_as_bucket_view=True, bucket_cap_mb=1e-3)}},
@@ -57,7 +56,6 @@ WAITS: dict[str, tuple[int, dict[str, Any]]] = {  # in each step, as docs/perfor
     "asked to stop": (0, {}),
     "metrics gathered": (0, {}),
     "fp16": (1, {"mixed_precision": "fp16", "scaler_options": {"init_scale": 1.0}}),
-    "guarded": (1, {"nan_guard": True}),
 }
 COUNTED = 40
 
@@ -96,7 +94,7 @@ def collectives(world: World) -> dict[str, Any]:
 def training(world: World, strategy: str) -> dict[str, Any]:
     """A few steps of a strategy in each case: the last loss, and the sum of the weights, which rank zero has."""
     cases = {case: {"strategy": strategy, **options} for case, options in (CASES | OF_ONE[strategy]).items()}
-    return {case: _trained(options) for case, options in cases.items() if (strategy, case) != ("fsdp", "guarded")}
+    return {case: _trained(options) for case, options in cases.items()}
 
 
 def replicating(world: World) -> dict[str, Any]:
@@ -128,8 +126,6 @@ def waiting(world: World, strategy: str) -> dict[str, Any]:
     """How often some steps wait for the device, in each case, and on which lines."""
     found = {}
     for case, (_, options) in WAITS.items():
-        if (strategy, case) == ("fsdp", "guarded"):
-            continue
         accelerator = unisono.Accelerator(strategy=strategy, **options)
         data = TensorDataset(torch.randn(64 * 120, 8), torch.randn(64 * 120, 1))
         network: Any = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))

@@ -134,9 +134,8 @@ def test_the_first_parameter_that_differs_is_named_with_its_holders(mode):
     for message, name, ranks in told(mode, body):
         assert message.startswith("the replicas differ at call 2 of check_replicas: the parameter '2.weight' is ")
         assert name == "the parameter '2.weight'"
-        assert "; 2 of 6 differ. " in message
-        assert f" on rank{f's {others}' if len(others) > 1 else ' 0'} and float32[2, 4] of sum" in message
-        assert f"on rank {last}; 2 of 6 differ" in message
+        assert f" on rank{f's {others}' if len(others) > 1 else ' 0'} and float32[2, 4] with bits" in message
+        assert f"on rank {last}. Every rank must begin with" in message
         assert ranks == [last]
 
 
@@ -149,8 +148,7 @@ def test_two_that_differ_from_the_rest_each_in_its_own_way_are_both_the_odd_ones
 
     five = Mode("threads", 5)
     for message, _, ranks in told(five, body):
-        assert "on ranks [0, 3, 4] and float32[2, 2] of sum 4.0 (bits " in message
-        assert "; 1 of 2 differ. " in message
+        assert "on ranks [0, 3, 4] and float32[2, 2] with bits " in message
         assert ranks == [1, 2]
 
 
@@ -166,17 +164,6 @@ def test_only_every_so_many_calls_compare():
     assert THREADS_2.run(body) == [[3, 6]] * 2
 
 
-@pytest.mark.any_family
-def test_buffers_are_compared_where_that_is_asked_for():
-    def body() -> None:
-        network = model()
-        network[1].running_mean += unisono.rank()
-        check_replicas(network)
-        check_replicas(network, buffers=True)
-
-    assert [name for _, name, _ in told(THREADS_2, body)] == ["the buffer '1.running_mean'"] * 2
-
-
 def test_modules_of_different_make_differ_by_the_name_of_a_parameter():
     def body() -> None:
         network = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 2)] if unisono.rank() else []))
@@ -185,7 +172,7 @@ def test_modules_of_different_make_differ_by_the_name_of_a_parameter():
         check_replicas(network)
 
     for message, _, _ in told(THREADS_2, body):
-        assert "the parameter '1.weight' is missing on rank 0 and float32[2, 2] of sum 0.0" in message
+        assert "the parameter '1.weight' is missing on rank 0 and float32[2, 2] with bits" in message
 
 
 @pytest.mark.parametrize(("every", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])

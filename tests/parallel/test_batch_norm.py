@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, DataParallel, DeviceLoader, current_world
+from unisono import Accelerator, DataParallel, current_world
 from unisono.errors import BrokenWorldError
 from unisono.parallel.batch_norm import SyncBatchNorm2d, synchronize_batch_norm
 from unisono.world import solo_world
@@ -310,7 +310,7 @@ class Own(nn.BatchNorm2d):
     [
         (
             nn.LazyBatchNorm2d(),
-            "'1' is a torch.nn.modules.batchnorm.LazyBatchNorm2d; call the model with a batch first",
+            "'1' is a torch.nn.modules.batchnorm.LazyBatchNorm2d; use a plain one there",
         ),
         (nn.SyncBatchNorm(3), "'1' is a torch.nn.modules.batchnorm.SyncBatchNorm; use a plain one there"),
         (Own(3), r"'1' is a .*\.Own; use a plain one there"),
@@ -383,31 +383,3 @@ def test_update_bn_takes_all_samples_if_the_average_is_synchronized_or_the_loade
     for found in mode.run(body):
         for variance in found:
             torch.testing.assert_close(variance, expected.module.running_var)
-
-
-@pytest.mark.parametrize(
-    ("samples", "options", "loading", "warns"),
-    [
-        (10, {}, {}, True),  # 8, and one of two for each rank
-        (11, {}, {}, True),
-        (12, {}, {}, False),
-        (10, {"sync_batchnorm": True}, {}, False),
-        (10, {}, {"drop_last": True}, False),
-        (10, {}, {"shuffle": False}, False),  # perhaps an evaluation
-        (10, {"split_batches": True}, {}, True),
-        (14, {}, {"cut": "global"}, True),
-        (14, {}, {"cut": "rank"}, False),
-    ],
-)
-def test_a_last_batch_of_one_sample_is_announced_where_the_loader_is_prepared(samples, options, loading, warns, caplog):
-    def body() -> None:
-        accelerator = Accelerator(**options)
-        network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        more = {"shuffle": True, **loading}
-        split = more.pop("cut", None)
-        loader = DataLoader(TensorDataset(torch.ones(samples, 2)), 4, **more)
-        loader = DeviceLoader(loader, split=split) if split else loader
-        accelerator.prepare(network, loader)
-
-    THREADS_2.run(body)
-    assert any("BatchNorm gets one sample" in each.getMessage() for each in caplog.records) == warns

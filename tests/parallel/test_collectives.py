@@ -138,12 +138,10 @@ def test_what_would_cut_a_graph_in_silence_is_refused_before_anything_is_sent(mo
             if unisono.rank() == 0:  # on this rank alone: nobody waits for the others
                 with pytest.raises(ValueError) as refused:
                     REFUSED[name](x)
-                text = (
+                assert str(refused.value) == (
                     f"{name} got a tensor that requires grad, and its result would have no gradient; pass x.detach() "
-                )
-                assert (
-                    str(refused.value) == f"{text}for the value, or call unisono.functional.{name}(x) for a result "
-                    "with a gradient"
+                    f"for the value, or call unisono.functional.{name.replace('broadcast', 'all_gather')}(x) for a "
+                    "result with a gradient"
                 )
             REFUSED[name](x.detach())
             with torch.no_grad():

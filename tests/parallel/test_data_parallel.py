@@ -25,9 +25,7 @@ from tracing import interrupting
 import unisono
 from unisono import DataParallel, ReplicaContext, current_world
 from unisono.backends.cores import usable_cores
-from unisono.backends.cpu import CpuBackend
 from unisono.errors import BrokenWorldError, BusyError, ClosedError
-from unisono.parallel import data_parallel
 
 PATIENCE_S = 20.0
 TWO = devices(2)
@@ -86,6 +84,7 @@ def test_no_list_means_every_device(monkeypatch):
         (ValueError, "device 'foo' does not exist", (network(), ["foo"])),
         (ValueError, "cuda", (network(), ["cuda:99"])),
         (ValueError, "device 'meta' does not exist", (network().to("meta"), [])),
+        (RuntimeError, "parameters are on cpu, meta; move", (nn.Sequential(network(), network().to("meta")), [])),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, arguments):
@@ -116,19 +115,6 @@ def test_the_loop_gets_its_model_loader_device_and_context():
     for use, name in ((lambda: replicas(3, []), "loop_fn"), (lambda: replicas.run_on_replicas(3), "fn")):
         with pytest.raises(TypeError, match=f"^{name}=3 is of type int; pass a function"):
             use()
-
-
-def test_results_come_in_the_order_of_the_devices_whoever_ends_first():
-    last_has_ended = threading.Event()
-
-    def loop(model, loader, device, context):
-        if device.index == 2:
-            last_has_ended.set()
-        else:
-            last_has_ended.wait(PATIENCE_S)
-        return device.index
-
-    assert DataParallel(network(), [devices(3)[place] for place in (1, 0, 2)])(loop, []) == [1, 0, 2]
 
 
 @pytest.mark.any_family
@@ -307,12 +293,6 @@ def test_an_empty_list_runs_the_module_itself_in_the_calling_thread():
     assert not replica_threads()
 
 
-def test_a_native_run_of_a_module_on_two_devices_is_refused():
-    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-    with pytest.raises(RuntimeError, match="its parameters are on cpu, meta; move it first"):
-        DataParallel(module, [])
-
-
 # Failures.
 
 
@@ -421,26 +401,6 @@ def test_a_replica_that_returns_early_breaks_the_collectives_of_the_others():
 
     with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
         DataParallel(network(), TWO)(loop, range(100))
-
-
-def test_a_call_while_one_runs_is_refused_and_the_running_one_goes_on():
-    replicas = DataParallel(network(), TWO)
-    is_running, may_end = threading.Event(), threading.Event()
-
-    def loop(*_):
-        is_running.set()
-        may_end.wait(PATIENCE_S)
-        return "done"
-
-    found: list[Any] = []
-    running = threading.Thread(target=lambda: found.extend(replicas(loop, [])))
-    running.start()
-    is_running.wait(PATIENCE_S)
-    with pytest.raises(BusyError, match="runs one at a time"):
-        replicas(loop, [])
-    may_end.set()
-    running.join(PATIENCE_S)
-    assert found == ["done", "done"]
 
 
 @pytest.mark.parametrize("devices", [TWO, ["cpu"], []], ids=str)
@@ -599,25 +559,3 @@ def test_a_failed_call_keeps_nothing_of_what_its_loops_held():
         replicas.run_on_replicas(fail)
     gc.collect()
     assert [each() for each in seen] == [None, None]
-
-
-def test_several_accelerators_in_one_process_are_advised_against_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Accelerated(CpuBackend):
-        name = "accelerated"
-
-        def is_accelerated(self) -> bool:
-            return True
-
-    def resolved(devices: Any) -> Any:
-        return [(Accelerated(), torch.device("cpu", index)) for index in range(len(devices))]
-
-    DataParallel(nn.Linear(2, 2), ["cpu:0", "cpu:1"])
-    monkeypatch.setattr(data_parallel, "resolve_devices", resolved)
-    DataParallel(nn.Linear(2, 2), ["accelerated:0"])
-    assert not caplog.messages
-    for _ in range(2):
-        DataParallel(nn.Linear(2, 2), ["accelerated:0", "accelerated:1"])
-    (said,) = caplog.messages
-    assert "take processes: unisono.spawn(fn)" in said

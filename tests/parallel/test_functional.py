@@ -61,11 +61,6 @@ def own_loss(values: torch.Tensor, rank: int) -> torch.Tensor:
     return (weights * values).sin().sum() + (values.square() * weights).sum()
 
 
-def scattered(tensors: Tensors, divisor: int) -> Tensors:
-    total = torch.stack(tensors).sum(0) / divisor
-    return list(total.chunk(len(tensors)))
-
-
 # What each rank gets, as a function of what all ranks have.
 TWINS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[Tensors], Tensors]]] = {
     "all_gather": (functional.all_gather, lambda every: [torch.cat(every)] * len(every)),
@@ -80,13 +75,6 @@ TWINS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[Tensors
     "all_reduce mean": (
         lambda x: functional.all_reduce(x, "mean"),
         lambda every: [torch.stack(every).mean(0)] * len(every),
-    ),
-    "reduce_scatter sum": (functional.reduce_scatter, lambda every: scattered(every, 1)),
-    "reduce_scatter mean": (lambda x: functional.reduce_scatter(x, "mean"), lambda every: scattered(every, len(every))),
-    "broadcast": (functional.broadcast, lambda every: [every[0]] * len(every)),
-    "broadcast of the last": (
-        lambda x: functional.broadcast(x, unisono.world_size() - 1),
-        lambda every: [every[-1]] * len(every),
     ),
 }
 
@@ -327,8 +315,6 @@ def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_rank
             "functional.all_reduce op='max' has no gradient here; .* unisono.all_reduce",
             ("all_reduce", "max"),
         ),
-        (ValueError, "functional.reduce_scatter op='min' has no gradient here", ("reduce_scatter", "min")),
-        (ValueError, "root=99 is not a rank", ("broadcast", 99)),
         (IndexError, "Dimension out of range", ("all_gather", 2)),
         (ValueError, "has no dimension 3 for its samples", ("all_gather_samples", None, 3)),
         (ValueError, "valid_samples=4, but a tensor has 3", ("all_gather_samples", 4)),
@@ -340,7 +326,7 @@ def test_a_wrong_argument_is_refused_in_words(error, words, call):
         getattr(functional, name)(torch.ones(3, 2), *arguments)
 
 
-@pytest.mark.parametrize("name", ["all_gather", "all_reduce", "reduce_scatter", "broadcast"])
+@pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
 def test_what_is_no_tensor_is_refused(name):
     for value in (None, 1.0, [torch.ones(1)]):
         with pytest.raises(TypeError, match=f"functional.{name} takes a tensor, got a {type(value).__name__}"):

@@ -113,10 +113,10 @@ def longer() -> nn.Module:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (lambda: model(1), "the optimizer's parameter 0 is float64[7, 5] of sum"),
-        (wider, "is float64[7, 5] of sum"),
-        (lambda: model().float(), "and float32[7, 5] of sum"),
-        (longer, "the optimizer's parameter 4 is missing on rank 0 and float64[2, 2] of sum"),
+        (lambda: model(1), "the optimizer's parameter 0 is float64[7, 5] with bits"),
+        (wider, "is float64[7, 5] with bits"),
+        (lambda: model().float(), "and float32[7, 5] with bits"),
+        (longer, "the optimizer's parameter 4 is missing on rank 0 and float64[2, 2] with bits"),
     ],
     ids=["another seed", "another shape", "another type", "a parameter more"],
 )
@@ -126,7 +126,7 @@ def test_ranks_with_different_models_are_told_which_parameter_differs(pair, othe
         stepped(network, torch.ones(1, 5, dtype=next(network.parameters()).dtype))
 
     for message in pair.told(body):
-        assert "the models of rank 0 and rank 1 differ" in message
+        assert "the ranks' models differ" in message
         assert words in message
         assert "broadcast_parameters(model)" in message
 

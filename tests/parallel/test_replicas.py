@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import weakref
 
 import pytest
 from interrupts import interrupt_main_thread
 from tracing import interrupting
 
-from unisono.errors import BusyError
 from unisono.outcome import Outcome
 from unisono.parallel import replicas
 from unisono.parallel.replicas import ReplicaThreads
@@ -26,39 +24,6 @@ def unexpected(error: BaseException) -> None:
 
 def replica_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("unisono-replica-")]
-
-
-def test_each_thread_runs_its_own_and_the_outcomes_come_in_order():
-    threads = ReplicaThreads(3)
-    together = threading.Barrier(3)
-
-    def body(number: int) -> tuple[int, str]:
-        together.wait(PATIENCE_S)  # all at the same time
-        return number, threading.current_thread().name
-
-    outcomes = threads.run([lambda number=number: body(number) for number in range(3)], unexpected)
-    assert [outcome.unwrap() for outcome in outcomes] == [(number, f"unisono-replica-{number}") for number in range(3)]
-
-
-def test_an_error_of_one_is_its_outcome_and_the_others_are_waited_for():
-    threads = ReplicaThreads(2)
-    is_raising = threading.Event()
-
-    def fail() -> None:
-        is_raising.set()
-        raise SystemExit(3)
-
-    failed, passed = threads.run([fail, lambda: is_raising.wait(PATIENCE_S)], unexpected)
-    assert isinstance(failed.error, SystemExit)
-    assert passed.unwrap() is True
-
-
-def test_the_threads_start_at_the_first_use_and_stay():
-    threads = ReplicaThreads(2)
-    assert not replica_threads()
-    runs = [[outcome.unwrap() for outcome in threads.run([threading.get_ident] * 2, unexpected)] for _ in range(5)]
-    assert runs == [runs[0]] * 5
-    assert len(set(runs[0])) == len(replica_threads()) == 2
 
 
 def test_what_a_call_worked_on_is_not_kept():
@@ -148,29 +113,6 @@ def test_wherever_an_interrupt_strikes_all_have_run_or_none_and_the_next_call_wo
         at += 1
     assert not partial_runs
     assert at > 10
-
-
-def test_after_a_second_interrupt_the_next_call_is_refused_until_the_threads_have_come_back():
-    threads, gate, has_first = ReplicaThreads(2), threading.Event(), threading.Event()
-
-    def body() -> None:
-        interrupt_main_thread()
-        has_first.wait(PATIENCE_S)
-        interrupt_main_thread()
-        gate.wait(PATIENCE_S)
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            threads.run([body, lambda: None], lambda error: has_first.set())
-        assert threads.running == [0]
-        with pytest.raises(BusyError, match=r"replicas \[0\] still run the loop of a call that was interrupted twice"):
-            threads.run([lambda: 1] * 2, unexpected)
-    finally:
-        gate.set()
-    deadline = time.monotonic() + PATIENCE_S
-    while threads.running and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    assert [outcome.unwrap() for outcome in threads.run([lambda: 1] * 2, unexpected)] == [1, 1]
 
 
 def test_a_forked_process_has_threads_of_its_own():

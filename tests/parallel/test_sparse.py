@@ -115,7 +115,7 @@ def test_their_norm_is_that_of_the_dense_gradient_and_the_guard_reads_them(mode:
 
         return loop
 
-    ranks = mode.run(lambda: lines(True)(Accelerator(nan_guard=True), loader_of(23, 3)))
+    ranks = mode.run(lambda: lines(True)(Accelerator(), loader_of(23, 3)))
     assert_all_are(ranks, lines(False)(Plain(), loader_of(23, 3 * mode.ranks)))
 
 

@@ -96,7 +96,6 @@ LINES: dict[str, Body] = {
     "gather(loss)": prepared(behind=lambda accelerator, network, loss, targets: accelerator.gather(loss)),
     "check_trigger()": prepared(behind=lambda accelerator, *_: accelerator.check_trigger()),
     'mixed_precision="fp16"': prepared(mixed_precision="fp16", scaler_options={"init_scale": 1.0}),  # no overflow
-    "nan_guard=True": prepared(nan_guard=True),
     "backward(loss, weight=tensor)": prepared(weighed_by_a_tensor),
     "check_replicas(model)": prepared(behind=lambda accelerator, network, *_: unisono.check_replicas(network)),
     "loss.item()": prepared(behind=lambda accelerator, network, loss, targets: loss.item()),

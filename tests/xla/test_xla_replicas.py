@@ -176,7 +176,7 @@ def test_two_objects_take_turns_at_a_device(devices):
     calling.start()
     has_begun.wait()
     try:
-        refused = f"xla:{len(devices) - 1} is used by another DataParallel, and a lazy device serves one at a time"
+        refused = f"xla:{len(devices) - 1} is used by another DataParallel"
         with pytest.raises(BusyError, match=refused):
             second(train, loader(8))
         with pytest.raises(BusyError, match=refused):

@@ -21,7 +21,7 @@ from unisono.errors import CheckpointMismatchError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.loaders.sources import is_stateful
-from unisono.parallel.prepared.metric_sync import is_metric
+from unisono.parallel.prepared.metrics import is_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.strategies.states import (
     groups_of,

@@ -23,7 +23,7 @@ from unisono.checkpoint.saver import Loaded, Saver
 from unisono.errors import CheckpointError
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.schedule_units import Taken
+from unisono.parallel.prepared.stepper import Taken
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.torch_private import STEP_WRAPPED

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from unisono.comm.folding import SharedFold, all_reduction, fold
-from unisono.comm.gate import compiling
 from unisono.comm.meeting import Meeting
 from unisono.comm.operations import Call, check_reduction, check_root, check_scatter, check_tensor
 from unisono.pickling import dumps
@@ -120,11 +118,7 @@ class ThreadCommunicator:
         if self._streams is not None and isinstance(value, torch.Tensor):
             backend, device = self._streams
             marked = backend, device, backend.mark(device)  # after what this thread has submitted to the rank's device
-        # The peers may be waiting at the gate that this thread has passed.
-        with compiling.outside() if compiling.is_inside else nullcontext():
-            result, marks = self._meeting.exchange(
-                self.rank, call, (value, marked), partial(_combine_with_marks, combine)
-            )
+        result, marks = self._meeting.exchange(self.rank, call, (value, marked), partial(_combine_with_marks, combine))
         for backend, mark in marks:
             backend.wait_ready(mark)
         return result

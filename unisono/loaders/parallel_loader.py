@@ -397,9 +397,6 @@ class DeviceLoader:
         self._never_begun.set_epoch(epoch)
 
 
-def rule_of(loader: Any) -> Rule | None:
-    """How a DeviceLoader cuts batches; None for any other object."""
-    return loader._never_begun._rule if isinstance(loader, DeviceLoader) else None
 
 
 def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOptions) -> Rule:

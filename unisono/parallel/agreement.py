@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,14 +48,14 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
     }
     found = _first_difference(named, world)
     if found is not None:
+        name, holders, _ = found
         raise CollectiveMismatchError(
-            f"the models of {' and '.join(map(name_ranks, found.groups))} differ: {found.name} is {found.holders()}; "
-            "build the same model on every rank (torch.manual_seed) or call broadcast_parameters(model) before the "
-            "first step"
+            f"the ranks' models differ: {name} is {holders}; build the same model on every rank (torch.manual_seed) or "
+            "call broadcast_parameters(model) before the first step"
         )
 
 
-def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, world: World | None = None) -> None:
+def check_replicas(module: nn.Module, every: int = 1, world: World | None = None) -> None:
     """Compare the parameters of all ranks, bit by bit, at every n-th call; call it after each step, on every rank.
 
     It costs one pass over the parameters and a reduction of two numbers. It detects any change of bits, except values
@@ -64,7 +64,6 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
     Args:
         module: the same on each rank.
         every: compare at each `every`-th call for this module, and only count the others.
-        buffers: compare the buffers, too. Those of BatchNorm differ by rank, unless it is synchronised.
         world: None means the current one.
 
     Raises:
@@ -77,13 +76,18 @@ def check_replicas(module: nn.Module, every: int = 1, *, buffers: bool = False, 
     counts = world.state.part(_Calls)
     counts[module] = number = counts.get(module, 0) + 1  # counted by each rank alone: all make the same calls
     if number % every == 0:
-        named: dict[str, torch.Tensor] = {f"the parameter {name!r}": each for name, each in module.named_parameters()}
-        if buffers:
-            named.update({f"the buffer {name!r}": each for name, each in module.named_buffers()})
+        named = {f"the parameter {name!r}": each for name, each in module.named_parameters()}
         with world.timeline.loop().span(REDUCE):
             found = _first_difference(named, world)
         if found is not None:
-            raise _replicas_differ_error(found, number)
+            name, holders, others = found
+            raise ReplicasDifferError(
+                f"the replicas differ at call {number} of check_replicas: {name} is {holders}. Every rank must begin "
+                "with the same parameters (broadcast_parameters) and update them by the same gradients "
+                "(optimizer_step), without random operations that differ by rank",
+                name,
+                others,
+            )
 
 
 def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None = None) -> None:
@@ -131,9 +135,9 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> bool:
             "%s of the %s is %s after a step: forward() updates it from each rank's own data, and rank zero's replaces "
             "the others'; reduce what updates it (unisono.all_reduce), or keep each rank's by the strategy's "
             "broadcast_buffers=False, such as strategy=unisono.strategies.DDP(broadcast_buffers=False)",
-            found.name,
+            found[0],
             type(module).__name__,
-            found.holders(),
+            found[1],
         )
     return found is not None
 
@@ -184,49 +188,23 @@ def _condense(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [words[:cut].view(-1, _ROW).sum(1), words[cut:], rest]
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """The first parameter in which the ranks differ.
-
-    Attributes:
-        name: the parameter, in words.
-        groups: groups of ranks with equal values; the first one contains rank 0.
-        shown: the value of each group, in words.
-        count, total: the number of parameters that differ, and of all.
-    """
-
-    name: str
-    groups: list[list[int]]
-    shown: list[str]
-    count: int
-    total: int
-
-    def holders(self) -> str:
-        """The value of each group, with its ranks."""
-        pairs = zip(self.shown, self.groups, strict=True)
-        return " and ".join(f"{shown} on {name_ranks(ranks)}" for shown, ranks in pairs)
-
-
-def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> _Difference | None:
-    """Compare the tensors of all ranks; a collective."""
+def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> tuple[str, str, list[int]] | None:
+    """The name of the first tensor in which the ranks differ, who holds what, and who holds another one than rank zero.
+    A collective."""
     if world.comm.size == 1 or _all_agree(named, world):
         return None
-    named = _readable_tensors(named, world)
-    own = [
-        (name, _describe_form(tensor), int(fingerprint([tensor])), _describe_sum(tensor))
-        for name, tensor in named.items()
-    ]
+    readable = _readable_tensors(named, world)
+    own = [(name, _describe_form(tensor), int(fingerprint([tensor]))) for name, tensor in readable.items()]
     everyone = world.comm.all_gather_object(own)
-    total = max(map(len, everyone))
     # By position, not by name: models of different structure have other names from the first difference on.
-    rows = [[held[place] if place < len(held) else None for held in everyone] for place in range(total)]
-    differing = [row for row in rows if any(each != row[0] for each in row)]
-    groups: dict[tuple[str, str, int, str] | None, list[int]] = {}
-    for rank, held in enumerate(differing[0]):
+    rows = zip_longest(*everyone)
+    row = next(row for row in rows if any(each != row[0] for each in row))
+    groups: dict[tuple[str, str, int] | None, list[int]] = {}
+    for rank, held in enumerate(row):
         groups.setdefault(held, []).append(rank)
     name = next(held[0] for held in groups if held is not None)
-    shown = [_describe_value(held, name) for held in groups]
-    return _Difference(name, list(groups.values()), shown, len(differing), total)
+    holders = " and ".join(f"{_describe_value(held, name)} on {name_ranks(ranks)}" for held, ranks in groups.items())
+    return name, holders, [rank for rank, held in enumerate(row) if held != row[0]]
 
 
 def _all_agree(named: Mapping[str, torch.Tensor], world: World) -> bool:
@@ -249,25 +227,8 @@ def _describe_form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _describe_sum(tensor: torch.Tensor) -> str:
-    """The sum of the tensor's values, for display and comparison. As text, in which NaN equals NaN."""
-    values = tensor.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return repr(values.double().sum().item())
-
-
-def _describe_value(held: tuple[str, str, int, str] | None, name: str) -> str:
+def _describe_value(held: tuple[str, str, int] | None, name: str) -> str:
     if held is None:
         return "missing"
-    own_name, form, bits, total = held
-    return f"{form} of sum {total} (bits {bits % 2**64:016x})" if own_name == name else f"{own_name}, {form}"
-
-
-def _replicas_differ_error(found: _Difference, number: int) -> ReplicasDifferError:
-    return ReplicasDifferError(
-        f"the replicas differ at call {number} of check_replicas: {found.name} is {found.holders()}; "
-        f"{found.count} of {found.total} differ. Every rank must begin with the same parameters (broadcast_parameters) "
-        "and update them by the same gradients (optimizer_step), without random operations that differ by rank",
-        found.name,
-        sorted(rank for ranks in found.groups[1:] for rank in ranks),
-    )
+    own_name, form, bits = held
+    return f"{form} with bits {bits % 2**64:016x}" if own_name == name else f"{own_name}, {form}"

@@ -30,22 +30,17 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils.data import RandomSampler
 
 from unisono.protocols import Communicator
 from unisono.torch_private import CHECK_INPUT_DIM, BatchNorm, disable_dynamo
 from unisono.world import World
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,42 +68,6 @@ class _Statistics(NamedTuple):
     number: torch.Tensor
     mean: torch.Tensor
     deviations: torch.Tensor
-
-
-def warn_of_single_samples(modules: Sequence[nn.Module], loader: Any, world: World, splits: bool) -> None:
-    """Warn if BatchNorm will have one sample on some rank at the end of each epoch, which torch refuses.
-
-    Args:
-        modules: those of the prepared models.
-        loader: as given; a DataLoader that shuffles, or a DeviceLoader over it, is taken for one to train on.
-        splits: whether its batches are those of all ranks.
-    """
-    size = world.world_size
-    parts = [part for each in modules for part in each.modules() if isinstance(part, BatchNorm)]
-    is_trained = isinstance(getattr(loader, "sampler", None), RandomSampler)
-    if size == 1 or world.rank or not is_trained or loader.drop_last or (loader.batch_size or 1) == 1:
-        return
-    rest = len(loader.sampler) % (loader.batch_size * (1 if splits else size))
-    if 0 < rest < 2 * size and any(not isinstance(part, SyncBatchNorm) for part in parts):
-        logger.warning(
-            "the last batch of an epoch has %d samples for %d ranks, so that BatchNorm gets one sample on some rank, "
-            "which has no variance, and is an error of torch; pass Accelerator(sync_batchnorm=True), or "
-            "DataLoader(drop_last=True)",
-            rest,
-            size,
-        )
-
-
-def explain_one_sample(module: nn.Module, size: int) -> str:
-    """What to do about torch's error of a BatchNorm that got one sample, among that number of ranks."""
-    if size > 1 and any(
-        isinstance(each, BatchNorm) and not isinstance(each, SyncBatchNorm) for each in module.modules()
-    ):
-        return (
-            "BatchNorm has no variance over one sample, and that is this rank's part of the batch; pass "
-            "Accelerator(sync_batchnorm=True), which computes it over all ranks, or DataLoader(drop_last=True)"
-        )
-    return "BatchNorm has no variance over one sample, and that is all of the batch; pass DataLoader(drop_last=True)"
 
 
 class SyncBatchNorm(BatchNorm):
@@ -167,26 +126,17 @@ def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], 
     layers = {name: each for name, each in module.named_modules() if isinstance(each, BatchNorm)}
     # All layers are checked before the first is changed.
     for name, layer in layers.items():
-        _refuse_others(name, layer)
+        if type(layer) not in _SYNCHRONIZED and not isinstance(layer, SyncBatchNorm):
+            raise TypeError(
+                f"synchronize_batch_norm converts {', '.join(each.__name__ for each in _SYNCHRONIZED)}, but {name!r} "
+                f"is a {type(layer).__module__}.{type(layer).__name__}; use a plain one there (a lazy one becomes "
+                "plain when the model is called with a batch)"
+            )
     for layer in layers.values():
         layer.__class__ = _SYNCHRONIZED.get(type(layer), type(layer))
         assert isinstance(layer, SyncBatchNorm)
         layer.meet_in(world.comm, weigh)
     return module
-
-
-def _refuse_others(name: str, layer: BatchNorm) -> None:
-    kind = type(layer)
-    if kind in _SYNCHRONIZED or isinstance(layer, SyncBatchNorm):
-        return
-    is_lazy = isinstance(layer, LazyModuleMixin)
-    way_out = (
-        "call the model with a batch first" if is_lazy else "use a plain one there, or convert only the other parts"
-    )
-    raise TypeError(
-        f"synchronize_batch_norm converts {', '.join(each.__name__ for each in _SYNCHRONIZED)}, but {name!r} is a "
-        f"{kind.__module__}.{kind.__name__}; {way_out}"
-    )
 
 
 @disable_dynamo
@@ -197,26 +147,18 @@ def _normalize(layer: SyncBatchNorm, ranks: _Ranks, input: torch.Tensor) -> torc
     _update_running(layer, found)
     # The weight may change until the backward pass. Whether the batch counts may not: its statistics are left out
     # already.
-    weigh = ranks.weigh if share else _weightless
+    weigh = ranks.weigh if share else float
     output: torch.Tensor = _Normalize.apply(input, layer.weight, layer.bias, found, layer.eps, ranks.comm, weigh)
     return output
 
 
-def _weightless() -> float:
-    """The weight of a batch that does not count."""
-    return 0.0
-
-
 @torch.no_grad()
 def _gather_statistics(input: torch.Tensor, comm: Communicator, share: float) -> _Statistics:
-    """Exchange statistics with the other ranks.
-
-    Raises:
-        ValueError: all ranks together have fewer than two values per channel.
-    """
+    """Exchange statistics with the other ranks; ValueError if all together have fewer than two values per channel."""
     own = input.numel() // max(input.shape[1], 1) if share else 0
     # A rank whose samples do not count sends zeros: it has to take part, and NaN would spoil the statistics of all.
-    sent = torch.zeros(4, input.shape[1], dtype=_wide(input.dtype), device=input.device)
+    wide = input.dtype if input.dtype == torch.float64 else torch.float32  # for sums
+    sent = torch.zeros(4, input.shape[1], dtype=wide, device=input.device)
     if own:
         sent[0] = own
         sent[1:] = _describe(input.to(sent.dtype), own)
@@ -239,7 +181,7 @@ def _gather_statistics(input: torch.Tensor, comm: Communicator, share: float) ->
 
 def _describe(input: torch.Tensor, number: int) -> torch.Tensor:
     """Per channel: the mean, its rounding error, and the sum of squared deviations from their total."""
-    over = _all_but_channels(input)
+    over = [dim for dim in range(input.ndim) if dim != 1]
     mean = input.mean(over)
     centred = input - _per_channel(mean, input)
     rest = centred.mean(over)
@@ -301,8 +243,7 @@ class _Normalize(torch.autograd.Function):
             for_input = _input_gradient(gradient, input, mean, scale, gain, sums / number, share)
         # The gradients of weight and bias stay the rank's own: like all others, they are weighted and summed in the
         # step.
-        wanted = ctx.needs_input_grad[1:3]
-        own = [each if is_wanted else None for each, is_wanted in zip((for_weight, for_bias), wanted, strict=True)]
+        own = for_weight if ctx.needs_input_grad[1] else None, for_bias if ctx.needs_input_grad[2] else None
         return for_input, *own, None, None, None, None
 
 
@@ -322,15 +263,6 @@ def _input_gradient(
     slope = slope * scale
     found = torch.addcmul(_per_channel(slope * mean - shift, input), input, _per_channel(-slope, input))
     return found.addcmul_(gradient, _per_channel(gain, input)).to(input.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type for sums."""
-    return dtype if dtype == torch.float64 else torch.float32
-
-
-def _all_but_channels(input: torch.Tensor) -> list[int]:
-    return [dim for dim in range(input.ndim) if dim != 1]
 
 
 def _per_channel(channels: torch.Tensor, input: torch.Tensor) -> torch.Tensor:

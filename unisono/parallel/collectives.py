@@ -1,23 +1,26 @@
 """Collectives and properties of the current world: the same in a plain script, a DataParallel thread, a spawned worker.
 
 They are not differentiable (those of `unisono.functional` are), so tensors that require grad are refused before
-anything is sent.
+anything is sent. Ranks announce the structure of nested values first: equal tensors in another order, or under other
+names, would mix the labels of one rank with the predictions of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from unisono.arguments import check_type
 from unisono.comm.operations import HOST
-from unisono.parallel.structures import announce_structure
 from unisono.protocols import ReduceOp
 from unisono.timeline import REDUCE
 from unisono.tree import leaves, tree_map
 from unisono.world import World, current_world
+
+_SHOWN = 400  # characters of the description of a structure
 
 
 def rank(world: World | None = None) -> int:
@@ -166,6 +169,21 @@ def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
             )
 
 
+def num_rows(values: Any) -> int:
+    """Return how many rows the tensors have, each the same; TypeError or ValueError else."""
+    rows = set()
+    for leaf in leaves(values):
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            what = "a tensor of no dimension" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            raise TypeError(f"values hold {what}, which has no samples; gather it with gather(), or leave it out")
+        rows.add(len(leaf))
+    if not rows:
+        raise TypeError(f"values={values!r} hold no tensor; pass one, or a nesting of them")
+    if len(rows) > 1:
+        raise ValueError(f"values have {sorted(rows)} rows; each tensor must have one row for each sample")
+    return rows.pop()
+
+
 def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -> torch.Tensor:
     """Overwrite a tensor with the root's, in place, and return it.
 
@@ -177,7 +195,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, world: World | None = None) -
         ValueError: `root` is not a rank of the world; or the tensor requires grad.
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
-    refuse_gradient(tensor, "broadcast")
+    refuse_gradient(tensor, "broadcast", "all_gather")
     world = world or current_world()
     with world.timeline.loop().span(REDUCE):
         return world.comm.broadcast(tensor, root)
@@ -203,3 +221,106 @@ def barrier(world: World | None = None) -> None:
     world = world or current_world()
     with world.timeline.loop().span(REDUCE):
         world.comm.barrier()
+
+
+def gather_nested(values: Any, dim: int, world: World) -> Any:
+    """As `Accelerator.gather`."""
+    _enter("gather", values, world, "all_gather")
+    return tree_map(lambda each: all_gather(each, dim, world), values)
+
+
+def reduce_nested(values: Any, reduction: ReduceOp, scale: float, world: World) -> Any:
+    """As `Accelerator.reduce`."""
+    _enter(f"reduce with {reduction!r}", values, world, "all_reduce")
+
+    def reduced(each: torch.Tensor) -> torch.Tensor:
+        result = all_reduce(each.detach().clone(), reduction, world)  # works in place
+        return result if scale == 1 else result * scale
+
+    return tree_map(reduced, values)
+
+
+def pad_nested(values: Any, dim: int, pad_index: float, pad_first: bool, world: World) -> Any:
+    """As `Accelerator.pad_across_processes`."""
+    _enter(f"pad_across_processes along {dim}", values, world, None, has_shapes=False)
+    padded = [each for each in leaves(values) if -each.ndim <= dim < each.ndim]
+    if not padded:
+        return values
+    sizes = all_reduce(torch.tensor([each.shape[dim] for each in padded], device=HOST), "max", world).tolist()
+    # By identity, since `leaves` and `tree_map` visit a tensor that occurs twice once.
+    largest = dict(zip(map(id, padded), sizes, strict=True))
+
+    def pad(each: torch.Tensor) -> torch.Tensor:
+        missing = largest.get(id(each), 0) - (each.shape[dim] if id(each) in largest else 0)
+        if not missing:
+            return each
+        shape = list(each.shape)
+        shape[dim] = missing
+        filling = each.new_full(shape, pad_index)
+        return torch.cat([filling, each] if pad_first else [each, filling], dim)
+
+    return tree_map(pad, values)
+
+
+def _enter(name: str, values: Any, world: World, with_gradient: str | None, has_shapes: bool = True) -> None:
+    """Refuse values that cannot be sent, and compare the structure with the other ranks'.
+
+    Args:
+        with_gradient: the function of `unisono.functional` for tensors that require grad; None if such tensors are
+            allowed.
+        has_shapes: whether the shapes must be equal on all ranks.
+
+    Raises:
+        TypeError: something in it is not a tensor.
+        ValueError: a tensor requires grad.
+        CollectiveMismatchError: another rank's differs.
+    """
+    called = name.split()[0]
+    for each in leaves(values):
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(
+                f"{called} takes tensors, and got {each!r:.100}, a {type(each).__name__}, on rank {world.rank}; pass a "
+                "tensor, or a nesting of tensors, or gather other objects by unisono.all_gather_object"
+            )
+        if with_gradient is not None:
+            refuse_gradient(each, called, with_gradient)
+    announce_structure(name, values, world, with_shape if has_shapes else None)
+
+
+def announce_structure(
+    name: str, values: Any, world: World, describe_tensor: Callable[[torch.Tensor], str] | None = None
+) -> None:
+    """Compare the structure of the values with the other ranks'.
+
+    Args:
+        name: the operation.
+        describe_tensor: describes a tensor in words that are equal on all ranks; None uses its type and number of
+            dimensions.
+
+    Raises:
+        CollectiveMismatchError: the structure of another rank differs; raised here, or in the next call.
+    """
+    described = _describe(values, describe_tensor or _without_sizes)
+    if len(described) > _SHOWN:
+        # The checksum stands for the part that is cut off, so that a difference there is found, too.
+        described = f"{described[:_SHOWN]}... ({zlib.crc32(described.encode()):08x})"
+    world.comm.announce(f"{name} of {described}")
+
+
+def with_shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _without_sizes(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}, {tensor.ndim}-dim"
+
+
+def _describe(values: Any, describe_tensor: Callable[[torch.Tensor], str]) -> str:
+    """Describe the structure, in words that are equal for ranks whose tensors correspond."""
+    if isinstance(values, torch.Tensor):
+        return describe_tensor(values)
+    if isinstance(values, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_describe(each, describe_tensor)}" for key, each in values.items()) + "}"
+    if isinstance(values, list | tuple):
+        return f"{type(values).__name__}({', '.join(_describe(each, describe_tensor) for each in values)})"
+    return f"{type(values).__name__}({', '.join(describe_tensor(each) for each in leaves(values))})"

@@ -13,12 +13,15 @@ autocast and context variables.
 
 from __future__ import annotations
 
+import contextvars
 import copy
-import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, cached_property, partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -26,15 +29,13 @@ from torch import nn
 from unisono.backends import pick_backend, resolve_device, resolve_devices
 from unisono.backends.cores import fair_num_threads, kept_num_threads
 from unisono.backends.movement import move_module
+from unisono.comm.operations import HOST
 from unisono.errors import BusyError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
 from unisono.loaders.registry import Sources
 from unisono.outcome import add_note_once
 from unisono.parallel.agreement import first_difference
-from unisono.parallel.caller_state import CallerState
-from unisono.parallel.context import ReplicaContext
-from unisono.parallel.leases import leases
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.replica_generators import ReplicaGenerators
 from unisono.parallel.replicas import ReplicaThreads
@@ -42,9 +43,30 @@ from unisono.randomness import seed_of
 from unisono.timeline import Timeline
 from unisono.world import World, current_world, meet_anew, solo_world, thread_worlds, use_world
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
+
+
+class ReplicaContext(SimpleNamespace):
+    """Keeps any attribute that a loop sets on it from one call to the next.
+
+    Attributes:
+        device: the replica's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device=device)
+
+    def getattr_or(self, name: str, default: Any) -> Any:
+        """Return the attribute `name`; if missing or None, first store `default` (or its result, if callable)."""
+        value = getattr(self, name, None)
+        if value is None:
+            value = default() if callable(default) else default
+            setattr(self, name, value)
+        return value
+
+
+_users: WeakValueDictionary[torch.device, DataParallel] = WeakValueDictionary()  # of lazy devices, the last ones
+_taking = threading.Lock()
 
 LoopFn = Callable[[nn.Module, DeviceIterator, torch.device, ReplicaContext], T]
 
@@ -91,9 +113,6 @@ class DataParallel:
                 device_ids = [family.device(index) for index in range(family.device_count())]
             resolved = resolve_devices(device_ids)
         self.devices = [str(device) for _, device in resolved]
-        backend = resolved[0][0]
-        if len(resolved) > 1 and backend.is_accelerated() and backend.unsupported_reason("process_group") is None:
-            _recommend_processes(backend.name)
         self._resolved = resolved
         self._threads = ReplicaThreads(len(resolved))
         self._calls: dict[object, None] = {}  # the mark of the running call, then of calls that are being refused
@@ -208,8 +227,14 @@ class DataParallel:
         if first is not mark:
             raise BusyError("this DataParallel is running a loop, and runs one at a time; create another one")
         self._threads.check_idle()
-        # After the mark is set: a lease lasts as long as `is_usable` is False.
-        leases.take([device for backend, device in self._resolved if backend.is_lazy], self)
+        # After the mark is set. Two threads that record on one lazy device end the process.
+        devices = [device for backend, device in self._resolved if backend.is_lazy]
+        with _taking:
+            for device in devices:
+                other = _users.get(device, self)
+                if other is not self and not other.is_usable:
+                    raise BusyError(f"{device} is used by another DataParallel; wait until that call has returned")
+            _users.update(dict.fromkeys(devices, self))
 
     def _run_on_ranks(
         self,
@@ -273,9 +298,7 @@ class DataParallel:
         families = {world.device.type for world in worlds}
         bodies = [
             # One state for each replica: a copy of the context variables can be entered by one thread at a time.
-            _replica_body(
-                part, world, CallerState.of_this_thread(families), generators, self._num_threads, loaders, failed
-            )
+            _replica_body(part, world, _modes_of_this_thread(families), generators, self._num_threads, loaders, failed)
             for world, generators in zip(worlds, self._randomness, strict=True)
         ]
 
@@ -325,7 +348,7 @@ class DataParallel:
 def _replica_body(
     part: Callable[[int], T],
     world: World,
-    caller: CallerState,
+    call_as_caller: Callable[[Callable[[], T]], T],
     generators: ReplicaGenerators,
     num_threads: int,
     loaders: Sequence[DeviceIterator],
@@ -347,7 +370,7 @@ def _replica_body(
 
     def body() -> T:
         try:
-            result = caller.run(play)
+            result = call_as_caller(play)
             # Replicas that still wait for this one, in a collective that it never reaches, fail instead of hanging.
             world.comm.leave()
             return result
@@ -365,22 +388,32 @@ def _replica_body(
     return body
 
 
+def _modes_of_this_thread(families: Iterable[str]) -> Callable[[Callable[[], T]], T]:
+    """What calls a function in another thread, once, under this thread's grad mode, inference mode, autocast for these
+    families and the CPU, and context variables."""
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    casting = [each for each in {HOST.type, *families} if torch.is_autocast_enabled(each)]
+    dtypes, caches = [torch.get_autocast_dtype(each) for each in casting], torch.is_autocast_cache_enabled()
+    variables = contextvars.copy_context()
+
+    def call(body: Callable[[], T]) -> T:
+        with ExitStack() as stack:
+            # First, since entering it sets the grad mode as well.
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            for family, dtype in zip(casting, dtypes, strict=True):
+                stack.enter_context(torch.autocast(family, dtype, cache_enabled=caches))
+            return body()
+
+    return lambda body: variables.run(call, body)
+
+
 def _refuse_ranks(world: World) -> None:
     if world.world_size > 1:
         raise RuntimeError(
             f"DataParallel in rank {world.rank} of {world.world_size}: its threads would meet only each other, not the "
             "other ranks; use one or the other"
         )
-
-
-@cache
-def _recommend_processes(name: str) -> None:
-    logger.warning(
-        "DataParallel runs its replicas as threads of one process, which take turns at Python, so that each %s device "
-        "waits while another one gets its work; on several devices take processes: unisono.spawn(fn), or `unisono run "
-        "script.py`, with the same loop",
-        name,
-    )
 
 
 def _only_device(module: nn.Module) -> torch.device:

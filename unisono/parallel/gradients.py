@@ -9,7 +9,7 @@ dense ones, since a rank may have none of them, or dense ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,7 +27,6 @@ def reduce_gradients(
     place: str,
     *,
     is_part: bool = False,
-    watchers: Sequence[Callable[[torch.Tensor], None]] = (),
 ) -> None:
     """Replace the gradients, in place, by the sum over the ranks of factor times gradient.
 
@@ -35,7 +34,6 @@ def reduce_gradients(
         parameters: the same ones in the same order on each rank.
         place: the position of this rank in its loop, in words that are equal on all ranks in lock-step.
         is_part: whether the step has further parameters, so that none of these needs to have a gradient.
-        watchers: called with this rank's part of each bucket.
 
     Raises:
         RuntimeError: no parameter has a gradient, on any rank.
@@ -58,8 +56,6 @@ def reduce_gradients(
         notes = []
     for bucket in _buckets(parameters):
         flat = _flatten(bucket, factor, notes)
-        for watch in watchers:
-            watch(flat)
         world.comm.all_reduce(flat)
         if notes:
             present = _ids_with_gradient(flat[-len(notes) :], parameters)

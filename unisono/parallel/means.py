@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unisono.comm.operations import HOST
-from unisono.deliveries import num_rows
+from unisono.parallel.collectives import num_rows
 from unisono.world import World, current_world
 
 _HELD = 1000

@@ -20,11 +20,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def check_fillable(module: nn.Module) -> None:
-    """Refuse a module that `fill` cannot initialise.
-
-    Raises:
-        ValueError: a part of it has tensors on meta, and no method that initialises them.
-    """
+    """Refuse (ValueError) a module that `fill` cannot initialise."""
     for name, part in module.named_modules():
         names = _of_own(part)
         if names and not any(hasattr(part, each) for each in _RESETS):
@@ -37,11 +33,8 @@ def check_fillable(module: nn.Module) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, device: torch.device) -> list[torch.Tensor]:
-    """Replace the tensors on meta by tensors on the device, and initialise them. Tied parameters stay tied.
-
-    Returns:
-        The initialised tensors, with values drawn by this rank.
-    """
+    """Replace the tensors on meta by tensors on the device, and initialise them, with values drawn by this rank; return
+    them. Tied parameters stay tied."""
     filled: dict[torch.Tensor, torch.Tensor] = {}
     # A list, since the filled parts could not be found again: they have nothing on meta.
     inner_first: list[nn.Module] = []  # the order in which they were built, and in which they draw random numbers

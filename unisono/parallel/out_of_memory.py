@@ -14,7 +14,7 @@ import gc
 import traceback
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any
 
 import torch
 
@@ -23,9 +23,6 @@ from unisono.comm.operations import HOST
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoError
 from unisono.parallel.collectives import all_reduce
 from unisono.world import World, current_world
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _WORDS = ("out of memory", "can't allocate memory", "RESOURCE_EXHAUSTED", "CUDNN_STATUS_NOT_SUPPORTED")
 """The messages of allocators: torch's for each family, XLA's, and cuDNN's, which then finds no algorithm."""
@@ -39,23 +36,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_of_torch and any(words in str(error) for words in _WORDS)
 
 
-@overload
-def find_executable_batch_size(
-    function: Callable[Concatenate[int, P], T],
-    starting_batch_size: int = ...,
-    reduce_batch_size_fn: Callable[[int], int] | None = ...,
-) -> Callable[P, T]: ...
-@overload
-def find_executable_batch_size(
-    function: None = ...,
-    starting_batch_size: int = ...,
-    reduce_batch_size_fn: Callable[[int], int] | None = ...,
-) -> Callable[[Callable[Concatenate[int, P], T]], Callable[P, T]]: ...
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[int], int] | None = None,
-) -> Any:
+    reduce_batch_size_fn: Callable[[int], int] = lambda size: size // 2,
+) -> Callable[..., Any]:
     """Decorator: call `function(batch_size, ...)` with smaller and smaller sizes until no rank runs out of memory.
 
         @find_executable_batch_size(starting_batch_size=256)
@@ -72,7 +57,7 @@ def find_executable_batch_size(
     Args:
         function: its first argument is the size; the arguments of the decorated function follow.
         starting_batch_size: tried first; the same on each rank.
-        reduce_batch_size_fn: the next size, from the one that failed; None halves it.
+        reduce_batch_size_fn: the next size, from the one that failed; the default halves it.
 
     Raises:
         TypeError, ValueError: `starting_batch_size` is not a positive integer, or the next size is not smaller.
@@ -81,7 +66,6 @@ def find_executable_batch_size(
         CollectiveMismatchError: a rank ran out of memory while others waited for it in a collective of the attempt.
     """
     check_integer(starting_batch_size, "starting_batch_size", 1)
-    reduce = reduce_batch_size_fn or _halve
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -95,7 +79,7 @@ def find_executable_batch_size(
                 del result
                 gc.collect()  # a device's allocator releases its free memory itself before it fails
                 world.state.restart()
-                tried.append(_next_size(reduce, tried, reason))
+                tried.append(_next_size(reduce_batch_size_fn, tried, reason))
 
         return attempt
 
@@ -150,7 +134,3 @@ def _next_size(reduce: Callable[[int], int], tried: list[int], reason: str) -> i
             f"of memory (the last one {why}); use a smaller model, a larger device, or strategy='fsdp'"
         )
     return size
-
-
-def _halve(size: int) -> int:
-    return size // 2

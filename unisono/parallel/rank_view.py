@@ -27,6 +27,7 @@ class RankView:
     """
 
     world: World
+    _is_triggered = False
 
     @property
     def is_main_process(self) -> bool:
@@ -69,6 +70,15 @@ class RankView:
         """Decorator: the function runs on rank zero; elsewhere it returns None."""
         return where(lambda: self.is_main_process, function)
 
+    def set_trigger(self) -> None:
+        """Make the next `check_trigger` return True on all ranks; for example, because this rank has to stop."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has called `set_trigger` since the last check. A collective: every rank must call it."""
+        flag, self._is_triggered = torch.tensor(int(self._is_triggered), device=HOST), False
+        return bool(all_reduce(flag, "max", self.world))
+
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """A block that gets this rank's part of the inputs, for inference: in rank order, each element once.
@@ -107,27 +117,6 @@ def _first_alone(is_first: bool, world: World) -> Iterator[None]:
         barrier(world)
 
 
-class Trigger:
-    """A flag that any rank can set and all of them read.
-
-    Args:
-        world: that of the rank.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world, self._is_set = world, False
-
-    def set(self) -> None:
-        """Set the flag on this rank."""
-        self._is_set = True
-
-    def check(self) -> bool:
-        """Return whether some rank has set the flag since the last check, and reset it. A collective."""
-        flag = torch.tensor(int(self._is_set), device=HOST)
-        self._is_set = False
-        return bool(all_reduce(flag, "max", self._world))
-
-
 def split_between(inputs: Any, world: World, apply_padding: bool = False) -> Any:
     """As `RankView.split_between_processes`."""
     if isinstance(inputs, Mapping):
@@ -135,9 +124,8 @@ def split_between(inputs: Any, world: World, apply_padding: bool = False) -> Any
         if len(set(lengths.values())) > 1:
             raise ValueError(f"inputs have different lengths, {lengths}; pass one element of each for each sample")
         return {key: split_between(each, world, apply_padding) for key, each in inputs.items()}
-    if not (isinstance(inputs, list | tuple | torch.Tensor) or hasattr(inputs, "select")) or (
-        isinstance(inputs, torch.Tensor) and not inputs.ndim
-    ):
+    is_number = isinstance(inputs, torch.Tensor) and not inputs.ndim
+    if isinstance(inputs, str | bytes) or is_number or not hasattr(inputs, "__len__"):
         raise TypeError(
             f"inputs={inputs!r:.100} are a {type(inputs).__name__}, which has no parts; pass a list, a tuple, a tensor "
             "with a dimension, a datasets.Dataset, or a dict of these"
@@ -148,8 +136,8 @@ def split_between(inputs: Any, world: World, apply_padding: bool = False) -> Any
     missing = each + bool(more) - (stop - start) if apply_padding else 0
     places = [*range(start, stop), *[len(inputs) - 1] * missing]
     if isinstance(inputs, torch.Tensor):
-        return inputs[torch.tensor(places, dtype=torch.long, device=inputs.device)] if missing else inputs[start:stop]
-    if isinstance(inputs, list | tuple):
-        part = [inputs[place] for place in places]
-        return part if isinstance(inputs, list) else tuple(part)
-    return inputs.select(places)
+        return inputs[torch.tensor(places, dtype=torch.long, device=inputs.device)]
+    if hasattr(inputs, "select"):
+        return inputs.select(places)
+    part = [inputs[place] for place in places]
+    return tuple(part) if isinstance(inputs, tuple) else part

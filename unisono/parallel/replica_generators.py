@@ -74,9 +74,6 @@ class ReplicaGenerators:
 
     A device with its own generator gets the replica's state while the replica runs; its previous state is restored
     afterwards.
-
-    Args:
-        seed: the seed of both generators.
     """
 
     def __init__(self, seed: int, backend: Backend, device: torch.device) -> None:
@@ -138,11 +135,7 @@ class _Ambient:
 
 @cache
 def _register_kernels() -> list[torch.library.Library]:
-    """Register the kernels, once per process; they exist as long as the returned libraries.
-
-    Raises:
-        ImportError: this torch has no such key.
-    """
+    """Register the kernels, once per process; they exist as long as the returned libraries."""
     try:
         below = keys_after(parse_dispatch_key(_KEY))
     except RuntimeError as error:

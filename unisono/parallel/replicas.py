@@ -59,11 +59,7 @@ class ReplicaThreads:
         return [] if made is None else [number for number in range(len(made.bodies)) if number not in made.outcomes]
 
     def check_idle(self) -> None:
-        """Refuse to continue while threads are still working.
-
-        Raises:
-            BusyError: a call was interrupted twice, and some thread has not returned from it yet.
-        """
+        """Raise BusyError if a call was interrupted twice, and some thread has not returned from it yet."""
         if running := self.running:
             raise BusyError(
                 f"replicas {running} still run the loop of a call that was interrupted twice; they can be used again "
@@ -75,13 +71,8 @@ class ReplicaThreads:
     ) -> list[Outcome[Any]]:
         """Run one function on each thread and wait for all of them.
 
-        Args:
-            bodies: one function per thread.
-            on_interrupt: called with the exception that interrupted the wait (`KeyboardInterrupt`), to make the
-                functions end; the wait then continues, until a second interrupt.
-
-        Raises:
-            BusyError: as `check_idle`.
+        An exception that interrupts the wait (`KeyboardInterrupt`) is passed to `on_interrupt`, which makes the
+        functions end; the wait then continues, until a second interrupt.
         """
         self.check_idle()
         self._start()

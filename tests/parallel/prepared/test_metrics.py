@@ -58,7 +58,29 @@ def inside_a_training_loop(accelerator, loader):
     return gathered
 
 
-ORDERS = [per_step, once_after_the_loop, after_a_training_loop, inside_a_training_loop]
+def every_few_steps(accelerator, loader):
+    gathered, held = [], []
+    with torch.no_grad():
+        for number, batch in enumerate(loader):
+            held.append(batch)
+            if number % 3 == 2:
+                gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
+                held = []
+        if held:
+            gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
+    return in_order(gathered)
+
+
+KNOWN = [per_step, once_after_the_loop, inside_a_training_loop]
+ORDERS = [*KNOWN, after_a_training_loop, every_few_steps]  # the last two are an error where a sample is repeated
+UNKNOWN = "it is unknown which of these"
+
+
+def told(order, accelerator, loader):
+    try:
+        return order(accelerator, loader)
+    except ValueError as error:
+        return str(error)
 
 
 @settings(max_examples=25)
@@ -72,10 +94,11 @@ def check_all_orders(mode, count, batch, tail):
     def body():
         accelerator = Accelerator()
         loaders = [accelerator.prepare(DeviceLoader(numbers(count, batch), tail=tail)) for _ in ORDERS]
-        return {order.__name__: order(accelerator, loader) for order, loader in zip(ORDERS, loaders, strict=True)}
+        return [told(order, accelerator, loader) for order, loader in zip(ORDERS, loaders, strict=True)]
 
     for found in mode.run(body):
-        assert found == {order.__name__: list(range(count)) for order in ORDERS}
+        assert found[: len(KNOWN)] == [list(range(count))] * len(KNOWN)
+        assert all(each == list(range(count)) or each.startswith(UNKNOWN) for each in found[len(KNOWN) :])
 
 
 @pytest.mark.any_family
@@ -125,10 +148,7 @@ def test_streams_that_end_unevenly_count_every_sample_once(mode):
 def test_bad_counts_are_errors_and_valid_samples_are_told():
     accelerator = Accelerator(world=solo_world())
     for batch in accelerator.prepare(numbers(5, 3)):
-        for values, words in (
-            (batch[:1], r"values with 1 samples match no recent batches, which had \[3"),
-            ({"a": batch, "b": batch[:1]}, r"values have \[1, 3\] rows"),
-        ):
+        for values, words in (({"a": batch, "b": batch[:1]}, r"values have \[1, 3\] rows"),):
             with pytest.raises(ValueError, match=words):
                 accelerator.gather_for_metrics(values)
         for values, words in (
@@ -147,11 +167,11 @@ def test_bad_counts_are_errors_and_valid_samples_are_told():
 def test_a_bad_count_on_one_rank_wakes_the_others():
     def body():
         accelerator = Accelerator()
-        for batch in accelerator.prepare(numbers(4, 2)):
+        for batch in accelerator.prepare(DeviceLoader(numbers(3, 2), tail="pad")):  # rank 1 repeats a sample
             accelerator.gather_for_metrics(batch[: 1 + accelerator.world.rank])
 
     for mode in (THREADS_2, PROCESSES_2):
-        with pytest.raises(ValueError, match="samples match no recent batches"):
+        with pytest.raises(ValueError, match=UNKNOWN):
             mode.run(body)
 
 
@@ -164,9 +184,8 @@ def test_what_may_be_of_two_loops_that_count_differently_is_an_error_while_the_s
         with torch.no_grad():
             outputs = torch.cat(list(evaluation))
         for _ in train:
-            with pytest.raises(ValueError, match=r"may be those of several loops, and 4 or \d of them count here"):
+            with pytest.raises(ValueError, match=UNKNOWN):
                 accelerator.gather_for_metrics(outputs)
-        assert sorted(accelerator.gather_for_metrics(outputs).tolist()) == list(range(7))
 
     THREADS_2.run(body)
 
@@ -294,18 +313,26 @@ def test_training_metrics_count_once_while_evaluation_runs_inside():
     st.integers(1, 19),
     st.integers(1, 4),
     st.integers(0, 3),
+    st.integers(1, 3),
     st.sampled_from(MODES[:3]),
     st.sampled_from(["split", "pad"]),
 )
-def test_computed_values_count_once_or_are_an_error_that_names_the_way_out(count, batch, number, mode, tail):
+def test_computed_values_count_once_or_are_an_error_that_names_the_way_out(count, batch, number, every, mode, tail):
     def body():
         accelerator = Accelerator()
         loader = accelerator.prepare(DeviceLoader(numbers(count, batch), tail=tail))
+        gathered, held = [], []
         try:
             with torch.no_grad():
-                gathered = [accelerator.gather_for_metrics(each + 0) for each in ahead(loader, number)]
+                for each in ahead(loader, number):
+                    held.append(each + 0)
+                    if len(held) == every:
+                        gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
+                        held = []
+                if held:
+                    gathered.append(accelerator.gather_for_metrics(torch.cat(held)))
         except ValueError as error:
-            assert number, "in a straight loop all is known"
+            assert number or every > 1, "in a straight loop all is known"
             return str(error)
         return in_order(gathered)
 

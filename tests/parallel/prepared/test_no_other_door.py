@@ -54,9 +54,8 @@ def test_gradients_that_were_assigned_are_stepped_on_by_prepared_optimizers_alon
     mode.run(body)
 
 
-@pytest.mark.parametrize("option", [{"max_grad_norm": 0.1}, {"nan_guard": True}], ids=str)
-def test_an_optimizer_past_what_its_steps_were_asked_to_do_is_refused(option: dict[str, Any]) -> None:
-    accelerator, network = Accelerator(**option), model()
+def test_an_optimizer_past_what_its_steps_were_asked_to_do_is_refused() -> None:
+    accelerator, network = Accelerator(max_grad_norm=0.1), model()
     network = accelerator.prepare(network)
     optimizer = sgd(network.parameters())
     network(torch.ones(2, 5, dtype=torch.float64)).sum().backward()

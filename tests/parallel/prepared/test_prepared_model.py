@@ -72,11 +72,8 @@ def test_train_and_eval_and_requires_grad_reach_every_part(prepared):
     assert prepared.module.linear.training
     prepared.requires_grad_(False)
     assert not any(each.requires_grad for each in prepared.module.parameters())
-
-
-def test_a_module_in_eval_mode_stays_in_it():
-    prepared = Accelerator().prepare(Scaled().eval())
-    assert [prepared.training, prepared.module.training] == [False] * 2
+    stays = Accelerator().prepare(Scaled().eval())
+    assert [stays.training, stays.module.training] == [False] * 2
 
 
 def test_hooks_of_the_module_and_of_the_prepared_model_are_called(prepared):

@@ -17,7 +17,7 @@ from twin import CLOSE, adam, assert_same_bits, data, loader_of, model, sgd
 
 from unisono import Accelerator, DeviceLoader, barrier, current_world, optimizer_step, world_size
 from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.repointing import Places
+from unisono.parallel.prepared.prepared_objects import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
 
 

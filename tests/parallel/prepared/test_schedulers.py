@@ -292,11 +292,6 @@ def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mo
         assert f"ReduceLROnPlateau got {1 + rank} on rank {rank}, and 1 to {mode.ranks} on all ranks" in told
 
 
-def test_an_unknown_unit_is_refused():
-    with pytest.raises(ValueError, match="schedule_unit='epoch' does not exist; choose one of batch, device_step"):
-        Accelerator(schedule_unit="epoch")
-
-
 @pytest.mark.parametrize("left_after", [3, 4, 5])
 @MODES
 def test_a_step_of_what_two_loops_have_left_counts_the_batches_of_both(mode: Mode, left_after: int) -> None:

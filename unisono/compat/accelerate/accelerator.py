@@ -50,7 +50,7 @@ from unisono.parallel.collectives import all_gather_object
 from unisono.parallel.prepared.checks import AUTOCAST
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.schedule_units import Unit
+from unisono.parallel.prepared.scheduler import Unit
 from unisono.strategies import DDP, FSDP
 from unisono.tree import leaves
 

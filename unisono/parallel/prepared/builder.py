@@ -16,7 +16,7 @@ from unisono.parallel.backward import Passes
 from unisono.parallel.batch_norm import synchronize_batch_norm
 from unisono.parallel.compilation import compile_module
 from unisono.parallel.meta_modules import fill, is_on_meta
-from unisono.parallel.prepared.metric_sync import synchronize_metric
+from unisono.parallel.prepared.metrics import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepper import Stepper
@@ -28,21 +28,7 @@ from unisono.world import World
 
 @dataclass
 class Builder:
-    """Builds the prepared objects of one Accelerator.
-
-    Attributes:
-        world: the rank's world.
-        passes: records the passes through the models.
-        strategy: determines how gradients are reduced.
-        autocast: creates the context of forward passes, or None.
-        scaler: the scaler of the loss, or None.
-        moves: whether models are moved to the world's device.
-        compiles: the arguments of torch.compile; True uses its defaults, False does not compile.
-        is_synchronized: whether BatchNorm uses the statistics of the global batch.
-        checks_numbers: whether a non-finite gradient is an error.
-        max_grad_norm: the norm to which steps clip; None for no clipping.
-        seed: for the generators; None leaves them unchanged.
-    """
+    """Builds the prepared objects of one Accelerator, by its arguments."""
 
     world: World
     passes: Passes
@@ -52,7 +38,6 @@ class Builder:
     moves: bool
     compiles: Mapping[str, Any] | bool
     is_synchronized: bool
-    checks_numbers: bool
     max_grad_norm: float | None
     seed: int | None
     _is_seeded: bool = field(init=False, default=False)
@@ -73,10 +58,8 @@ class Builder:
             module = synchronize_batch_norm(module, self.world, self.passes.weight)
         # After the move, which may replace the parameters by others, without their hooks.
         if self.compiles is not False:
-            module = compile_module(module, self.world, **({} if self.compiles is True else self.compiles))
+            compile_module(module, {} if self.compiles is True else self.compiles)
         engine = self.strategy.wrap_model(module)
-        if self.checks_numbers:
-            engine.gradients.watch_norms()
         made = PreparedModel(engine, self.passes, self.autocast)
         # Until the first model is prepared, the ranks draw the same numbers; from here on, each draws its own.
         if self.seed is not None and not self._is_seeded and self.world.world_size > 1:
@@ -91,16 +74,12 @@ class Builder:
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """Create the stepper that makes the optimizer step for all ranks."""
-        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, self.checks_numbers)
+        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler)
 
     def done_in_steps(self) -> list[str]:
         """The settings that only steps of prepared optimizers apply."""
-        asked = {
-            f"max_grad_norm={self.max_grad_norm}": self.max_grad_norm is not None,
-            "nan_guard=True": self.checks_numbers,
-            "mixed_precision='fp16'": self.scaler is not None,
-        }
-        return [what for what, is_asked in asked.items() if is_asked]
+        asked = [f"max_grad_norm={self.max_grad_norm}"] if self.max_grad_norm is not None else []
+        return asked + (["mixed_precision='fp16'"] if self.scaler is not None else [])
 
     def _seed_generators(self, seed: int) -> None:
         """Seed the process's generators; if ranks are threads, which share those, only the replica's own."""

@@ -11,10 +11,11 @@ from torch.amp import GradScaler
 
 from unisono.arguments import ArgumentRule, check_by_rules
 from unisono.backends import CPU, resolve_device
-from unisono.parallel.prepared.schedule_units import Unit
+from unisono.parallel.prepared.scheduler import Unit
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.protocols import Backend, Feature
 from unisono.strategies import DDP, Choice
+from unisono.torch_private import set_lru_cache
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,6 +41,11 @@ def check_features(world: World, strategy: type[Strategy], options: Choice, prec
         reason = world.backend.unsupported_reason(feature) if is_asked else None
         if reason is not None:
             raise ValueError(f"{what} does not work with {world.device}: {reason}")
+    if compile is not False and world.world_size > 1 and not world.is_of_processes and set_lru_cache is None:
+        raise ValueError(
+            f"compile={compile!r} on {world.world_size} threads: torch {torch.__version__} runs nothing compiled while "
+            "another thread compiles; use processes (spawn), or torch 2.13"
+        )
 
 
 def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: type[Strategy]) -> World:
@@ -90,15 +96,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         device_placement=_SWITCH,
         split_batches=_SWITCH,
         sync_batchnorm=_SWITCH,
-        nan_guard=_SWITCH,
         schedule_unit=ArgumentRule(choices=(*get_args(Unit), None)),
     )
     options, precision = given["scaler_options"], given["mixed_precision"]
-    if given["nan_guard"] and precision == "fp16":
-        raise ValueError(
-            "nan_guard=True and mixed_precision='fp16' contradict each other: fp16 skips steps whose gradients "
-            "overflow; use bf16, or drop the guard"
-        )
     known = list(inspect.signature(GradScaler).parameters)[1:]  # without the device
     unknown = [name for name in options or () if name not in known]
     if options and precision != "fp16":

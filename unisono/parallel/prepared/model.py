@@ -6,14 +6,13 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, update_wrapper, wraps
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
 
 from unisono.parallel.backward import Passes
-from unisono.parallel.batch_norm import explain_one_sample
 from unisono.parallel.compilation import keep_out_of_graphs
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.engine import Engine
@@ -23,6 +22,7 @@ from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
 _ONE_VALUE = "Expected more than 1 value per channel"  # torch's error
+_PARTS = "mixed torch.Tensor and DTensor"
 _MET_PARTS = (
     "the forward pass of the {} met a part of a parameter that was taken outside of it, and strategy='fsdp' gathers "
     "parameters only while the model is called; make tensors from the inputs (inputs.new_zeros(...)), and use "
@@ -31,13 +31,8 @@ _MET_PARTS = (
 
 
 class PreparedModel(nn.Module):
-    """Behaves like `module`, with its attributes, parameter names and state. Only calling it differs.
-
-    Args:
-        engine: runs the module.
-        passes: records the passes of the Accelerator's models.
-        autocast: creates the context for each forward pass, whose outputs are then returned as float32; or None.
-    """
+    """Behaves like the engine's `module`, with its attributes, parameter names and state. Only calling it differs:
+    under autocast, whose outputs are returned as float32."""
 
     def __init__(
         self, engine: Engine, passes: Passes, autocast: Callable[[], AbstractContextManager[Any]] | None
@@ -102,11 +97,15 @@ class PreparedModel(nn.Module):
                 with self._autocast():
                     result = tree_map(_in_full, engine.run(args, kwargs, method))
         except RuntimeError as error:
-            _explain_parts(error, _MET_PARTS.format(engine.name))
+            if _PARTS in str(error):
+                raise RuntimeError(_MET_PARTS.format(engine.name)) from error
             raise
         except ValueError as error:
             if _ONE_VALUE in str(error):
-                error.add_note(explain_one_sample(engine.module, passes.steps.world.world_size))
+                error.add_note(
+                    "BatchNorm has no variance over one sample; pass DataLoader(drop_last=True), or on several ranks "
+                    "Accelerator(sync_batchnorm=True), which computes it over all of them"
+                )
             raise
         if origin is not None:
             passes.watch(engine, result, origin)
@@ -150,25 +149,12 @@ class PreparedModel(nn.Module):
             return update_wrapper(partial(self._run, name), value)
         if is_own_method or isinstance(value, nn.Module):
             self.engine.may_be_bypassed = True
-        return self._explained(name, value) if self.engine.gathers and is_own_method else value
-
-    def _explained(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, where torch's error for parameters that are not gathered says what to do."""
-
-        way_out = (
+        if not (self.engine.gathers and is_own_method):
+            return value
+        return _explaining_parts(
             f"{name}() was called on the {self.engine.name} by itself, and strategy='fsdp' gathers parameters only "
             f"while the model is called; after prepare(), say model.mark_forward_method({name!r})"
-        )
-
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(*args, **kwargs)
-            except RuntimeError as error:
-                _explain_parts(error, way_out)
-                raise
-
-        return call
+        )(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the module, so that its forward pass sees it."""
@@ -178,11 +164,7 @@ class PreparedModel(nn.Module):
             setattr(self.module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the module itself, which is not prepared.
-
-        Raises:
-            TypeError: the module is sharded.
-        """
+        """A copy of the module itself, which is not prepared; TypeError if it is sharded."""
         if is_sharded(self.module):
             raise TypeError(
                 f"a copy of the prepared {self.engine.name} was asked for, and strategy='fsdp' has sharded it, which "
@@ -201,15 +183,11 @@ class PreparedModel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with _explaining_parts(
+            f"the state is of a whole {self.engine.name}, which strategy='fsdp' has sharded; call "
+            "accelerator.load_state_dict(model, state) on every rank"
+        ):
             return self.module.load_state_dict(*args, **kwargs)
-        except RuntimeError as error:
-            way_out = (
-                f"the state is of a whole {self.engine.name}, which strategy='fsdp' has sharded; call "
-                "accelerator.load_state_dict(model, state) on every rank"
-            )
-            _explain_parts(error, way_out)
-            raise
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
@@ -218,10 +196,15 @@ class PreparedModel(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
 
-def _explain_parts(error: RuntimeError, way_out: str) -> None:
-    """Say what to do, if this is torch's error for tensors that met parts of sharded parameters."""
-    if "mixed torch.Tensor and DTensor" in str(error):
-        raise RuntimeError(way_out) from error
+@contextmanager
+def _explaining_parts(way_out: str) -> Iterator[None]:
+    """Say what to do, where torch raises its error for tensors that met parts of sharded parameters."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _PARTS in str(error):
+            raise RuntimeError(way_out) from error
+        raise
 
 
 def _is_own_method(value: Any, name: str) -> bool:

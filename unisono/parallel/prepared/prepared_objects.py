@@ -5,8 +5,8 @@ Prepared objects are remembered, so that an optimizer may be prepared after its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -18,27 +18,20 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from unisono.parallel.means import Mean
 from unisono.parallel.parameter_names import parameters_of, remember_names, trained_parameters
 from unisono.parallel.prepared.builder import Builder
-from unisono.parallel.prepared.metric_sync import is_metric
+from unisono.parallel.prepared.metrics import is_metric
 from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.repointing import Places
-from unisono.parallel.prepared.schedule_units import Unit
-from unisono.parallel.prepared.scheduler import PreparedScheduler
+from unisono.parallel.prepared.scheduler import PreparedScheduler, Unit
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
-from unisono.parallel.strategies.sharded import clip_grad_norm
+from unisono.parallel.strategies.sharded import clip_grad_norm, sharded_like
 from unisono.parallel.weak_methods import weak_method
 from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
+from unisono.tree import tree_map
 
 
 class PreparedObjects:
-    """The objects that one Accelerator has prepared, referenced weakly.
-
-    Args:
-        builder: builds models and steppers.
-        make_loader: prepares loaders.
-        schedule_unit: the unit that schedules count; None where it makes no difference.
-    """
+    """The objects that one Accelerator has prepared, referenced weakly."""
 
     def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
         self._models: list[ref[PreparedModel]] = []  # in the order of preparation, the same on each rank
@@ -109,21 +102,14 @@ class PreparedObjects:
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
-        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_norm_")
-        if clipped is None:
-            return None
-        norm = clip_grad_norm(clipped, max_norm, norm_type, world=self._builder.world)
-        for stepper in steppers:
-            stepper.look_again()
-        return norm
+        with self._reduced(parameters, "clip_grad_norm_") as found:
+            return None if found is None else clip_grad_norm(found, max_norm, norm_type, world=self._builder.world)
 
     def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
         """As `Accelerator.clip_grad_value_`."""
-        clipped, steppers = self._reduce_gradients(parameters, "clip_grad_value_")
-        if clipped is not None:
-            nn.utils.clip_grad_value_(clipped, clip_value)
-        for stepper in steppers:
-            stepper.look_again()
+        with self._reduced(parameters, "clip_grad_value_") as found:
+            if found is not None:
+                nn.utils.clip_grad_value_(found, clip_value)
 
     def unscale(self, optimizers: Sequence[Optimizer] | None) -> None:
         """As `Accelerator.unscale_gradients`."""
@@ -141,11 +127,12 @@ class PreparedObjects:
             with world.timeline.loop().span(REDUCE):
                 passes.reduce(model.engine)
 
-    def _reduce_gradients(
+    @contextmanager
+    def _reduced(
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str
-    ) -> tuple[list[torch.Tensor] | None, list[Stepper]]:
-        """These parameters, with reduced and unscaled gradients, and the steppers of their optimizers; while
-        microbatches accumulate, None."""
+    ) -> Iterator[list[torch.Tensor] | None]:
+        """A block that changes the gradients of these parameters, which are reduced and unscaled; while microbatches
+        accumulate, it gets None."""
         found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         known = {id(each) for module in self.modules() for each in module.parameters()}
         wanted = {id(parameter) for parameter in found}
@@ -155,13 +142,16 @@ class PreparedObjects:
                 "so take them from the model that it returned"
             )
         if not self._builder.passes.steps.is_boundary():
-            return None, []
+            yield None
+            return
         steppers = [
             each for each in self.steppers() if any(id(one) in wanted for one in trained_parameters(each.optimizer))
         ]
         for stepper in steppers:
             stepper.reduce()
-        return found, steppers
+        yield found
+        for stepper in steppers:
+            stepper.look_again()
 
     def release(self) -> None:
         """Release everything. Models and optimizers can be prepared again."""
@@ -272,6 +262,53 @@ class PreparedObjects:
         _all_prepared[scheduler] = prepared
         self._schedulers.append(ref(prepared))
         return prepared
+
+
+class Places:
+    """The place of each parameter of some models, before they are moved: the position of its model, and its name there.
+    So tied parameters stay tied, and equal names in two models do not collide."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._place_of = {
+            parameter: (position, name)
+            for position, model in enumerate(models)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+
+    def check(self, optimizer: Optimizer, where: str) -> None:
+        """Check that each parameter of the optimizer, the object at that position, belongs to one of the models."""
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter not in self._place_of:
+                    raise ValueError(
+                        f"parameter {place} of group {number} of the {type(optimizer).__name__} at position {where}, "
+                        f"shape {list(parameter.shape)}, belongs to no prepared model; prepare its model together with "
+                        "the optimizer, or before it"
+                    )
+
+    def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        """Replace the parameters in groups and state of a checked optimizer by those that are now at their places."""
+        now = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
+        moved: dict[torch.Tensor, nn.Parameter] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                model, name = self._place_of[parameter]
+                moved[parameter] = now[model][name]
+            # In place: LBFGS, for example, keeps a reference to the list.
+            group["params"][:] = [moved[parameter] for parameter in group["params"]]
+        state = {moved.get(key, key): _beside(value, moved.get(key, key)) for key, value in optimizer.state.items()}
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+
+def _beside(state: Mapping[str, Any], parameter: Any) -> Any:
+    """Place a parameter's state on its device, sharded like the parameter. Step counts stay where torch keeps them."""
+
+    def move(leaf: Any) -> Any:
+        is_moved = isinstance(leaf, torch.Tensor) and leaf.ndim and isinstance(parameter, torch.Tensor)
+        return sharded_like(leaf, parameter) if is_moved else leaf
+
+    return tree_map(move, state)
 
 
 def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:

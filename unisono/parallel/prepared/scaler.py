@@ -18,11 +18,6 @@ class LossScaler(GradScaler):
 
     The scale stays on the device: the host reads it only to log a step that it knows to be skipped.
 
-    Args:
-        device: the type of the rank's device.
-        is_telling: whether to log skipped steps.
-        options: the other arguments of GradScaler.
-
     Attributes:
         unscaled: the optimizers whose gradients are unscaled, and that have neither stepped nor zeroed them.
         is_due: whether an optimizer has stepped, or skipped its step, since the last update.

@@ -1,15 +1,26 @@
-"""PreparedScheduler: the learning rates of one device on any number of ranks, with accumulated and skipped steps."""
+"""PreparedScheduler: the learning rates of one device on any number of ranks, with accumulated and skipped steps.
+
+A plain script builds its schedule from `len(loader)`, in batches of its loader: one device uses one per step. R ranks
+use R of them in a round, and k microbatches make a step, so a step consumes up to R k of them:
+
+    "batch"        the batches that the step consumed: the schedule was built from the plain loader's length
+    "device_step"  k of these, which one device would have used for one step; Accelerate's convention
+    "step"         1: the schedule was built from the number of steps that this run takes
+
+Its length does not tell which: 8 may be an epoch of 8 batches, or two of 4 steps. So where the units differ, the user
+says it.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono.parallel.prepared.schedule_units import Unit, unit_of
 from unisono.parallel.prepared.stepper import Stepper
 
+Unit = Literal["batch", "device_step", "step"]
 Scheduler = LRScheduler | ReduceLROnPlateau
 _ROUNDING = 1e-6  # the relative difference allowed between the ranks' metrics
 
@@ -21,10 +32,7 @@ class PreparedScheduler:
     one. If the optimizer's `step` was called since the last call, but took no step (between microbatches, after an
     overflow), the call does nothing.
 
-    Args:
-        scheduler: the scheduler of a prepared optimizer.
-        stepper: the stepper of that optimizer.
-        unit: the unit that the schedule counts; None: it makes no difference.
+    Without a unit it is an error where the units differ.
     """
 
     def __init__(self, scheduler: Scheduler, stepper: Stepper, unit: Unit | None = None) -> None:
@@ -87,11 +95,7 @@ class PreparedScheduler:
         return seen[0]
 
     def check_hand(self) -> None:
-        """Check that the wrapped scheduler was not stepped directly.
-
-        Raises:
-            RuntimeError: it was.
-        """
+        """Refuse to go on if the wrapped scheduler was stepped directly."""
         if self._last_epoch() != self._epoch:
             raise RuntimeError(
                 f"the {type(self.scheduler).__name__} was stepped by hand, from {self._epoch} to {self._last_epoch()}; "
@@ -114,3 +118,30 @@ class PreparedScheduler:
         if name == "scheduler":  # copy and pickle look it up before it exists
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+def unit_of(scheduler: Any, lengths: tuple[int, int] | None, microbatches: int, ranks: int) -> Unit:
+    """The unit that the schedule counts, if all of them are equal, as on one rank without accumulation.
+
+    Args:
+        lengths: of the loader that the loop runs over: as the user wrote it, and prepared; None if it has none.
+        microbatches: the number of microbatches in a step.
+
+    Raises:
+        ValueError: they are not; the message names the lengths.
+    """
+    if microbatches == 1 and (ranks == 1 or (lengths is not None and lengths[0] == lengths[1])):
+        return "step"
+    name, ways = type(scheduler).__name__, "'batch' or 'step'"
+    has = "the loader has no length"
+    if lengths is not None:
+        batches, rounds = lengths
+        steps, device_steps = math.ceil(rounds / microbatches), math.ceil(batches / microbatches)
+        if batches == steps:  # the number of device steps lies between these two
+            return "step"
+        between = f"'device_step' if from {device_steps}, " if microbatches > 1 else ""
+        ways = f"'batch' if the schedule was built from {batches}, {between}'step' if from {steps}"
+        has = (
+            f"an epoch has {batches} batches of the loader as you wrote it, and {steps} optimizer steps on these ranks"
+        )
+    raise ValueError(f"it is unknown what the {name} counts: {has}; pass Accelerator(schedule_unit=...): {ways}")

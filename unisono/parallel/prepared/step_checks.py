@@ -32,11 +32,8 @@ _warned: WeakSet[Optimizer] = WeakSet()  # those that a warning was about
 
 
 def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
-    """Keep every optimizer from stepping on gradients of this model that are those of one rank alone.
-
-    Args:
-        done_in_steps: the requested features that only steps of prepared optimizers apply.
-    """
+    """Keep every optimizer from stepping on gradients of this model that are those of one rank alone, and others than
+    prepared ones from stepping past these features, which only steps of prepared optimizers apply."""
     _engines[engine] = tuple(done_in_steps)
 
 
@@ -63,10 +60,10 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             f"the {type(optimizer).__name__} steps on gradients that unisono.backward() has left and that are this "
             "rank's alone; call unisono.optimizer_step(optimizer), which reduces them first"
         )
-    suspects = [(engine, _engines.get(engine, ())) for engine in _alive(_engines) if not engine.is_released]
     places = {id(each) for each in own}
     is_ours = optimizer in by_hand.prepared
-    for engine, asked in suspects:
+    for engine in [each for each in _alive(_engines) if not each.is_released]:
+        asked = _engines.get(engine, ())
         if len(engine.replaced) and any(each in engine.replaced for each in own):
             raise RuntimeError(
                 f"the {type(optimizer).__name__} steps the parameters that the {engine.name} had before prepare(), "
@@ -77,7 +74,9 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
         if not any(id(each) in places for each in engine.module.parameters()):
             continue
         is_ours = True
-        is_plain = optimizer not in by_hand.prepared and not _is_stepping(engine)
+        # A prepared optimizer's step may have called this one, as in SAM, and in ZeRO-1 for the rank's part.
+        is_within = any(each.is_stepping(engine) for each in _alive(steppers))
+        is_plain = optimizer not in by_hand.prepared and not is_within
         if asked and is_plain and not engine.gradients.is_own:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} steps for the {engine.name} and was not prepared, so that "
@@ -114,17 +113,10 @@ def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> Non
     Not an error: the user may reduce the gradients (DistributedDataParallel), or train a model of each rank's own.
     """
     world = given_world()  # a step of a plain script must neither need nor start one
-    if world is None:
+    if world is None or world.comm.size == 1 or world.rank != 0 or optimizer in _warned:
         return
     hand = world.state.part(by_hand.ByHand)
-    is_prepared_for = bool(hand.trainers) and not world.state.deliveries.is_unused
-    if (
-        world.comm.size == 1
-        or world.rank != 0
-        or not is_prepared_for
-        or optimizer in _warned
-        or optimizer in hand.agreed
-    ):
+    if not hand.trainers or world.state.deliveries.is_unused or optimizer in hand.agreed:
         return
     if any(isinstance(each, nn.Parameter) and each.grad is not None and not is_distributed(each) for each in own):
         _warned.add(optimizer)
@@ -134,11 +126,6 @@ def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> Non
             "unisono.optimizer_step(optimizer)",
             type(optimizer).__name__,
         )
-
-
-def _is_stepping(engine: Engine) -> bool:
-    """Whether a prepared optimizer's step has called this one, as in SAM, and in ZeRO-1 for the rank's part."""
-    return any(each.is_stepping(engine) for each in _alive(steppers))
 
 
 # Not a decorator, which would replace the function by a handle: an optimizer's class that is pickled by value includes

@@ -12,10 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
-from itertools import chain
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -26,9 +27,7 @@ from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.parameter_names import has_gradient, trained_parameters
-from unisono.parallel.prepared.nan_guard import check_finite
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.steps import TAKEN
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm, holds_any
@@ -45,16 +44,43 @@ stepping: set[int] = set()
 """The ids of the optimizers whose steps run, by their steppers."""
 
 
-class Stepper:
-    """The steps of one prepared optimizer.
+class Taken(NamedTuple):
+    """The progress of an optimizer.
 
-    Args:
-        optimizer: its `step` and `zero_grad` are replaced by those of this object.
-        world: the rank's world.
-        passes: records the passes through the models.
-        max_grad_norm: the norm to which each step clips; None for no clipping.
-        scaler: the scaler of the loss, or None.
-        checks_numbers: whether a non-finite gradient is an error.
+    Attributes:
+        steps: the number of steps taken.
+        batches: the number of batches of the user's loaders that these steps consumed.
+        device_steps: the number of steps that one device would have taken.
+    """
+
+    steps: int = 0
+    batches: int = 0
+    device_steps: int = 0
+
+    def after_step(self, batches: int, microbatches: int) -> Taken:
+        """The progress after one more step, on `batches`; `microbatches` of them make a step of one device."""
+        device_steps = math.ceil(batches / microbatches)
+        return _taken((self.steps + 1, self.batches + batches, self.device_steps + device_steps))
+
+    def since(self, before: Taken, unit: str) -> int:
+        """The number of units by which one call advances: the rounded mean per optimizer step since `before`, or 1.
+
+        A script that calls its scheduler every n optimizer steps does so on one device, too. There the same batches
+        make more steps, and so more calls, all of which one call here replaces.
+        """
+        counted = {
+            "batch": self.batches - before.batches,
+            "device_step": self.device_steps - before.device_steps,
+        }
+        steps = self.steps - before.steps
+        return round(counted.get(unit, steps) / steps) if steps else 1
+
+
+_taken = partial(tuple.__new__, Taken)  # without a Python call, in each step
+
+
+class Stepper:
+    """The steps of one prepared optimizer, whose `step` and `zero_grad` are replaced by those of this object.
 
     Attributes:
         num_asked: the number of calls of `step`.
@@ -71,7 +97,6 @@ class Stepper:
         passes: Passes,
         max_grad_norm: float | None = None,
         scaler: LossScaler | None = None,
-        checks_numbers: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.num_asked = 0
@@ -83,8 +108,6 @@ class Stepper:
         self._passes, self._steps = passes, passes.steps
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
-        self._checks_numbers = checks_numbers
-        self._finishes = checks_numbers or max_grad_norm is not None
         self._has_warned = False
         self._num_groups = len(optimizer.param_groups)
         self.join: Callable[[Stepper], None] = lambda stepper: None
@@ -297,7 +320,7 @@ class Stepper:
         try:
             if closure is not None:
                 arguments["closure"] = closure  # reduces and finishes the gradients in each of its calls
-            elif self._finishes or not self.taken.steps:
+            elif self._max_grad_norm is not None or not self.taken.steps:
                 self._finish()
             if self._scaler is not None:
                 before = self.taken.steps
@@ -310,15 +333,11 @@ class Stepper:
             stepping.discard(id(self.optimizer))
 
     def _finish(self) -> None:
-        """Check and clip the gradients, between the reduction and the step."""
+        """Clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
             by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
-        parameters = trained_parameters(self.optimizer) if self._finishes else []
-        if self._checks_numbers:  # before clipping, which would spread one NaN to all gradients
-            norms = [each.gradients.norms for each in self._engines]
-            check_finite(parameters, [*chain.from_iterable(norms)] if all(norms) else (), self.world)
         if self._max_grad_norm is not None:
-            clip_grad_norm(parameters, self._max_grad_norm, world=self.world)
+            clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, world=self.world)
 
     def _check_closure(self) -> None:
         if self._scaler is not None:

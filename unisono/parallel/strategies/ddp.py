@@ -92,7 +92,7 @@ class DDPEngine(Engine):
         self._replicated.fill_buckets()
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
         attach_hook(
-            self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self.gradients.watchers
+            self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear
         )
 
     def adapt(self) -> None:
@@ -171,7 +171,6 @@ def attach_hook(
     hook: str | Callable[[GradBucket], Any] | None,
     scale: Callable[[], float],
     finish: Callable[[], None] = lambda: None,
-    watchers: Sequence[Callable[[torch.Tensor], None]] = (),
 ) -> None:
     """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`.
 
@@ -181,7 +180,6 @@ def attach_hook(
     Args:
         hook: as `DDP.comm_hook`.
         finish: called when the last bucket of a backward pass is sent.
-        watchers: called with each dense bucket before it is sent.
     """
     group = ddp.process_group  # `weighted` must not reference the DDP, whose C++ part references it
     size: int = group.size()
@@ -201,8 +199,6 @@ def attach_hook(
         if factor != 1:
             scale_in_place(gradients, factor)
         is_dense = gradients.layout is torch.strided
-        for watch in watchers if is_dense else ():
-            watch(gradients)
         sent: Any = begin_average(gradients, group) if is_dense and hook is None else None
         if sent is None and is_dense and callable(hook):
             sent = hook(bucket)

@@ -235,8 +235,7 @@ class Engine:
             check_agreement(self.trained(), self._world)
             self._is_agreed = True  # after the comparison: an error leaves it to be repeated
         reduced = self.members.with_gradients() if parameters is None else parameters
-        watchers = self.gradients.watchers
-        reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True, watchers=watchers)
+        reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
 
     def count_leaves(self) -> None:
         """Count the gradients that arrive at the leaves; again, when others train."""

@@ -121,8 +121,6 @@ class HeldGradients:
         earlier: those of earlier steps, which were not zeroed; None for those that were added again.
         known: of each trained parameter, the gradient that passes have left, and torch's count of writes to it; None
             if torch.autograd.grad was not asked for others since the last step.
-        watchers: called with each bucket before its reduction.
-        norms: the norm of each of these buckets, after `watch_norms`.
     """
 
     def __init__(self, members: Members, world: World, steps: Steps) -> None:
@@ -134,8 +132,6 @@ class HeldGradients:
         self._noticed = 0  # the number of arrivals up to the last reduction
         self.earlier: dict[torch.Tensor, torch.Tensor | None] = {}
         self.known: dict[torch.Tensor, tuple[torch.Tensor | None, int]] | None = None
-        self.norms: list[torch.Tensor] = []
-        self.watchers: list[Callable[[torch.Tensor], None]] = []
 
     @property
     def is_reduced(self) -> bool:
@@ -156,7 +152,6 @@ class HeldGradients:
     def note_pass(self) -> None:
         """Note that a counted backward pass adds to them, or that they were assigned."""
         self.passed, self.reduced_by = (self._steps.step, self._steps.now), None
-        self.norms.clear()
 
     def note_reduction(self, factor: float) -> None:
         """Note that they were reduced, by that factor."""
@@ -164,11 +159,6 @@ class HeldGradients:
         self._noticed = self.arrivals.count()
         if self.known is not None:
             self.look_again()
-
-    def watch_norms(self) -> None:
-        """Note the norms from now on."""
-        norms = self.norms
-        self.watchers.append(lambda flat: norms.append(torch.linalg.vector_norm(flat)))
 
     def note_others(self) -> None:
         """Note that torch.autograd.grad is asked for gradients of parameters: they may be assigned, or added."""
@@ -197,7 +187,6 @@ class HeldGradients:
     def forget(self) -> None:
         """Note that they are zero."""
         self.passed = self.reduced_by = None
-        self.norms.clear()
         self._noticed = self.arrivals.count()
         if self.known is not None:
             self.look_again()

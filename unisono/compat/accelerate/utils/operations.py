@@ -16,7 +16,7 @@ from unisono.compat.accelerate.state import joined_world
 from unisono.compat.left_out import left_out
 from unisono.errors import UnisonoError
 from unisono.parallel import collectives
-from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
+from unisono.parallel.collectives import gather_nested, pad_nested, reduce_nested
 from unisono.protocols import ReduceOp
 from unisono.tree import batch_size, leaves, take, tensors, tree_map
 from unisono.world import World

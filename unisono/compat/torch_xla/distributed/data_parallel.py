@@ -14,7 +14,7 @@ from unisono.compat.torch_xla.distributed.parallel_loader import PASSES, PerDevi
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import ParallelLoader
 from unisono.parallel import data_parallel as native
-from unisono.parallel.context import ReplicaContext
+from unisono.parallel.data_parallel import ReplicaContext
 
 T = TypeVar("T")
 
