@@ -67,11 +67,12 @@ def test_closures_beside_the_loop_run_in_order_while_it_goes_on(way):
 
         for number in range(3):
             xm.add_step_closure(waits, args=(mine(number * 1.0) * 2,), run_async=True)
-            xm.mark_step()
-        xm.add_step_closure(done.set, run_async=True)
-        assert heard == []
         xm.mark_step()
+        assert heard == []
         may_run.set()
+        xm.add_step_closure(done.set, run_async=True)
+        xm.mark_step()  # waits for those of the step before
+        assert len(heard) == 3
         done.wait()
         return heard
 
@@ -79,23 +80,17 @@ def test_closures_beside_the_loop_run_in_order_while_it_goes_on(way):
 
 
 def test_what_a_closure_beside_the_loop_raises_the_next_steps_end_raises_once():
-    has_failed = threading.Event()
-
     def fails():
-        has_failed.set()
         raise FileNotFoundError("the log")
 
     heard = []
     xm.add_step_closure(fails, run_async=True)
     xm.add_step_closure(heard.append, args=(1,), run_async=True)
     xm.mark_step()
-    for thread in threading.enumerate():
-        if thread.name == "unisono-step-closures":
-            thread.join()
     xm.add_step_closure(heard.append, args=(2,), run_async=True)
     with pytest.raises(FileNotFoundError, match="the log"):
         xm.mark_step()
-    assert (has_failed.is_set(), heard) == (True, [])
+    assert heard == []
     xm.mark_step()
 
 
@@ -183,7 +178,6 @@ def test_a_process_group_by_a_familys_name_is_our_world():
 
 def test_small_things_that_scripts_take():
     xr.initialize_cache("/nowhere", readonly=True)
-    assert xr.get_num_cached_compilation_graph() >= 0
     torch_xla.experimental.eager_mode(True)
     weight = nn.Parameter(mine([1.0]))
     optimizer = torch.optim.SGD([weight, nn.Parameter(mine([1.0]))], 1.0)

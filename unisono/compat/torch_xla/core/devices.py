@@ -17,7 +17,6 @@ import torch
 from unisono.arguments import check_integer, check_type
 from unisono.backends import available_devices, family_names, get_backend, resolve_device
 from unisono.backends.seeding import seed_device, seed_of_device
-from unisono.compat.torch_xla.utils.utils import for_each_instance_rewrite
 from unisono.protocols import Backend
 from unisono.world import World, current_world, process_world
 
@@ -161,13 +160,7 @@ def xla_real_devices(devices: Sequence[DeviceName] | None = None) -> list[str]:
     return [f"{_hardware_name(backend)}:{device.index or 0}" for backend, device in resolved]
 
 
-def xla_replication_devices(local_devices: Sequence[DeviceName]) -> list[str]:
-    """Like `xla_real_devices`, for devices that are to form a replication: any set of one kind; else a RuntimeError."""
-    real = xla_real_devices(local_devices)
-    kinds = sorted({name.partition(":")[0] for name in real})
-    if len(kinds) > 1:
-        raise RuntimeError(f"Cannot replicate across different device types: {real} are {', '.join(kinds)}; name one")
-    return real
+xla_replication_devices = xla_real_devices
 
 
 def _hardware_name(backend: Backend) -> str:
@@ -200,21 +193,10 @@ def get_rng_state(device: DeviceName | None = None) -> int:
 def send_cpu_data_to_device(data: Any, device: DeviceName) -> Any:
     """The data with its tensors on the device, in containers of the same types; the data itself is not modified.
 
-    Tensors in attributes of objects are moved, too; a `DataWrapper` names its own.
+    Of other objects, those with a method `to` are moved, such as a `DataWrapper`.
     """
     backend, target = here(device)
     moved, token = backend.to_device(data, target)
     if token is not None:
         backend.wait_ready(token)
-    return send_attributes(moved, backend, target)
-
-
-def send_attributes(moved: Any, backend: Backend, device: torch.device) -> Any:
-    """Move the remaining parts of a batch: tensors in main memory that are attributes of objects."""
-    if not backend.moves_in_background:
-        return moved
-
-    def is_in_main_memory(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_cpu
-
-    return for_each_instance_rewrite(moved, is_in_main_memory, lambda tensor: tensor.to(device))
+    return moved

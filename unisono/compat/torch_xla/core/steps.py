@@ -1,7 +1,7 @@
 """The end of a step, and closures that run then.
 
-*Threads:* closures belong to the replica that has added them, and run in its thread. Asynchronous ones run in threads
-named `unisono-step-closures`, one for those of each step, which first waits for that of the step before.
+*Threads:* closures belong to the replica that has added them, and run in its thread; the asynchronous ones of a step in
+a thread of their own, `unisono-step-closures`, which the end of the next step waits for.
 """
 
 from __future__ import annotations
@@ -19,53 +19,37 @@ from unisono.world import current_world
 MARK_STEP = "MarkStep"
 """The counter of ended steps."""
 
-_MOST_STEPS = 16
-"""The number of steps whose asynchronous closures may be pending; each holds its step's tensors."""
-
 
 class _Closures:
-    """A replica's closures, which run at the end of its step.
-
-    Attributes:
-        own: those that run in its thread.
-        beside: those that run concurrently with its loop.
-        running: the threads of the latter, of the latest steps.
-        failed: the error of one of them, after which the others are dropped; a new list once it was raised.
-    """
+    """A replica's closures: those that run in its thread at the end of its step, those that run concurrently with its
+    loop, the thread of the latter's last ones, and the error of one of them."""
 
     def __init__(self) -> None:
         self.own: list[Callable[[], Any]] = []
         self.beside: list[Callable[[], Any]] = []
-        self.running: list[threading.Thread] = []
+        self.running: threading.Thread | None = None
         self.failed: list[BaseException] = []
 
     def start_beside(self) -> None:
-        """Start the asynchronous closures of a step. Blocks while those of too many steps are pending; raises the error
-        of an earlier one, after which the others are dropped."""
-        self.running = [each for each in self.running if each.is_alive()]
-        if len(self.running) == _MOST_STEPS:
-            self.running[0].join()
-        beside, self.beside = self.beside, []
+        """Start the asynchronous closures of a step, after those of the step before; raises the error of one of these,
+        and drops the new ones then."""
+        if self.running is not None:
+            self.running.join()
+        beside, self.beside, self.running = self.beside, [], None
         if self.failed:
-            (error,), self.failed = self.failed, []
-            raise error
+            raise self.failed.pop()
         if beside:
-            before = self.running[-1] if self.running else None
-            work = (before, beside, self.failed, copy_context())
             # Not a daemon: an exiting process waits for it.
-            self.running.append(threading.Thread(target=run_closures, args=work, name="unisono-step-closures"))
-            self.running[-1].start()
+            work = (beside, self.failed, copy_context())
+            self.running = threading.Thread(target=run_closures, args=work, name="unisono-step-closures")
+            self.running.start()
 
 
-def run_closures(
-    before: threading.Thread | None, closures: list[Callable[[], Any]], failed: list[BaseException], context: Context
-) -> None:
-    """Body of a thread: run the closures of one step in the replica's context, unless one has failed."""
-    if before is not None:
-        before.join()
+def run_closures(closures: list[Callable[[], Any]], failed: list[BaseException], context: Context) -> None:
+    """Body of a thread: run the closures of one step in the replica's context, until one fails."""
     try:
-        while closures and not failed:
-            context.run(closures.pop(0))
+        for closure in closures:
+            context.run(closure)
     except BaseException as error:
         failed.append(error)
 
@@ -73,8 +57,8 @@ def run_closures(
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
     """Call `closure(*args)` after the end of the next step, in this thread; closures run in the order they were added.
 
-    With `run_async`, another thread calls it concurrently with the loop, after those added earlier in this way. The end
-    of the next step raises its error, and those after it are dropped.
+    With `run_async`, another thread calls it concurrently with the next step of the loop, whose end waits for it and
+    raises its error; the closures after it are dropped.
     """
     check_type(closure, "closure", "pass a function", Callable)
     closures = current_world().state.part(_Closures)

@@ -44,7 +44,7 @@ class DataParallel(native.DataParallel):
 
         @wraps(loop_fn)
         def loop(model: nn.Module, batches: DeviceIterator, device: torch.device, context: Context) -> T:
-            return loop_fn(model, PerDeviceLoader(batches, device), device, context)
+            return loop_fn(model, PerDeviceLoader(batches), device, context)
 
         return super().__call__(loop, loader, fixed_batch_size, batchdim)
 
