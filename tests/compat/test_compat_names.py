@@ -1,8 +1,7 @@
-"""What scripts import beside their loops: reports, profiles, process groups; and modules that are left out."""
+"""What scripts import beside their loops: reports, profiles, process groups."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import threading
 
@@ -183,20 +182,6 @@ def test_small_things_that_scripts_take():
     optimizer = torch.optim.SGD([weight, nn.Parameter(mine([1.0]))], 1.0)
     weight.grad = mine([2.0])
     assert [each is weight.grad for each in xm._fetch_gradients(optimizer)] == [True]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("distributed.spmd", "not supported: one program for all devices is unisono.Accelerator"),
-        ("distributed.fsdp.wrap", "not supported: use unisono.Accelerator with strategy='fsdp' or 'zero1'"),
-        ("experimental.custom_kernel", "not supported: it has experimental parts of the original"),
-        ("nonsense", "does not exist; docs/migrating_from_torch_xla.md lists the modules"),
-    ],
-)
-def test_modules_that_are_left_out_say_what_to_do_instead(name, words):
-    with pytest.raises(ModuleNotFoundError, match=words):
-        importlib.import_module(f"unisono.compat.torch_xla.{name}")
 
 
 def test_precision_of_products_is_set_and_told():

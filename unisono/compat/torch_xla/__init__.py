@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unisono.compat.left_out import explain_missing_modules, left_out
+from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla import _XLAC as _XLAC
 from unisono.compat.torch_xla import experimental as experimental
 from unisono.compat.torch_xla import runtime as runtime
@@ -27,7 +27,6 @@ from unisono.compat.torch_xla.core import xla_model as _  # noqa: F401 - torch_x
 from unisono.compat.torch_xla.distributed import xla_multiprocessing as _multiprocessing
 
 __getattr__ = left_out(__name__)
-explain_missing_modules(__name__)
 
 manual_seed = _devices.set_rng_state
 real_devices = _devices.xla_real_devices

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from unisono.arguments import check_choice, check_type
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.parallel import agreement, collectives
 from unisono.parallel import optimizer as steps
@@ -35,15 +36,15 @@ Groups = Sequence[Sequence[int]] | None
 """Lists of ordinals, with each replica in exactly one. A replica is reduced over its own group, and all replicas must
 call."""
 
-_OPS: dict[str, ReduceOp] = {REDUCE_SUM: "sum", REDUCE_MUL: "product", REDUCE_MIN: "min", REDUCE_MAX: "max"}
-_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    REDUCE_SUM: torch.add,
-    REDUCE_MUL: torch.mul,
-    REDUCE_AND: torch.bitwise_and,
-    REDUCE_OR: torch.bitwise_or,
-    REDUCE_MIN: torch.minimum,
-    REDUCE_MAX: torch.maximum,
+_FOLDS: dict[str, tuple[ReduceOp | None, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    REDUCE_SUM: ("sum", torch.add),
+    REDUCE_MUL: ("product", torch.mul),
+    REDUCE_AND: (None, torch.bitwise_and),
+    REDUCE_OR: (None, torch.bitwise_or),
+    REDUCE_MIN: ("min", torch.minimum),
+    REDUCE_MAX: ("max", torch.maximum),
 }
+"""How all replicas reduce, where there is an operation for it, and how two tensors of a group are combined."""
 
 
 @disable_dynamo
@@ -57,8 +58,7 @@ def all_reduce(
         reduce_type: "sum", "mul", "min", "max"; bitwise "and" and "or" for integers and bools.
         inputs: a tensor, which yields a new one; or a list of tensors, which are reduced in place and returned.
     """
-    if reduce_type not in _FOLDS:
-        raise ValueError(f"reduce_type={reduce_type!r} does not exist; choose one of {', '.join(_FOLDS)}")
+    check_choice(reduce_type, "reduce_type", *_FOLDS)
     world = current_world()
     group = own_group(groups, world)
     if isinstance(inputs, torch.Tensor):
@@ -71,15 +71,16 @@ def all_reduce(
 def _reduce_tensor(
     reduce_type: str, tensor: torch.Tensor, scale: float, group: list[int] | None, world: World
 ) -> torch.Tensor:
+    op, fold = _FOLDS[reduce_type]
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
     if scale != 1 and is_whole and (tensor.dtype == torch.bool or scale != int(scale)):
         raise TypeError(f"scale={scale} would round {tensor.dtype} numbers; convert to a floating type first")
-    if reduce_type in (REDUCE_AND, REDUCE_OR) and not is_whole:
+    if op is None and not is_whole:
         raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to an integer type or to bool")
-    if group is None and reduce_type in _OPS:
-        result = collectives.all_reduce(tensor.detach().clone(), _OPS[reduce_type], world)
+    if group is None and op is not None:
+        result = collectives.all_reduce(tensor.detach().clone(), op, world)
     else:
-        result = functools.reduce(_FOLDS[reduce_type], _gather_group(tensor, group, world))
+        result = functools.reduce(fold, _gather_group(tensor, group, world))
     return result if scale == 1 else result.mul_(scale)
 
 
@@ -160,30 +161,23 @@ reduce_scatter_bucketized = reduce_scatter
 def _apply_to_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:
     """Apply `fn` to a tensor, or to each of a list; write the result into `output`, if given."""
     if not isinstance(value, torch.Tensor):
-        if not isinstance(value, list | tuple) or not all(isinstance(each, torch.Tensor) for each in value):
-            raise TypeError(f"this takes a tensor or a list of them, and got a {type(value).__name__}")
+        check_type(value, "value", "pass a tensor or a list of tensors", list, tuple)
         outputs = [None] * len(value) if output is None else output
         if len(outputs) != len(value):
             raise ValueError(f"output has {len(outputs)} tensors for {len(value)}; pass one for each")
         return [_apply_to_each(fn, each, its) for each, its in zip(value, outputs, strict=True)]
     result = fn(value)
-    if output is None:
-        return result
-    if output.shape != result.shape:
-        output.resize_(result.shape)
-    return output.copy_(result)
+    return result if output is None else output.resize_(result.shape).copy_(result)
 
 
 def own_group(groups: Groups, world: World) -> list[int] | None:
     """The group of this replica; None if there are no groups."""
     if not groups:
         return None
-    if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in groups):
-        raise TypeError(f"groups={groups!r} is not a list of lists of ordinals, as in [[0, 1], [2, 3]]")
+    for group in groups:
+        check_type(group, "a group", "pass lists of ordinals, as in [[0, 1], [2, 3]]", list, tuple)
     if sorted(rank for group in groups for rank in group) != list(range(world.world_size)):
-        raise ValueError(
-            f"groups={[*map(list, groups)]} must hold each of the ordinals 0 to {world.world_size - 1} once"
-        )
+        raise ValueError(f"groups={groups} must hold each of the ordinals 0 to {world.world_size - 1} once")
     return next(list(group) for group in groups if world.rank in group)
 
 
@@ -230,9 +224,9 @@ def optimizer_step(
     if not groups:
         current_world().state.part(steps.ByHand).brings_batches = True
         result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
-    elif optimizer_args.get("closure") is not None:
-        raise ValueError("optimizer_step(groups=...) reduces once, before the closure; pass only one of them")
     else:
+        if optimizer_args.get("closure") is not None:
+            raise ValueError("optimizer_step(groups=...) reduces once, before the closure; pass only one of them")
         reduce_gradients(optimizer, groups)
         result = optimizer.step(**optimizer_args)
     if barrier:
@@ -242,8 +236,7 @@ def optimizer_step(
 
 def fetch_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     """The gradients of the optimizer's parameters that have one. Scripts know it as `xm._fetch_gradients`."""
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return [each.grad for each in parameters if each.grad is not None]
+    return [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
 
 
 broadcast_master_param = agreement.broadcast_parameters

@@ -81,7 +81,7 @@ class ParallelLoader(native.ParallelLoader):
         super().__init__(loader, devices, tail=tail_of(devices), **found)
         take_epoch(loader, self)
 
-    def per_device_loader(self, device: DeviceName) -> Any:
+    def per_device_loader(self, device: DeviceName) -> Any:  # type: ignore[override]
         """The iterator of one device, a `PerDeviceLoader`, which keeps this loader alive. Errors: as for the native
         one."""
         return PerDeviceLoader(super().per_device_loader(device), self._per_step)
