@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import DeviceLoader
 from unisono.compat.accelerate import Accelerator, DistributedType
-from unisono.compat.accelerate.arguments import fsdp_options
 from unisono.compat.accelerate.local_sgd import LocalSGD
 from unisono.compat.accelerate.state import AcceleratorState, GradientState
 from unisono.compat.accelerate.utils import (
@@ -57,15 +56,19 @@ LEFT_OVER = GradientAccumulationPlugin(2, sync_with_dataloader=False)
         ({"deepspeed_plugin": 1}, "deepspeed_plugin=1 has no counterpart here: DeepSpeed"),
         ({"parallelism_config": 1}, "parallelism_config=1 has no counterpart here: there is one axis"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16"),
-        ({"kwargs_handlers": [KwargsHandler()]}, "a KwargsHandler, which has no counterpart"),
-        ({"kwargs_handlers": [ProfileKwargs(), ProfileKwargs()]}, "two ProfileKwargs; pass one"),
         (
-            {"kwargs_handlers": [BATCHED]},
-            "comm_hook=batched_power_sgd .* choose comm_hook among no, fp16",
+            {"kwargs_handlers": [KwargsHandler()]},
+            "1 KwargsHandler; pass one at most of each of DistributedDataParallelKwargs",
         ),
+        ({"kwargs_handlers": [ProfileKwargs(), ProfileKwargs()]}, "2 ProfileKwargs; pass one"),
+        ({"kwargs_handlers": [BATCHED]}, "comm_hook=.*batched_power_sgd.* does not exist; choose one of no, fp16"),
         ({"gradient_accumulation_plugin": LEFT_OVER}, r"\(sync_with_dataloader=...\) .*: a loop's last step uses"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": LEFT_OVER}, "both given; pass one"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(activation_checkpointing=True)}, "has no counterpart"),
+        (
+            {"fsdp_plugin": FullyShardedDataParallelPlugin(sharding_strategy=ShardingStrategy.HYBRID_SHARD)},
+            r"\(sharding_strategy=...\) has no counterpart here: .* pass reshard_after_forward=False",
+        ),
         ({"dynamo_backend": "inductor", "dynamo_plugin": TorchDynamoPlugin()}, "both given; pass one"),
     ],
 )
@@ -221,15 +224,12 @@ def test_an_fsdp_plugin_shards(mode: Mode) -> None:
             FSDP(output_dtype=torch.float32, cast_forward_inputs=False),
         ),
         ({"mixed_precision_policy": MixedPrecision(torch.bfloat16)}, FSDP(param_dtype=torch.bfloat16)),
-        ({"sharding_strategy": "SHARD_GRAD_OP"}, FSDP(reshard_after_forward=False)),
-        ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, FSDP(reshard_after_forward=False, replicas=3)),
+        ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, FSDP()),
     ],
     ids=str,
 )
-def test_sharding_strategies_of_fsdp1_have_their_counterpart_on_three_machines(
-    fields: dict[str, Any], options: FSDP
-) -> None:
-    assert fsdp_options(FullyShardedDataParallelPlugin(**fields), num_machines=3) == options
+def test_fields_of_an_fsdp_plugin_have_their_counterpart(fields: dict[str, Any], options: FSDP) -> None:
+    assert FullyShardedDataParallelPlugin(**fields).to_native() == options
 
 
 @SEVERAL

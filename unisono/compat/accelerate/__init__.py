@@ -12,7 +12,6 @@ from unisono.compat.accelerate import local_sgd as local_sgd
 from unisono.compat.accelerate import logging as logging
 from unisono.compat.accelerate.accelerator import Accelerator as Accelerator
 from unisono.compat.accelerate.big_modeling import init_empty_weights as init_empty_weights
-from unisono.compat.accelerate.big_modeling import init_on_device as init_on_device
 from unisono.compat.accelerate.data_loader import skip_first_batches as skip_first_batches
 from unisono.compat.accelerate.launchers import debug_launcher as debug_launcher
 from unisono.compat.accelerate.launchers import notebook_launcher as notebook_launcher

@@ -17,45 +17,60 @@ from torch.utils.data import DataLoader
 
 from unisono.accelerator import Accelerator as Native
 from unisono.arguments import explain_unknown_names
-from unisono.compat.accelerate.arguments import (
-    compile_arguments,
-    ddp_options,
-    fsdp_options,
-    handlers_by_kind,
-    num_microbatches,
-    refuse_engines,
-    scaler_options,
-    tracker_names,
-)
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from unisono.compat.accelerate.profiling import profiled
-from unisono.compat.accelerate.state import AcceleratorState, GradientState, joined_world
-from unisono.compat.accelerate.utils import operations
+from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, joined_world
+from unisono.compat.accelerate.utils import other
 from unisono.compat.accelerate.utils.dataclasses import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
-    DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from unisono.compat.accelerate.utils.other import extract_model_from_parallel, release_memory, save
 from unisono.parallel.collectives import all_gather_object
 from unisono.parallel.prepared.checks import AUTOCAST
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.schedule_units import Unit
 from unisono.parallel.strategies.elsewhere import EmptyElsewhere
-from unisono.strategies import DDP, FSDP
 from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)
+
+_SHARD = "shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
+_REFUSED = {
+    "deepspeed_plugin": f"DeepSpeed is not supported; leave it out, or {_SHARD}",
+    "deepspeed_plugins": f"DeepSpeed is not supported; leave it out, or {_SHARD}",
+    "megatron_lm_plugin": f"there is one axis, data parallel; {_SHARD}",
+    "torch_tp_plugin": f"there is one axis, data parallel; {_SHARD}",
+    "parallelism_config": f"there is one axis, data parallel; {_SHARD}",
+}
+_HANDLERS = (DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs, AutocastKwargs, InitProcessGroupKwargs)
+
+
+def _refuse_both(**given: Any) -> None:
+    """Refuse two arguments for one thing."""
+    if all(given.values()):
+        raise ValueError(f"{' and '.join(given)} are both given; pass one of them")
+
+
+def _handlers_by_kind(given: Sequence[KwargsHandler]) -> dict[type[Any], Any]:
+    kinds = [type(each) for each in given]
+    for kind in kinds:
+        if kind not in _HANDLERS or kinds.count(kind) > 1:
+            raise ValueError(
+                f"kwargs_handlers has {kinds.count(kind)} {kind.__name__}; pass one at most of each of "
+                f"{', '.join(each.__name__ for each in _HANDLERS)}"
+            )
+    return dict(zip(kinds, given, strict=True))
 
 
 def _view_of(path: str) -> Any:
@@ -73,7 +88,7 @@ class Accelerator(Native):
 
     Args:
         mixed_precision: "no", "fp16" or "bf16"; None uses ACCELERATE_MIXED_PRECISION, or "no".
-        fsdp_plugin: selects strategy="fsdp"; "HYBRID_SHARD" shards within each machine.
+        fsdp_plugin: selects strategy="fsdp".
         rng_types: has no effect: orders are functions of the seed.
         schedule_unit: as for the native one, where it matters what a scheduler counts; Accelerate assumes
             "device_step".
@@ -106,44 +121,50 @@ class Accelerator(Native):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
-        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
         *,
         schedule_unit: Unit | None = None,
     ) -> None:
+        for name, advice in _REFUSED.items():
+            if (value := locals()[name]) is not None:
+                raise ValueError(f"{name}={value!r:.100} has no counterpart here: {advice}")
+        _refuse_both(dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin)
+        steps, accumulation = gradient_accumulation_steps, gradient_accumulation_plugin
+        _refuse_both(gradient_accumulation_steps=steps != 1, gradient_accumulation_plugin=accumulation)
+        handlers = _handlers_by_kind(kwargs_handlers or ())
         precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
-        refuse_engines(locals())
-        handlers = handlers_by_kind(kwargs_handlers or ())
         project = project_config or ProjectConfiguration()
         if project_dir is not None:
             project.set_directories(os.fspath(project_dir))
         config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        dynamo = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend or "no")
+        scaler = handlers.get(GradScalerKwargs, GradScalerKwargs())
         world = joined_world()
-        strategy: DDP | FSDP = ddp_options(handlers.get(DistributedDataParallelKwargs))
-        if fsdp_plugin is not None:
-            strategy = fsdp_options(fsdp_plugin, world.world_size // world.local_world_size)
         super().__init__(
             mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
-            gradient_accumulation_steps=num_microbatches(gradient_accumulation_steps, gradient_accumulation_plugin),
+            gradient_accumulation_steps=steps if accumulation is None else accumulation.to_native(),
             cpu=cpu and world.world_size == 1,  # with several ranks, each keeps the device that it was started with
             device_placement=device_placement,
             split_batches=config.split_batches,
-            compile=compile_arguments(dynamo_backend, dynamo_plugin),
+            compile=dynamo.to_native(),
             world=world,
-            strategy=strategy,
-            scaler_options=scaler_options(handlers.get(GradScalerKwargs)) if precision == "fp16" else None,
+            strategy=(
+                fsdp_plugin or handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
+            ).to_native(),
+            scaler_options=scaler.to_native() if precision == "fp16" else None,
             schedule_unit=schedule_unit,
-            log_with=tracker_names(log_with),
+            log_with=log_with,
             project_dir=project.project_dir,
             total_limit=project.total_limit,
         )
         self._has_warned = False
         self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
         self.dataloader_config, self.project_configuration = config, project
-        self.state = AcceleratorState(world=self.world, fsdp_plugin=fsdp_plugin, accelerator=self)
-        self.gradient_state = GradientState()
+        self.world.state.part(LastAccelerator).set(self, fsdp_plugin)
+        self.state, self.gradient_state = AcceleratorState(world=self.world), GradientState()
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Like the native one, but returns unchanged what is already prepared, and what is not a model, optimizer,
@@ -157,13 +178,10 @@ class Accelerator(Native):
                 f"device_placement={list(device_placement)} differs from that of the Accelerator, {self._moves}; move "
                 "objects yourself, and make it Accelerator(device_placement=False)"
             )
-        taken = [place for place, each in enumerate(objects) if self._is_taken(each)]
-        made = list(objects)
-        if taken:
-            found = super().prepare(*(self._made_loader(objects[place]) for place in taken))
-            for place, each in zip(taken, found if len(taken) > 1 else (found,), strict=True):
-                made[place] = each
-        return made[0] if len(made) == 1 else tuple(made)
+        taken = [self._made_loader(each) for each in objects if self._is_taken(each)]
+        found = iter(super().prepare(*taken, None, None))  # with these it is a tuple, however few are taken
+        made = tuple(next(found) if self._is_taken(each) else each for each in objects)
+        return made[0] if len(made) == 1 else made
 
     def prepare_model(self, prepared: Any, device_placement: Any = None, **options: Any) -> Any:
         """`prepare`, for one object."""
@@ -187,7 +205,7 @@ class Accelerator(Native):
     def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
         """Like the native one; returns one None per object, to assign in their place."""
         super().free_memory()
-        return release_memory(*objects)
+        return other.release_memory(*objects)
 
     clear = free_memory
 
@@ -195,7 +213,7 @@ class Accelerator(Native):
 
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]
         """Like the native one; tensors that require grad are gathered as values."""
-        return operations.gather(tensor, self.world)
+        return other.gather(tensor, self.world)
 
     def gather_for_metrics(  # type: ignore[override]
         self, input_data: Any, use_gather_object: bool = False
@@ -213,11 +231,11 @@ class Accelerator(Native):
             if self.is_main_process and not self._has_warned:
                 logger.warning("gather_for_metrics takes all rows of its input: %s", str(error))
                 self._has_warned = True
-            return operations.gather(input_data, self.world)
+            return other.gather(input_data, self.world)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Like the native one, but the default is the sum."""
-        return operations.reduce(tensor, reduction, scale, self.world)
+        return other.reduce(tensor, reduction, scale, self.world)
 
     def join_uneven_inputs(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """There is nothing to join: all ranks take the same number of steps, and sequences are not split."""
@@ -255,7 +273,7 @@ class Accelerator(Native):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return other.extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
         """The model's state on this rank. With FSDP every rank must call it; it is complete on rank zero, and what the
@@ -265,7 +283,7 @@ class Accelerator(Native):
         return self.state_dict(model) or EmptyElsewhere("model")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+        other.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def save_model(
         self,

@@ -16,26 +16,20 @@ from unisono.compat.left_out import left_out
 __getattr__ = left_out(__name__)
 
 
-def init_empty_weights(include_buffers: bool | None = None) -> object:
-    """A block in which modules are created with their parameters on the meta device; with `include_buffers`, also
-    buffers."""
-    return init_on_device(torch.device("meta"), bool(include_buffers))
-
-
 @contextmanager
-def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """A block in which this thread creates modules with their parameters on that device; with `include_buffers`, all
-    tensors."""
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """A block in which this thread creates modules with their parameters on the meta device, or (`include_buffers`) all
+    their tensors."""
+    own, meta = threading.get_ident(), torch.device("meta")
     if include_buffers:
-        with torch.device(device):
+        with meta:
             yield
         return
-    own = threading.get_ident()
 
     def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or threading.get_ident() != own:
             return parameter
-        moved = nn.Parameter(parameter.to(device), parameter.requires_grad)
+        moved = nn.Parameter(parameter.to(meta), parameter.requires_grad)
         moved.__dict__.update(parameter.__dict__)
         return moved
 

@@ -35,7 +35,7 @@ class PartialState(RankView):
     """The facts about a rank, whose `world` it is a view of. `cpu` has an effect if there is only one rank; other
     options are for the process group, which was created where the ranks were started."""
 
-    _shared_state: ClassVar[Mapping[str, Any]] = {"initialized": True}
+    _shared_state: ClassVar[Mapping[str, Any]] = {"initialized": True}  # test scripts read it
     initialized = True
 
     def __init__(self, cpu: bool = False, *, world: World | None = None, **options: Any) -> None:
@@ -61,8 +61,8 @@ class PartialState(RankView):
             return DistributedType[family]
         if self.world.world_size == 1:
             return DistributedType.NO
-        usual = DistributedType.MULTI_GPU if self.world.backend.is_accelerated() else DistributedType.MULTI_CPU
-        return DistributedType.__members__.get(f"MULTI_{family}", usual)
+        usual = "MULTI_GPU" if self.world.backend.is_accelerated() else "MULTI_CPU"
+        return DistributedType.__members__.get(f"MULTI_{family}", DistributedType[usual])
 
     @property
     def use_distributed(self) -> bool:
@@ -112,35 +112,21 @@ class PartialState(RankView):
 
 class AcceleratorState(PartialState):
     """The facts about a rank, with the settings of its last Accelerator; arguments for one to be created have no
-    effect."""
+    effect.
+
+    Attributes:
+        mixed_precision: "no", "fp16" or "bf16".
+        fsdp_plugin: the one that was given, or None.
+    """
 
     deepspeed_plugin = parallelism_config = None
 
     def __init__(
-        self,
-        mixed_precision: Any = None,
-        cpu: bool = False,
-        *,
-        world: World | None = None,
-        fsdp_plugin: Any = None,
-        accelerator: Accelerator | None = None,
-        **options: Any,
+        self, mixed_precision: Any = None, cpu: bool = False, *, world: World | None = None, **options: Any
     ) -> None:
         super().__init__(cpu, world=world)
-        self._settings = self.world.state.part(_Settings)
-        if accelerator is not None:
-            self._settings.mixed_precision, self._settings.fsdp_plugin = accelerator.mixed_precision, fsdp_plugin
-            self._settings.accelerator = ref(accelerator)
-
-    @property
-    def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16"."""
-        return self._settings.mixed_precision
-
-    @property
-    def fsdp_plugin(self) -> Any:
-        """The one that was given, or None."""
-        return self._settings.fsdp_plugin
+        last = self.world.state.part(LastAccelerator)
+        self.mixed_precision, self.fsdp_plugin = last.mixed_precision, last.fsdp_plugin
 
     @property
     def is_fsdp2(self) -> bool:
@@ -149,7 +135,7 @@ class AcceleratorState(PartialState):
     @property
     def distributed_type(self) -> DistributedType:
         """FSDP with an `fsdp_plugin`, with several processes."""
-        is_sharded = self._settings.fsdp_plugin is not None and self.world.takes_engines
+        is_sharded = self.fsdp_plugin is not None and self.world.takes_engines
         return DistributedType.FSDP if is_sharded else super().distributed_type
 
     def __repr__(self) -> str:
@@ -194,13 +180,16 @@ class GradientState:
         refuse(f"{__name__}.GradientState", name)
 
     def _accelerator(self) -> Accelerator | None:
-        return self._world.state.part(_Settings).accelerator()
+        return self._world.state.part(LastAccelerator).it()
 
 
-class _Settings:
-    """The rank's last Accelerator and its settings."""
+class LastAccelerator:
+    """The rank's last Accelerator and its settings, which outlive it."""
 
     def __init__(self) -> None:
-        self.accelerator: Callable[[], Accelerator | None] = lambda: None
+        self.it: Callable[[], Accelerator | None] = lambda: None
         self.mixed_precision = "no"
         self.fsdp_plugin: Any = None
+
+    def set(self, accelerator: Accelerator, fsdp_plugin: Any) -> None:
+        self.it, self.mixed_precision, self.fsdp_plugin = ref(accelerator), accelerator.mixed_precision, fsdp_plugin
