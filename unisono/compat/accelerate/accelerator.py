@@ -47,19 +47,25 @@ logger = logging.getLogger(__name__)
 
 _SHARD = "shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
 _REFUSED = {
-    "deepspeed_plugin": f"DeepSpeed is not supported; leave it out, or {_SHARD}",
-    "deepspeed_plugins": f"DeepSpeed is not supported; leave it out, or {_SHARD}",
-    "megatron_lm_plugin": f"there is one axis, data parallel; {_SHARD}",
-    "torch_tp_plugin": f"there is one axis, data parallel; {_SHARD}",
-    "parallelism_config": f"there is one axis, data parallel; {_SHARD}",
+    **dict.fromkeys(
+        ["deepspeed_plugin", "deepspeed_plugins"], f"DeepSpeed is not supported; leave it out, or {_SHARD}"
+    ),
+    **dict.fromkeys(
+        ["megatron_lm_plugin", "torch_tp_plugin", "parallelism_config"], f"there is one axis, data parallel; {_SHARD}"
+    ),
 }
+_ONE_OF = (("dynamo_backend", "dynamo_plugin"), ("gradient_accumulation_steps", "gradient_accumulation_plugin"))
 _HANDLERS = (DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs, AutocastKwargs, InitProcessGroupKwargs)
 
 
-def _refuse_both(**given: Any) -> None:
-    """Refuse two arguments for one thing."""
-    if all(given.values()):
-        raise ValueError(f"{' and '.join(given)} are both given; pass one of them")
+def _refuse(given: Mapping[str, Any]) -> None:
+    """Refuse arguments without a counterpart, and two for one thing; they are None, or 1, unless they are given."""
+    for name, advice in _REFUSED.items():
+        if given[name] is not None:
+            raise ValueError(f"{name}={given[name]!r:.100} has no counterpart here: {advice}")
+    for names in _ONE_OF:
+        if all(given[name] not in (None, 1) for name in names):
+            raise ValueError(f"{' and '.join(names)} are both given; pass one of them")
 
 
 def _handlers_by_kind(given: Sequence[KwargsHandler]) -> dict[type[Any], Any]:
@@ -128,12 +134,7 @@ class Accelerator(Native):
         *,
         schedule_unit: Unit | None = None,
     ) -> None:
-        for name, advice in _REFUSED.items():
-            if (value := locals()[name]) is not None:
-                raise ValueError(f"{name}={value!r:.100} has no counterpart here: {advice}")
-        _refuse_both(dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin)
-        steps, accumulation = gradient_accumulation_steps, gradient_accumulation_plugin
-        _refuse_both(gradient_accumulation_steps=steps != 1, gradient_accumulation_plugin=accumulation)
+        _refuse(locals())
         handlers = _handlers_by_kind(kwargs_handlers or ())
         precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
         project = project_config or ProjectConfiguration()
@@ -141,19 +142,19 @@ class Accelerator(Native):
             project.set_directories(os.fspath(project_dir))
         config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         dynamo = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend or "no")
+        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(gradient_accumulation_steps)
         scaler = handlers.get(GradScalerKwargs, GradScalerKwargs())
+        strategy = fsdp_plugin or handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
         world = joined_world()
         super().__init__(
             mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
-            gradient_accumulation_steps=steps if accumulation is None else accumulation.to_native(),
+            gradient_accumulation_steps=accumulation.to_native(),
             cpu=cpu and world.world_size == 1,  # with several ranks, each keeps the device that it was started with
             device_placement=device_placement,
             split_batches=config.split_batches,
             compile=dynamo.to_native(),
             world=world,
-            strategy=(
-                fsdp_plugin or handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
-            ).to_native(),
+            strategy=strategy.to_native(),
             scaler_options=scaler.to_native() if precision == "fp16" else None,
             schedule_unit=schedule_unit,
             log_with=log_with,
@@ -166,18 +167,9 @@ class Accelerator(Native):
         self.world.state.part(LastAccelerator).set(self, fsdp_plugin)
         self.state, self.gradient_state = AcceleratorState(world=self.world), GradientState()
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+    def prepare(self, *objects: Any) -> Any:
         """Like the native one, but returns unchanged what is already prepared, and what is not a model, optimizer,
-        scheduler or DataLoader.
-
-        Args:
-            device_placement: must equal the Accelerator's for every object; it cannot be set for each separately.
-        """
-        if device_placement is not None and any(each != self._moves for each in device_placement):
-            raise ValueError(
-                f"device_placement={list(device_placement)} differs from that of the Accelerator, {self._moves}; move "
-                "objects yourself, and make it Accelerator(device_placement=False)"
-            )
+        scheduler or DataLoader. (Accelerate's `device_placement` is the Accelerator's here, for all objects.)"""
         taken = [self._made_loader(each) for each in objects if self._is_taken(each)]
         found = iter(super().prepare(*taken, None, None))  # with these it is a tuple, however few are taken
         made = tuple(next(found) if self._is_taken(each) else each for each in objects)
@@ -238,10 +230,8 @@ class Accelerator(Native):
         return other.reduce(tensor, reduction, scale, self.world)
 
     def join_uneven_inputs(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """There is nothing to join: all ranks take the same number of steps, and sequences are not split."""
+        """There is nothing to join: all ranks take the same number of steps."""
         return nullcontext()
-
-    maybe_context_parallel = join_uneven_inputs
 
     # Code that runs on some ranks only.
 
@@ -321,12 +311,6 @@ class Accelerator(Native):
 
     save_iteration = _view_of("project_configuration.iteration")  # their numbers follow those in the directory
     logging_dir = _view_of("project_configuration.logging_dir")  # trackers write to `project_dir`
-
-    def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Like the native one. `log_kwargs`, arguments for the trackers' libraries, have no effect."""
-        super().log(values, step)
 
     # Profiling and precision.
 

@@ -209,7 +209,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     def to_native(self) -> int:
         advice = "a loop's last step uses the microbatches that are left at its end; leave it out"
         _refuse_fields(self, advice, sync_with_dataloader=not self.sync_with_dataloader)
-        return self.num_steps or 1
+        return 1 if self.num_steps is None else self.num_steps
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -150,12 +150,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """Move the structure's tensors, and everything with a method `to`, to that device; but in a mapping, not the values
-    under `skip_keys`."""
-    if skip_keys is not None and isinstance(tensor, Mapping):
-        skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys
-        return {key: each if key in skipped else send_to_device(each, device) for key, each in tensor.items()}
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False) -> Any:
+    """Move the structure's tensors, and everything with a method `to`, to that device."""
     return tree_map(lambda each: each.to(device) if hasattr(each, "to") else each, tensor)
 
 

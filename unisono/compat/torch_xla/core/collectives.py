@@ -25,12 +25,7 @@ from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
 from unisono.world import World, current_world
 
-REDUCE_SUM = "sum"
-REDUCE_MUL = "mul"
-REDUCE_AND = "and"
-REDUCE_OR = "or"
-REDUCE_MIN = "min"
-REDUCE_MAX = "max"
+REDUCE_SUM, REDUCE_MUL, REDUCE_MIN, REDUCE_MAX, REDUCE_AND, REDUCE_OR = "sum", "mul", "min", "max", "and", "or"
 
 Groups = Sequence[Sequence[int]] | None
 """Lists of ordinals, with each replica in exactly one. A replica is reduced over its own group, and all replicas must
@@ -39,10 +34,10 @@ call."""
 _FOLDS: dict[str, tuple[ReduceOp | None, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
     REDUCE_SUM: ("sum", torch.add),
     REDUCE_MUL: ("product", torch.mul),
-    REDUCE_AND: (None, torch.bitwise_and),
-    REDUCE_OR: (None, torch.bitwise_or),
     REDUCE_MIN: ("min", torch.minimum),
     REDUCE_MAX: ("max", torch.maximum),
+    REDUCE_AND: (None, torch.bitwise_and),
+    REDUCE_OR: (None, torch.bitwise_or),
 }
 """How all replicas reduce, where there is an operation for it, and how two tensors of a group are combined."""
 
@@ -72,10 +67,7 @@ def _reduce_tensor(
     reduce_type: str, tensor: torch.Tensor, scale: float, group: list[int] | None, world: World
 ) -> torch.Tensor:
     op, fold = _FOLDS[reduce_type]
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    if scale != 1 and is_whole and (tensor.dtype == torch.bool or scale != int(scale)):
-        raise TypeError(f"scale={scale} would round {tensor.dtype} numbers; convert to a floating type first")
-    if op is None and not is_whole:
+    if op is None and (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to an integer type or to bool")
     if group is None and op is not None:
         result = collectives.all_reduce(tensor.detach().clone(), op, world)
@@ -181,54 +173,45 @@ def own_group(groups: Groups, world: World) -> list[int] | None:
     return next(list(group) for group in groups if world.rank in group)
 
 
-def reduce_gradients(optimizer: Optimizer, groups: Groups = None, pin_layout: bool = True) -> None:
+def reduce_gradients(optimizer: Optimizer, groups: None = None, pin_layout: bool = True) -> None:
     """Replace the gradients by their mean over the replicas; for example, to clip them before `optimizer.step()`.
 
     As for `unisono.optimizer_step`, the mean is that over all samples, if a loader knows how many each replica had.
-
-    Args:
-        groups: as in the original, the sum over the replica's group is divided by the number of all replicas.
+    `groups` is a ValueError.
     """
+    _refuse_groups(groups)
     world = current_world()
-    if world.world_size == 1:
-        return
-    world.state.part(steps.ByHand).brings_batches = True
-    parameters = trained_parameters(optimizer)
+    if world.world_size > 1:
+        world.state.part(steps.ByHand).brings_batches = True
+        with world.timeline.loop().span(REDUCE):
+            steps.check_once(optimizer, trained_parameters(optimizer), world)
+            steps.reduce_held(optimizer, world)
+
+
+def _refuse_groups(groups: Any) -> None:
     if groups:
-        # every parameter, so that none is paired with another one's; a missing gradient counts as zero
-        for each in parameters:
-            own = torch.zeros_like(each) if each.grad is None else each.grad
-            each.grad = all_reduce(REDUCE_SUM, own, 1 / world.world_size, groups)
-        return
-    with world.timeline.loop().span(REDUCE):
-        steps.check_once(optimizer, parameters, world)
-        steps.reduce_held(optimizer, world)
+        raise ValueError(f"groups={groups}: gradients are those of all replicas here; reduce others by all_reduce")
 
 
 def optimizer_step(
     optimizer: Optimizer,
     barrier: bool = False,
     optimizer_args: Mapping[str, Any] = MappingProxyType({}),
-    groups: Groups = None,
+    groups: None = None,
     pin_layout: bool = True,
 ) -> Any:
     """Reduce the gradients over the replicas, then return `optimizer.step(**optimizer_args)`.
 
     Args:
         barrier: end the step here, as `mark_step` does. Otherwise the loader's next batch ends it.
-        groups: as for `reduce_gradients`; not with a closure, whose gradients would not be reduced.
 
     Raises:
+        ValueError: `groups` are given.
         TypeError, RuntimeError, CollectiveMismatchError, BrokenWorldError: as for `unisono.optimizer_step`.
     """
-    if not groups:
-        current_world().state.part(steps.ByHand).brings_batches = True
-        result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
-    else:
-        if optimizer_args.get("closure") is not None:
-            raise ValueError("optimizer_step(groups=...) reduces once, before the closure; pass only one of them")
-        reduce_gradients(optimizer, groups)
-        result = optimizer.step(**optimizer_args)
+    _refuse_groups(groups)
+    current_world().state.part(steps.ByHand).brings_batches = True
+    result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
     if barrier:
         mark_step()
     return result

@@ -14,7 +14,7 @@ from typing import Any, TextIO, TypeVar
 
 import torch
 
-from unisono.arguments import check_integer, check_type
+from unisono.arguments import check_choice, check_integer, check_type
 from unisono.backends import available_devices, family_names, get_backend, resolve_device
 from unisono.backends.seeding import seed_device, seed_of_device
 from unisono.protocols import Backend
@@ -101,18 +101,16 @@ def devices_of(devkind: Kind) -> list[torch.device]:
 
 def _is_worker() -> bool:
     """Whether the caller is a replica in a separate process, which only sees its own device."""
-    world = replication()
-    return world is not None and world.is_of_processes
+    return current_world().is_of_processes
 
 
 def _families_of_kinds(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]:
     """Yield the families of these kinds, the one in use before others of the same kind; each is loaded only when
     reached."""
-    kinds = [devkind] if isinstance(devkind, str) else devkind
-    check_type(kinds, "devkind", "pass a string, a list of strings or None", list, tuple)
-    for kind in [str(each).upper() for each in kinds]:
-        if kind not in _KINDS:
-            raise ValueError(f"devkind={devkind!r} is not a kind of device; choose one of {', '.join(_KINDS)}")
+    check_type(devkind, "devkind", "pass a string, a list of strings or None", str, list, tuple)
+    for each in [devkind] if isinstance(devkind, str) else devkind:
+        kind = str(each).upper()
+        check_choice(kind, "devkind", *_KINDS)
         for name in dict.fromkeys([first.name, *family_names()]):
             family = get_backend(name)
             if kind in (_hardware_name(family), family.hardware(), family.name.upper()):
