@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from unisono.accelerator import Accelerator as Native
 from unisono.arguments import explain_unknown_names
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
-from unisono.compat.accelerate.profiling import profiled
 from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, joined_world
 from unisono.compat.accelerate.utils import other
 from unisono.compat.accelerate.utils.dataclasses import (
@@ -323,4 +322,4 @@ class Accelerator(Native):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
         """A block that is profiled, as the handler says."""
-        return profiled(profile_handler or self._handlers.get(ProfileKwargs) or ProfileKwargs(), self.world)
+        return other.profiled(profile_handler or self._handlers.get(ProfileKwargs) or ProfileKwargs(), self.world)

@@ -18,7 +18,6 @@ from unisono.world import World
 
 DataLoaderShard = DataLoaderDispatcher = DeviceLoader
 
-
 __getattr__ = left_out(__name__)
 
 

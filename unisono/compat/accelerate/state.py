@@ -6,9 +6,9 @@ DataParallel see their own. A process started by torchrun joins its world on fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
@@ -35,13 +35,11 @@ class PartialState(RankView):
     """The facts about a rank, whose `world` it is a view of. `cpu` has an effect if there is only one rank; other
     options are for the process group, which was created where the ranks were started."""
 
-    _shared_state: ClassVar[Mapping[str, Any]] = {"initialized": True}  # test scripts read it
     initialized = True
 
     def __init__(self, cpu: bool = False, *, world: World | None = None, **options: Any) -> None:
         world = world or joined_world()
         self.world = solo_world(*resolve_device(CPU)) if cpu and world.world_size == 1 else world
-        self.debug = self.fork_launched = False
 
     @property
     def device(self) -> torch.device:
@@ -98,8 +96,7 @@ class PartialState(RankView):
 
     @staticmethod
     def _reset_state(*_: Any) -> None:
-        """Do nothing: there is no state to reset, the device was bound where the rank was started, and all ranks leave
-        the world together when their processes end."""
+        """There is no state to reset; the device was bound, and the world is left, where the rank was started."""
 
     set_device = destroy_process_group = _reset_state
 
@@ -147,11 +144,10 @@ class GradientState:
     AttributeError."""
 
     initialized = True
+    _reset_state = PartialState._reset_state
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self._world = joined_world()
-
-    _reset_state = PartialState._reset_state
 
     @property
     def sync_gradients(self) -> bool:
@@ -173,8 +169,8 @@ class GradientState:
     def end_of_dataloader(self) -> bool:
         """Whether the innermost loop has received its last batch. May wait for the loader: all ranks must ask, or
         none."""
-        under_way = [each for each in self._world.state.deliveries.recent() if each.is_open]
-        return not under_way or under_way[0].ends_here()
+        innermost = next((each for each in self._world.state.deliveries.recent() if each.is_open), None)
+        return innermost is None or innermost.ends_here()
 
     def __getattr__(self, name: str) -> NoReturn:
         refuse(f"{__name__}.GradientState", name)

@@ -16,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 
 from unisono.backends import get_backend
 from unisono.compat.accelerate.state import PartialState, joined_world
+from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
 from unisono.compat.left_out import refuse
 from unisono.errors import UnisonoError
 from unisono.parallel import collectives, out_of_memory
@@ -48,17 +50,10 @@ def __getattr__(name: str) -> Any:
     return partial(_is_available, found[1]) if found is not None else refuse(__name__, name)
 
 
-def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether mixed_precision="bf16" is supported: it is on all families."""
-    return True
-
-
-def is_fp16_available() -> bool:
-    """Whether mixed_precision="fp16" is supported on this rank's device."""
-    return joined_world().backend.unsupported_reason("fp16") is None
-
-
 def _is_available(name: str, *_: Any, **__: Any) -> bool:
+    """Whether Accelerator has this precision, whether there is a device of this family, or that package."""
+    if name in ("bf16", "fp16"):
+        return name == "bf16" or joined_world().backend.unsupported_reason("fp16") is None
     if name in _REFUSED:
         return False
     family = getattr(torch, name, None) or getattr(torch.backends, name, None)
@@ -265,3 +260,34 @@ def patch_environment(**variables: Any) -> Iterator[None]:
         for name in own:
             os.environ.pop(name, None)
         os.environ.update(before)
+
+
+_profiler: list[torch.profiler.profile] = []  # the one that threads share; at most one
+
+
+@contextmanager
+def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
+    """Profile the block by `torch.profiler.profile`; with `output_trace_dir`, export `profile_{rank}.json` there.
+
+    Among threads it is a collective, records what rank zero's thread does, and is exported once: torch's profiler
+    belongs to the process, which a second concurrent one would end.
+    """
+    is_shared = world.world_size > 1 and not world.is_of_processes
+    meet = partial(collectives.barrier, world) if is_shared else lambda: None
+    if is_shared and world.rank > 0:
+        meet()
+        yield _profiler[0]
+        meet()
+    else:
+        with handler.build() as profiler:
+            _profiler[:] = [profiler]
+            meet()
+            yield profiler
+            meet()
+        _profiler.clear()
+        if is_shared:
+            profiler.events()  # computed now, not by the first of several threads that ask
+        if handler.output_trace_dir is not None:
+            Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(Path(handler.output_trace_dir) / f"profile_{world.rank}.json"))
+    meet()  # the profiler has stopped

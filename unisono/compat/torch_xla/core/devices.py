@@ -126,9 +126,7 @@ def xla_device(n: int | None = None, devkind: Kind = None) -> torch.device:
         there = [str(world.device)] if _is_worker() else available_devices()
         raise ValueError(f"there is no device of kind {devkind!r} here; there are {', '.join(there)}")
     if _is_worker() and n not in (None, 0, world.device.index):
-        raise ValueError(
-            f"n={n}, but rank {world.rank} sees only its own device, {world.device}; call xla_device() without n"
-        )
+        raise ValueError(f"n={n}, but rank {world.rank} sees only its own device, {world.device}; leave n out")
     backend, device = resolve_device(seen[0])
     if replication() and (n is None or _is_worker()):
         device = world.device if device.type == world.device.type else device
@@ -142,9 +140,8 @@ def xla_device(n: int | None = None, devkind: Kind = None) -> torch.device:
 def get_xla_supported_devices(devkind: Kind = None, max_devices: int | None = None) -> list[str]:
     """The devices of a kind that are visible to the caller, as strings, at most `max_devices` of them unless that is
     None or 0; listing them starts nothing."""
-    if max_devices is not None:
-        check_integer(max_devices, "max_devices", 0)
-    return [str(device) for device in devices_of(devkind)][: max_devices or None]
+    most = check_integer(max_devices or 0, "max_devices", 0) or None
+    return [str(device) for device in devices_of(devkind)][:most]
 
 
 def xla_device_hw(device: DeviceName) -> str:
@@ -162,8 +159,7 @@ xla_replication_devices = xla_real_devices
 
 
 def _hardware_name(backend: Backend) -> str:
-    hardware = backend.hardware()
-    return "GPU" if hardware == "CUDA" else hardware
+    return {"CUDA": "GPU"}.get(backend.hardware(), backend.hardware())
 
 
 def wait_device_ops(devices: Sequence[DeviceName] = ()) -> None:

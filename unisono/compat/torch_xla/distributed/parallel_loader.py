@@ -2,13 +2,8 @@
 
 As in the original, a loader is not split across ranks: each process gives its loader its own part, for example by a
 DistributedSampler. Devices of one process take batches in turn, and an incomplete last round is dropped; with one
-device, nothing is dropped.
-
-What this framework's loaders add: an error of the dataset reaches the loop, a loop that is left early leaves no
-threads, containers keep their types, a batch may be None, and the order of a shuffled DataLoader depends only on its
-seed and the epoch. As in the original, a new loader may be created for each pass: the epoch is the number of passes
-that loaders of these modules have begun over the DataLoader; with a DistributedSampler, it is the one that the script
-has set there.
+device, nothing is dropped. A new loader may be created for each pass: the epoch is the number of passes that loaders of
+these modules have begun over the DataLoader; with a DistributedSampler, it is the one that the script has set there.
 """
 
 from __future__ import annotations
