@@ -46,8 +46,8 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def nodes(tree: Any) -> list[Any]:
-    """The leaves of `tree` but texts and numbers, in order, and each container after what it holds; all once. Fast where
-    a container holds only texts and numbers."""
+    """The leaves of `tree` but texts and numbers, in order, and each container after what it holds; all once. Fast
+    where a container holds only texts and numbers."""
     found: dict[int, Any] = {}  # with the nodes, as in `_map`
 
     def visit(node: Any) -> None:
