@@ -294,18 +294,3 @@ def test_a_bar_over_a_resumed_epoch_begins_at_its_position(mode: Mode, tail: str
         return shown
 
     assert mode.run(body)[0] == [(2, 0), (0, 0)]
-
-
-@pytest.mark.slow
-def test_without_tqdm_it_says_what_to_install() -> None:
-    script = """
-import sys
-sys.modules["tqdm"] = None
-import unisono
-try:
-    unisono.tqdm(range(3))
-except ImportError as error:
-    print(error)
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert run.stdout == "unisono.tqdm needs tqdm, which is not installed; pip install tqdm\n", run.stderr

@@ -53,8 +53,8 @@ LEFT_OVER = GradientAccumulationPlugin(2, sync_with_dataloader=False)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"deepspeed_plugin": 1}, "deepspeed_plugin=1 has no counterpart here: DeepSpeed"),
-        ({"parallelism_config": 1}, "parallelism_config=1 has no counterpart here: there is one axis"),
+        ({"deepspeed_plugin": 1}, "no argument 'deepspeed_plugin'; DeepSpeed is not supported"),
+        ({"parallelism_config": 1}, "no argument 'parallelism_config'; there is one axis"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16"),
         (
             {"kwargs_handlers": [KwargsHandler()]},
@@ -73,7 +73,7 @@ LEFT_OVER = GradientAccumulationPlugin(2, sync_with_dataloader=False)
     ],
 )
 def test_what_has_no_counterpart_is_refused_in_words(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         Accelerator(**given)
 
 

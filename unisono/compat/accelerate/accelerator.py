@@ -44,27 +44,16 @@ from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)
 
-_SHARD = "shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
-_REFUSED = {
-    **dict.fromkeys(
-        ["deepspeed_plugin", "deepspeed_plugins"], f"DeepSpeed is not supported; leave it out, or {_SHARD}"
-    ),
-    **dict.fromkeys(
-        ["megatron_lm_plugin", "torch_tp_plugin", "parallelism_config"], f"there is one axis, data parallel; {_SHARD}"
-    ),
+_ONE_AXIS = "there is one axis, data parallel; shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
+_ELSEWHERE = {
+    **dict.fromkeys(DataLoaderConfiguration.__dataclass_fields__, "it is one of DataLoaderConfiguration's"),
+    **dict.fromkeys(["deepspeed_plugin", "deepspeed_plugins"], f"DeepSpeed is not supported: {_ONE_AXIS}"),
+    **dict.fromkeys(["megatron_lm_plugin", "torch_tp_plugin", "parallelism_config"], _ONE_AXIS),
 }
+"""What to do instead of arguments that are left out."""
+
 _ONE_OF = (("dynamo_backend", "dynamo_plugin"), ("gradient_accumulation_steps", "gradient_accumulation_plugin"))
 _HANDLERS = (DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs, AutocastKwargs, InitProcessGroupKwargs)
-
-
-def _refuse(given: Mapping[str, Any]) -> None:
-    """Refuse arguments without a counterpart, and two for one thing; they are None, or 1, unless they are given."""
-    for name, advice in _REFUSED.items():
-        if given[name] is not None:
-            raise ValueError(f"{name}={given[name]!r:.100} has no counterpart here: {advice}")
-    for names in _ONE_OF:
-        if all(given[name] not in (None, 1) for name in names):
-            raise ValueError(f"{' and '.join(names)} are both given; pass one of them")
 
 
 def _handlers_by_kind(given: Sequence[KwargsHandler]) -> dict[type[Any], Any]:
@@ -83,11 +72,7 @@ def _view_of(path: str) -> Any:
     return property(attrgetter(path))
 
 
-@explain_unknown_names(
-    dict.fromkeys(
-        DataLoaderConfiguration.__dataclass_fields__, "it is one of DataLoaderConfiguration's, dataloader_config="
-    )
-)
+@explain_unknown_names(_ELSEWHERE)
 class Accelerator(Native):
     """Accepts Accelerate's arguments; docs/migrating_from_accelerate.md says what they mean here.
 
@@ -104,7 +89,7 @@ class Accelerator(Native):
         dataloader_config, project_configuration: as given.
 
     Raises:
-        ValueError: an argument has no counterpart; the message says what to do instead.
+        TypeError, ValueError: an argument has no counterpart; the message says what to do instead.
     """
 
     def __init__(
@@ -115,10 +100,7 @@ class Accelerator(Native):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
         rng_types: Sequence[Any] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -128,12 +110,13 @@ class Accelerator(Native):
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
         *,
         schedule_unit: Unit | None = None,
     ) -> None:
-        _refuse(locals())
+        given = locals()
+        for names in _ONE_OF:
+            if all(given[name] not in (None, 1) for name in names):
+                raise ValueError(f"{' and '.join(names)} are both given; pass one of them")
         handlers = _handlers_by_kind(kwargs_handlers or ())
         precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
         project = project_config or ProjectConfiguration()
