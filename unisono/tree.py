@@ -82,18 +82,8 @@ def _fields(node: Any) -> list[str]:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves. Fast for the most common batches, since it runs several times a step."""
-    if type(tree) is torch.Tensor:
-        return [tree]
-    found: list[torch.Tensor] = []
-    is_list = type(tree) in (list, tuple)
-    if is_list and tree and type(tree[0]) is not torch.Tensor and is_plain(tree):
-        return found
-    for node in tree if is_list else (tree,):
-        if isinstance(node, torch.Tensor):
-            found.append(node)
-        elif type(node) not in _PLAIN_TYPES and (type(node) is not dict or node):
-            return [leaf for leaf in objects(tree) if isinstance(leaf, torch.Tensor)]
-    return found
+    flat = flat_tensors(tree)
+    return [leaf for leaf in objects(tree) if isinstance(leaf, torch.Tensor)] if flat is None else list(flat)
 
 
 def batch_size(tree: Any, dim: int = 0) -> int | None:
@@ -154,17 +144,13 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
     kind = type(tree)
     if kind is torch.Tensor:
         return (tree,)
-    children: Collection[Any]
-    if kind is tuple or kind is list:
-        children = tree
-    elif kind is dict:
-        children = tree.values()
-    else:
+    if kind not in (tuple, list, dict):
         return None
-    for child in children:
+    held: Collection[Any] = tree.values() if kind is dict else tree
+    for child in held:
         if type(child) is not torch.Tensor:
             return None
-    return children
+    return held
 
 
 def nbytes(tree: Any) -> int:
@@ -185,22 +171,13 @@ def _leaf_nbytes(leaf: Any) -> int:
 
 
 def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
-    """Samples `start` to `stop` of a batch: every tensor, array and (along dim 0) plain list of its size is sliced.
-
-    A leaf without dimension `dim` (a scale, a name) belongs to the whole batch and is kept whole.
-
-    Raises:
-        ValueError: `can_cut` is False.
-    """
+    """Samples `start` to `stop` of a batch: every tensor, array and (along dim 0) plain list of its size is sliced; a
+    leaf without dimension `dim` (a scale, a name) is kept whole. ValueError if `can_cut` is False."""
     return _select(tree, slice(start, stop), dim)
 
 
 def pick(tree: Any, samples: list[int], dim: int = 0) -> Any:
-    """Copy the given samples of a batch, in the given order, with repetitions. Otherwise as `take`.
-
-    Raises:
-        ValueError: `can_cut` is False.
-    """
+    """Copy the given samples of a batch, in the given order, with repetitions. Otherwise as `take`."""
     return _select(tree, samples, dim)
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from unisono.compat.accelerate import (
     DistributedType,
     PartialState,
-    debug_launcher,
     find_executable_batch_size,
     init_empty_weights,
     notebook_launcher,
@@ -38,7 +37,7 @@ SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=s
 IMPORTS = """
 accelerate: Accelerator PartialState DistributedType DataLoaderConfiguration DistributedDataParallelKwargs
 accelerate: GradScalerKwargs InitProcessGroupKwargs ProfileKwargs AutocastKwargs FullyShardedDataParallelPlugin
-accelerate: DDPCommunicationHookType find_executable_batch_size init_empty_weights notebook_launcher debug_launcher
+accelerate: DDPCommunicationHookType find_executable_batch_size init_empty_weights notebook_launcher
 accelerate: skip_first_batches synchronize_rng_states __version__
 accelerate.accelerator: Accelerator DataLoaderConfiguration GradientAccumulationPlugin
 accelerate.state: PartialState AcceleratorState
@@ -169,9 +168,8 @@ def work(factor: int) -> tuple[int, int, str]:
     return state.process_index * factor, state.num_processes, Accelerator().mixed_precision
 
 
-def test_launchers_call_the_function_on_each_rank() -> None:
+def test_a_launcher_calls_the_function_on_each_rank() -> None:
     assert notebook_launcher(work, (3,), num_processes=2, mixed_precision="bf16") == [(0, 2, "bf16"), (3, 2, "bf16")]
-    assert debug_launcher(work, (3,)) == [(0, 2, "no"), (3, 2, "no")]
 
 
 @pytest.mark.slow

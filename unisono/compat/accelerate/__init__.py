@@ -13,7 +13,6 @@ from unisono.compat.accelerate import logging as logging
 from unisono.compat.accelerate.accelerator import Accelerator as Accelerator
 from unisono.compat.accelerate.big_modeling import init_empty_weights as init_empty_weights
 from unisono.compat.accelerate.data_loader import skip_first_batches as skip_first_batches
-from unisono.compat.accelerate.launchers import debug_launcher as debug_launcher
 from unisono.compat.accelerate.launchers import notebook_launcher as notebook_launcher
 from unisono.compat.accelerate.state import PartialState as PartialState
 from unisono.compat.accelerate.utils.dataclasses import *

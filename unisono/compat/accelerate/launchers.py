@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.backends import CPU
 from unisono.compat.accelerate.utils.other import patch_environment
 from unisono.launch.spawn import spawn
 
@@ -29,8 +28,3 @@ def notebook_launcher(
             return function(*args)
 
     return spawn(work, nprocs=num_processes, max_restarts=max_restarts)
-
-
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
-    """Like `notebook_launcher`, on the CPU."""
-    return spawn(lambda _: function(*args), nprocs=num_processes, backend=CPU)

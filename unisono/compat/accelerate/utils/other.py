@@ -192,21 +192,9 @@ def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator 
 # Memory, files, models, bars.
 
 
-def find_executable_batch_size(
-    function: Callable[..., Any] | None = None,
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Callable[..., Any]:
-    """See `unisono.find_executable_batch_size`; on all ranks together.
-
-    Args:
-        reduce_batch_size_fn: takes no arguments, and returns the next size; None uses nine tenths of the previous one,
-            as Accelerate does.
-    """
-    given = reduce_batch_size_fn
-    reduce = (lambda size: size * 9 // 10) if given is None else (lambda _: given())
-    decorate: Any = out_of_memory.find_executable_batch_size
-    return decorate(function, starting_batch_size, reduce)  # type: ignore[no-any-return]
+def find_executable_batch_size(function: Callable[..., Any] | None = None, starting_batch_size: int = 128) -> Any:
+    """See `unisono.find_executable_batch_size`; the next size is nine tenths of the previous one, as in Accelerate."""
+    return out_of_memory.find_executable_batch_size(function, starting_batch_size, lambda size: size * 9 // 10)
 
 
 def release_memory(*objects: Any) -> list[None]:
