@@ -45,17 +45,6 @@ def test_a_function_generator_gives_tensors_and_what_the_function_makes_of_them(
         next(generator)
 
 
-def test_data_is_sent_with_its_types_and_keeps_what_takes_gradients():
-    leaf = torch.ones(2, requires_grad=True)
-    data = (leaf, Pair("name", torch.nn.Parameter(torch.ones(1))), None)
-    found = xm.send_cpu_data_to_device(data, xm.xla_device())
-    assert type(found) is tuple
-    assert type(found[1]) is Pair
-    assert found[0].requires_grad
-    assert {found[0].device.type, found[1].b.device.type} == {FAMILY}
-    assert leaf.is_cpu
-
-
 def test_rates_are_smoothed_by_the_rate_before(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(xm.time, "monotonic", lambda: now[0])

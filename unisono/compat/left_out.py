@@ -20,6 +20,7 @@ _ADVICE = {
         "it moves parts of a model between devices, and this framework runs whole models, one per device; all_gather "
         "gives every replica all parts"
     ),
+    "send_cpu_data_to_device": "loaders move batches, and x.to(device) a tensor",
     "unlazy": "call mark_step(), after which tensors have their values",
     "get_memory_info": "unisono.gather_report() has each rank's memory",
     "parse_xla_device": "a torch.device has `type` and `index`",

@@ -10,7 +10,8 @@ from unisono.compat.accelerate.utils.dataclasses import *
 from unisono.compat.accelerate.utils.other import *
 
 # Modules there, whose names are all in `other`.
-for _name in ("environment", "imports", "memory", "operations", "random", "tqdm"):
-    sys.modules[f"{__name__}.{_name}"] = _other
+_MODULES = [f"utils.{name}" for name in ("environment", "imports", "memory", "operations", "random", "tqdm")]
+for _name in (*_MODULES, "big_modeling", "launchers"):
+    sys.modules[f"unisono.compat.accelerate.{_name}"] = _other
 
 __getattr__ = _other.__getattr__  # `is_..._available`; the error for other names may have advice

@@ -1,5 +1,5 @@
-"""`accelerate.utils.other`, and `operations`, `imports`, `memory`, `random`, `environment`, `tqdm`: collectives over
-nested structures, seeds and generators, batch sizes that fit, saving, unwrapping, `is_..._available()`.
+"""The functions of Accelerate, whichever of its modules they are in: collectives over nested structures, seeds and
+generators, batch sizes that fit, saving, unwrapping, profiling, starting, `is_..._available()`.
 
 In Accelerate, a gathered or reduced value has no gradient, which goes unnoticed until the model trains wrongly. Here it
 raises when a backward pass reaches it.
@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -21,12 +22,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unisono.backends import get_backend
 from unisono.compat.accelerate.state import PartialState, joined_world
 from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
 from unisono.compat.left_out import refuse
 from unisono.errors import UnisonoError
+from unisono.launch.spawn import spawn
 from unisono.parallel import collectives, out_of_memory
 from unisono.parallel.nested_collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.prepared.model import PreparedModel
@@ -279,3 +282,48 @@ def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pr
             Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(Path(handler.output_trace_dir) / f"profile_{world.rank}.json"))
     meet()  # the profiler has stopped
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    max_restarts: int = 0,
+    **options: Any,
+) -> list[Any]:
+    """What `function(*args)` returns in that many worker processes, by default one for each device: `unisono.spawn`.
+
+    `mixed_precision` is that of the Accelerators that the function creates. Options for several machines have no
+    effect.
+    """
+
+    def work(_: int) -> Any:
+        with patch_environment(accelerate_mixed_precision=mixed_precision):
+            return function(*args)
+
+    return spawn(work, nprocs=num_processes, max_restarts=max_restarts)
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """A block in which this thread creates modules with their parameters on the meta device, or (`include_buffers`) all
+    their tensors."""
+    own, meta = threading.get_ident(), torch.device("meta")
+    if include_buffers:
+        with meta:
+            yield
+        return
+
+    def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or threading.get_ident() != own:
+            return parameter
+        moved = nn.Parameter(parameter.to(meta), parameter.requires_grad)
+        moved.__dict__.update(parameter.__dict__)
+        return moved
+
+    handle = register_module_parameter_registration_hook(move_parameter)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,4 +1,4 @@
-"""Which replica is calling, and which devices it sees; their random generators, and moving data to them.
+"""Which replica is calling, and which devices it sees; and their random generators.
 
 A *replication* is a world created by `spawn`, a `DataParallel` or a launcher. Outside of one a script runs alone, on
 the device that it has chosen last. What is no device, kind, seed or number is a TypeError or a ValueError.
@@ -182,15 +182,3 @@ def get_rng_state(device: DeviceName | None = None) -> int:
     If anything was drawn since the generator was seeded, it is reseeded for that, with a seed derived from its state.
     """
     return seed_of_device(*here(device))
-
-
-def send_cpu_data_to_device(data: Any, device: DeviceName) -> Any:
-    """The data with its tensors on the device, in containers of the same types; the data itself is not modified.
-
-    Of other objects, those with a method `to` are moved, such as a `DataWrapper`.
-    """
-    backend, target = here(device)
-    moved, token = backend.to_device(data, target)
-    if token is not None:
-        backend.wait_ready(token)
-    return moved

@@ -6,9 +6,9 @@ a thread of their own, `unisono-step-closures`, which the end of the next step w
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextvars import Context, copy_context
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -22,36 +22,29 @@ MARK_STEP = "MarkStep"
 
 class _Closures:
     """A replica's closures: those that run in its thread at the end of its step, those that run concurrently with its
-    loop, the thread of the latter's last ones, and the error of one of them."""
+    loop, and what has become of the latter's last ones."""
 
     def __init__(self) -> None:
         self.own: list[Callable[[], Any]] = []
         self.beside: list[Callable[[], Any]] = []
-        self.running: threading.Thread | None = None
-        self.failed: list[BaseException] = []
+        self.running: Future[None] | None = None
 
     def start_beside(self) -> None:
         """Start the asynchronous closures of a step, after those of the step before; raises the error of one of these,
         and drops the new ones then."""
-        if self.running is not None:
-            self.running.join()
-        beside, self.beside, self.running = self.beside, [], None
-        if self.failed:
-            raise self.failed.pop()
+        beside, running, self.beside, self.running = self.beside, self.running, [], None
+        if running is not None:
+            running.result()
         if beside:
-            # Not a daemon: an exiting process waits for it.
-            work = (beside, self.failed, copy_context())
-            self.running = threading.Thread(target=run_closures, args=work, name="unisono-step-closures")
-            self.running.start()
+            thread = ThreadPoolExecutor(1, "unisono-step-closures")  # an exiting process waits for it
+            self.running = thread.submit(copy_context().run, run_closures, beside)
+            thread.shutdown(wait=False)
 
 
-def run_closures(closures: list[Callable[[], Any]], failed: list[BaseException], context: Context) -> None:
-    """Body of a thread: run the closures of one step in the replica's context, until one fails."""
-    try:
-        for closure in closures:
-            context.run(closure)
-    except BaseException as error:
-        failed.append(error)
+def run_closures(closures: list[Callable[[], Any]]) -> None:
+    """Run the closures of one step, until one fails."""
+    for closure in closures:
+        closure()
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
@@ -77,8 +70,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
     closures = world.state.part(_Closures)
     closures.start_beside()
     own, closures.own = closures.own, []
-    for closure in own:
-        closure()
+    run_closures(own)
 
 
 def execute_recorded(wait: bool = False) -> None:

@@ -8,7 +8,7 @@ these modules have begun over the DataLoader; with a DistributedSampler, it is t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
@@ -86,23 +86,18 @@ class ParallelLoader(native.ParallelLoader):
         return len(self)
 
 
-class MpDeviceLoader:
-    """A loader whose batches arrive on one device; it can be looped over repeatedly.
-
-    Arguments as for `ParallelLoader`.
-    """
+class MpDeviceLoader(native.DeviceLoader):
+    """A loader whose batches arrive on one device; it can be looped over repeatedly. Arguments as for
+    `ParallelLoader`."""
 
     def __init__(self, loader: Iterable[Any], device: DeviceName, *arguments: Any, **options: Any) -> None:
-        self._loader = loader
+        self._source = loader
         self._per_step, found = native_options(*arguments, **options)
-        self._native = native.DeviceLoader(loader, device, tail="split", **found)
+        super().__init__(loader, device, tail="split", **found)
 
-    def __iter__(self) -> Iterator[Any]:
-        take_epoch(self._loader, self._native)
-        return PerDeviceLoader(iter(self._native), self._per_step)
-
-    def __len__(self) -> int:
-        return len(self._native)
+    def __iter__(self) -> Any:
+        take_epoch(self._source, self)
+        return PerDeviceLoader(super().__iter__(), self._per_step)
 
 
 @explain_unknown_names()
