@@ -35,7 +35,8 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None 
     if isinstance(iterable, DeviceLoader):
         options.setdefault("initial", iterable.num_skipped())
     file = options.get("file") or sys.stderr
-    if bars.is_notebook() or (hasattr(file, "isatty") and file.isatty()):
+    is_notebook = bars.auto.tqdm is not bars.tqdm_asyncio
+    if is_notebook or (hasattr(file, "isatty") and file.isatty()):
         return bars.auto.tqdm(iterable, *args, **options)
     columns = columns_behind_pipe() if file is sys.stderr else 0
     return bars.LineBar(iterable, *args, columns=columns, **options)

@@ -18,11 +18,6 @@ _MARK = len("[rank 0] ")
 _LOG_EVERY_S = 30.0
 
 
-def is_notebook() -> bool:
-    """Whether tqdm has found a notebook that can show its bars."""
-    return auto.tqdm is not tqdm_asyncio
-
-
 class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
     """One line that is redrawn in place, and erased with leave=False; or in a log a line from time to time, and one at
     the end, except with leave=False.

@@ -85,15 +85,7 @@ def _gather_group(tensor: torch.Tensor, group: list[int] | None, world: World) -
 
 @disable_dynamo
 @torch.no_grad()
-def all_gather(
-    value: Any,
-    dim: int = 0,
-    groups: Groups = None,
-    output: Any = None,
-    pin_layout: bool = True,
-    *ignored: Any,
-    **options: Any,
-) -> Any:
+def all_gather(value: Any, dim: int = 0, groups: Groups = None, output: Any = None, *_: Any, **__: Any) -> Any:
     """Concatenate the replicas' tensors, of equal shapes, along `dim`, by ordinal; zero-dimensional tensors are
     stacked.
 
@@ -126,9 +118,8 @@ def reduce_scatter(
     shard_count: int,
     groups: Groups = None,
     output: Any = None,
-    pin_layout: bool = True,
-    *ignored: Any,
-    **options: Any,
+    *_: Any,
+    **__: Any,
 ) -> Any:
     """Like `all_reduce`, but each replica gets only its own of `shard_count` equal parts along `scatter_dim`; as many
     as there are replicas, or with groups those of its own. `input` and `output` are as for `all_gather`."""

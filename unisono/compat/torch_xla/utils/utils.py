@@ -24,7 +24,7 @@ class SampleGenerator(sample_generator.SampleGenerator[T]):
         return next(self)
 
 
-class FnDataGenerator:
+class FnDataGenerator(SampleGenerator[Any]):
     """Yields `(data, func(data))`, where data is `gen_tensor(batch_size, *dims)`, `count` times per loop over it;
     `dims` is (1,) if None."""
 
@@ -36,22 +36,16 @@ class FnDataGenerator:
         dims: Sequence[int] | None = None,
         count: int = 1,
     ) -> None:
+        super().__init__(None, count)
         self._func, self._make = func, partial(gen_tensor, batch_size, *(dims or [1]))
-        self._counter = sample_generator.SampleGenerator(None, count)
-
-    def __len__(self) -> int:
-        return len(self._counter)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Any]]:
-        return (self._make_pair() for _ in self._counter)
+        return map(self._make_pair, super().__iter__())
 
     def __next__(self) -> tuple[torch.Tensor, Any]:
-        next(self._counter)
-        return self._make_pair()
+        return self._make_pair(super().__next__())
 
-    next = __next__
-
-    def _make_pair(self) -> tuple[torch.Tensor, Any]:
+    def _make_pair(self, _: None) -> tuple[torch.Tensor, Any]:
         data = self._make()
         return data, self._func(data)
 
