@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tqdm import auto
+from tqdm import auto as auto  # for `progress`
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.utils import disp_len
 

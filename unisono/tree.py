@@ -13,10 +13,10 @@ import copy
 import dataclasses
 import numbers
 import operator
-import sys
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
@@ -211,10 +211,7 @@ def size_along(leaf: Any, dim: int) -> int | None:
 
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is a tensor or a numpy array."""
-    if isinstance(leaf, torch.Tensor):
-        return True
-    numpy = sys.modules.get("numpy")  # not imported: then the batch holds no arrays
-    return numpy is not None and isinstance(leaf, numpy.ndarray)
+    return isinstance(leaf, torch.Tensor | numpy.ndarray)
 
 
 def _is_inner(node: Any) -> bool:

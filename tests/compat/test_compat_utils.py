@@ -82,7 +82,6 @@ def test_metrics_tell_what_was_done_since_they_were_cleared():
 def test_the_top_module_has_what_todays_scripts_take_from_it(monkeypatch):
     if FAMILY == "cpu":
         monkeypatch.setenv("CPU_NUM_DEVICES", str(RANKS))
-    assert torch_xla.device_count() == len(torch_xla.devices()) == len(torch_xla.real_devices()) == RANKS
     assert xr.global_runtime_device_count() == xr.addressable_device_count() == RANKS
     met.clear_all()
     with torch_xla.step():

@@ -21,6 +21,7 @@ _ADVICE = {
         "gives every replica all parts"
     ),
     "send_cpu_data_to_device": "loaders move batches, and x.to(device) a tensor",
+    "devices|device_count|real_devices": "call xla_model.get_xla_supported_devices(), or xla_real_devices()",
     "unlazy": "call mark_step(), after which tensors have their values",
     "get_memory_info": "unisono.gather_report() has each rank's memory",
     "parse_xla_device": "a torch.device has `type` and `index`",

@@ -29,23 +29,12 @@ from unisono.compat.torch_xla.distributed import xla_multiprocessing as _multipr
 __getattr__ = left_out(__name__)
 
 manual_seed = _devices.set_rng_state
-real_devices = _devices.xla_real_devices
 sync = _steps.mark_step
 
 
 def device(index: int | None = None) -> torch.device:
     """The replica's own device, or the one with the given index. See `xla_model.xla_device`."""
     return _devices.xla_device(index)
-
-
-def devices() -> list[torch.device]:
-    """The devices visible to the caller."""
-    return [torch.device(each) for each in _devices.get_xla_supported_devices()]
-
-
-def device_count() -> int:
-    """The number of devices visible to the caller."""
-    return len(_devices.get_xla_supported_devices())
 
 
 @contextmanager

@@ -123,8 +123,7 @@ def xla_device(n: int | None = None, devkind: Kind = None) -> torch.device:
     check_type(n, "n", "pass an integer, or None for the rank's own device", int, NoneType)
     seen, world = devices_of(devkind), current_world()
     if not seen:
-        there = [str(world.device)] if _is_worker() else available_devices()
-        raise ValueError(f"there is no device of kind {devkind!r} here; there are {', '.join(there)}")
+        raise ValueError(f"there is no device of kind {devkind!r} here; there are {', '.join(available_devices())}")
     if _is_worker() and n not in (None, 0, world.device.index):
         raise ValueError(f"n={n}, but rank {world.rank} sees only its own device, {world.device}; leave n out")
     backend, device = resolve_device(seen[0])

@@ -49,11 +49,8 @@ class AllGather(torch.autograd.Function):
 
 
 def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups: Groups = None) -> torch.Tensor:
-    """`xla_model.all_reduce` of a tensor, with a gradient: a sum, else a ValueError; `xla_model.all_reduce` has other
-    reductions, without a gradient.
-
-    The gradient is that of this replica's own part, times `scale`; it is not reduced.
-    """
+    """`xla_model.all_reduce` of a tensor, for sums only (ValueError), with a gradient: that of this replica's own part,
+    times `scale`; it is not reduced."""
     check_choice(reduce_type, "reduce_type", collectives.REDUCE_SUM)
     return AllReduce.apply(value, reduce_type, scale, groups)  # type: ignore[no-any-return]
 
