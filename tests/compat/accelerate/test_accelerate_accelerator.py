@@ -310,30 +310,6 @@ def test_what_is_saved_is_the_main_processes(tmp_path: Path) -> None:
     accelerator.end_training()
 
 
-def test_what_a_lambda_counts_can_be_said_as_accelerate_takes_it() -> None:
-    for unit, words in (("device_step", None), (None, "schedule_unit")):
-        accelerator = Accelerator(gradient_accumulation_steps=2, schedule_unit=unit)
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        model, optimizer, loader, scheduler = accelerator.prepare(
-            model, optimizer, DataLoader(rows(4), batch_size=1), scheduler
-        )
-
-        def train(accelerator: Any = accelerator, model: Any = model, loader: Any = loader, *steps: Any) -> None:
-            for (x,) in loader:
-                accelerator.backward(model(x).sum())
-                for each in steps:
-                    each.step()
-
-        if words is None:
-            train(accelerator, model, loader, optimizer, scheduler)
-            assert optimizer.param_groups[0]["lr"] == 0.25
-        else:
-            with pytest.raises(ValueError, match=words):
-                train(accelerator, model, loader, optimizer, scheduler)
-
-
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2), ids=str)
 def test_a_script_goes_on_from_its_saved_state_and_skips_what_was_trained_on(
