@@ -234,11 +234,10 @@ pkgutil.resolve_name(owner)._reset = reset
     [
         ("current_graph_task_id", "unisono.parallel.claims", DELETED),
         ("TASK_INFO", "unisono.loaders.workers", NEVER_SET),
-        pytest.param("default_store", "unisono.launch.script_group", DELETED, marks=pytest.mark.slow),
         pytest.param("CALL", "unisono.parallel.compilation", DELETED, marks=pytest.mark.slow),
         pytest.param("BUILD_PARAMETERS", "unisono.parallel.strategies.ddp", DELETED, marks=pytest.mark.slow),
     ],
-    ids=["a function", "an attribute of instances", "a function of a module", "a method", "a method overridden"],
+    ids=["a function", "an attribute of instances", "a method", "a method overridden"],
 )
 def test_without_it_the_feature_is_missing_and_the_error_says_why(name, module, removal):
     path, purpose = torch_private.NAMES[name]

@@ -42,13 +42,6 @@ def test_batch_i_goes_to_device_i_modulo_n_and_an_incomplete_last_group_to_none(
         assert len(loader) == loader.per_device_samples() == len(each[0])
 
 
-@needs_two
-@pytest.mark.parametrize(("sizes", "each"), [([4, 4, 3, 4, 4, 4], 1), ([4, 4, 4, 3], 1), ([4, 4, 4, 4], 2), ([3], 0)])
-def test_a_fixed_batch_size_ends_the_pass_at_the_first_batch_of_another_size(sizes, each):
-    with pl.ParallelLoader([torch.zeros(size) for size in sizes], TWO, fixed_batch_size=True) as loader:
-        assert [len(list(loader.per_device_loader(device))) for device in TWO] == [each, each]
-
-
 def test_batches_are_plain_and_keep_the_types_of_their_containers():
     tensor = torch.ones(2)
     batch = OrderedDict(

@@ -233,39 +233,37 @@ def test_fields_of_an_fsdp_plugin_have_their_counterpart(fields: dict[str, Any],
 
 
 @SEVERAL
-@pytest.mark.parametrize("every", [1, 2])
-def test_local_sgd_averages_what_each_rank_has_made_of_its_own_batches(mode: Mode, every: int) -> None:
+def test_local_sgd_averages_what_each_rank_has_made_of_its_own_batches(mode: Mode) -> None:
     data = torch.arange(1.0, 17.0).reshape(16, 1) / 8
 
     def body() -> tuple[list[float], bool]:
-        accelerator = Accelerator(gradient_accumulation_steps=every)
+        accelerator = Accelerator()
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(data), 2))
-        with LocalSGD(accelerator, model, local_sgd_steps=2 * every) as local_sgd:
+        with LocalSGD(accelerator, model, local_sgd_steps=2) as local_sgd:
             for (x,) in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(F.mse_loss(model(x), -x))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                optimizer.zero_grad()
+                accelerator.backward(F.mse_loss(model(x), -x))
+                optimizer.step()
                 local_sgd.step()
         return model.weight.flatten().tolist(), local_sgd.enabled
 
-    assert mode.run(body) == [([pytest.approx(local_twin(data, every))], True)] * 2
+    assert mode.run(body) == [([pytest.approx(local_twin(data))], True)] * 2
 
 
-def local_twin(data: torch.Tensor, every: int) -> float:
+def local_twin(data: torch.Tensor) -> float:
     """Two models of plain torch, side by side, whose weights are averaged at every second step."""
     models = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
     for model in models:
         nn.init.ones_(model.weight)
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
     parts = [torch.cat([data[start : start + 2] for start in range(2 * rank, 16, 4)]) for rank in range(2)]
-    for step, start in enumerate(range(0, 8, 2 * every), 1):
+    for step, start in enumerate(range(0, 8, 2), 1):
         for model, optimizer, part in zip(models, optimizers, parts, strict=True):
             optimizer.zero_grad()
-            x = part[start : start + 2 * every]
+            x = part[start : start + 2]
             F.mse_loss(model(x), -x).backward()
             optimizer.step()
         if step % 2 == 0:
@@ -300,14 +298,6 @@ def test_a_profile_is_exported_by_process(mode: Mode, tmp_path: Path) -> None:
     assert mode.run(body) == [True] * mode.ranks
     count = 2 if mode.name == "processes" else 1
     assert sorted(each.name for each in tmp_path.rglob("*.json")) == ["profile_0.json", "profile_1.json"][:count]
-
-
-def test_what_is_saved_is_the_main_processes(tmp_path: Path) -> None:
-    accelerator = Accelerator()
-    model = accelerator.prepare(nn.Linear(2, 1))
-    accelerator.save(accelerator.get_state_dict(model), tmp_path / "model.pt")
-    nn.Linear(2, 1).load_state_dict(torch.load(tmp_path / "model.pt"))
-    accelerator.end_training()
 
 
 @pytest.mark.parametrize("stateful", [False, True])
