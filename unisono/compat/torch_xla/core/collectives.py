@@ -67,7 +67,10 @@ def _reduce_tensor(
     reduce_type: str, tensor: torch.Tensor, scale: float, group: list[int] | None, world: World
 ) -> torch.Tensor:
     op, fold = _FOLDS[reduce_type]
-    if op is None and (tensor.is_floating_point() or tensor.is_complex()):
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if is_whole and scale != 1:
+        raise TypeError(f"scale={scale} would round {tensor.dtype} numbers; convert to a floating type first")
+    if op is None and not is_whole:
         raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to an integer type or to bool")
     if group is None and op is not None:
         result = collectives.all_reduce(tensor.detach().clone(), op, world)
