@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 import unisono.compat.accelerate as compat
@@ -207,15 +206,11 @@ def test_parts_are_the_inputs_once_in_rank_order_and_as_even_as_can_be(
     assert sorted(map(len, parts), reverse=True) == [len(each) for each in parts]
 
 
-@given(st.integers(1, 12), st.integers(1, 5))
-def test_padded_parts_are_equally_long_and_end_with_the_last_element(count: int, size: int) -> None:
-    for kind in (list, torch.arange):
-        inputs: Any = list(range(count)) if kind is list else torch.arange(count)
-        parts = [split_between(inputs, each, True) for each in worlds(size)]
-        assert {len(each) for each in parts} == {-(-count // size)}
-        for plain, padded in zip([split_between(inputs, each) for each in worlds(size)], parts, strict=True):
-            own = [int(each) for each in plain]
-            assert [int(each) for each in padded] == own + [count - 1] * (len(padded) - len(own))
+@given(st.integers(1, 12), st.integers(1, 5), st.sampled_from([lambda count: list(range(count)), torch.arange]))
+def test_padded_parts_are_equally_long_and_end_with_the_last_element(count: int, size: int, make: Any) -> None:
+    for world in worlds(size):
+        own, padded = ([*map(int, split_between(make(count), world, pads))] for pads in (False, True))
+        assert padded == own + [count - 1] * (-(-count // size) - len(own))
 
 
 def test_what_has_no_parts_is_refused() -> None:
@@ -344,15 +339,3 @@ def test_a_sync_is_triggered_for_passes_that_ran_without_one(mode: Mode, has_opt
 
     mean = (mode.ranks + 1) / 2
     assert mode.run(body) == [[rank + 1.0, 3 * mean, -3 * mean] for rank in range(mode.ranks)]
-
-
-@ALL
-def test_a_batch_is_that_of_all_ranks_where_batches_are_split(mode: Mode) -> None:
-    def body() -> tuple[list[int], list[list[float]], bool]:
-        accelerator = Accelerator(split_batches=True)
-        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12.0)), batch_size=6))
-        batches = [accelerator.gather(x) for (x,) in loader]
-        return [len(each) for each in batches], [each.tolist() for each in batches], accelerator.split_batches
-
-    rows = [[float(each) for each in range(start, start + 6)] for start in (0, 6)]
-    assert mode.run(body) == [([6, 6], rows, True)] * mode.ranks

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 import warm_scripts
-from modes import HOST, SOLO, THREADS_2, Mode
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from unisono import DeviceLoader, terminal
@@ -226,21 +225,6 @@ def test_a_bar_in_a_pipe_fits_the_callers_terminal(columns: int, written: Callab
     assert max(widths) > columns - 4
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_it_is_iterable_and_updated_alike_on_every_rank(mode: Mode) -> None:
-    def body() -> tuple[list[int], int, bool]:
-        with HOST:
-            bar = unisono.tqdm(torch.arange(3), file=io.StringIO())
-            seen = [int(each) for each in bar]
-        with unisono.tqdm(total=4, file=io.StringIO()) as counted:
-            counted.update(4)
-            counted.set_description("fine")
-        return seen, len(bar), bool(bar.disable and counted.n == 4)
-
-    found = mode.run(body)
-    assert [each[:2] for each in found] == [([0, 1, 2], 3)] * mode.ranks
-
-
 def test_a_file_of_ones_own_and_disable_are_as_in_tqdm() -> None:
     stream = io.StringIO()
     list(unisono.tqdm(range(2), "named", file=stream, bar_format=FORMAT))
@@ -269,43 +253,14 @@ def test_a_bar_over_a_loader_begins_one_epoch(kind: str, written: Callable[[], s
         assert len(bar) == 4
 
 
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-@pytest.mark.parametrize("tail", ["drop", "split"])
-@pytest.mark.parametrize(
-    "source",
-    [
-        DataLoader(range(22), batch_size=3, shuffle=True),
-        DataLoader(range(22), batch_sampler=BatchSampler(range(22), 3, False)),
-        list(torch.arange(22).split(3)),
-    ],
-)
-def test_a_bar_over_a_resumed_epoch_begins_at_its_position(mode: Mode, tail: str, source: Any) -> None:
-    def body() -> list[tuple[int, int]]:
-        loader, resumed = (DeviceLoader(source, tail=tail) for _ in range(2))
-        batches = iter(loader)
-        next(batches), next(batches)
-        resumed.load_state_dict(loader.state_dict())
-        shown = []
-        for _ in range(2):
-            bar = unisono.tqdm(resumed, file=io.StringIO())
-            began = bar.n
-            list(bar)
-            shown.append((began, bar.n - len(resumed)))
-        return shown
-
-    assert mode.run(body)[0] == [(2, 0), (0, 0)]
-
-
-@pytest.mark.slow
-def test_without_tqdm_it_says_what_to_install() -> None:
-    script = """
-import sys
-sys.modules["tqdm"] = None
-import unisono
-try:
-    unisono.tqdm(range(3))
-except ImportError as error:
-    print(error)
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert run.stdout == "unisono.tqdm needs tqdm, which is not installed; pip install tqdm\n", run.stderr
+@pytest.mark.parametrize("source", [DataLoader(range(22), batch_size=3, shuffle=True), list(torch.arange(22).split(3))])
+def test_a_bar_over_a_resumed_epoch_begins_at_its_position(source: Any) -> None:
+    loader, resumed = DeviceLoader(source), DeviceLoader(source)
+    batches = iter(loader)
+    next(batches), next(batches)
+    resumed.load_state_dict(loader.state_dict())
+    for began in (2, 0):
+        bar = unisono.tqdm(resumed, file=io.StringIO())
+        assert bar.n == began
+        list(bar)
+        assert bar.n == len(resumed)

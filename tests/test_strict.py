@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from unisono import DataParallel, optimizer_step
 from unisono.errors import MixedPlacementError
 from unisono.placement import copy_to, scalar_like, strict
 from unisono.precision import to_full_precision, to_reduced_precision
@@ -146,25 +145,9 @@ def test_a_scaler_and_a_checkpointed_block_run():
     assert parameter.grad is not None
 
 
-def test_a_replica_opens_its_own_and_its_step_passes():
-    def loop(model, loader, device, context):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with strict() if device.index == 1 else contextlib.nullcontext():
-            for x in loader:
-                model(x).sum().backward()
-                optimizer_step(optimizer)
-            return mixing_is_refused()
-
-    def mixing_is_refused() -> bool:
-        try:
-            FULL + REDUCED
-        except MixedPlacementError:
-            return True
-        return False
-
-    replicas = DataParallel(nn.Linear(2, 1), ["cpu:0", "cpu:1"])
-    with strict():
-        assert replicas(loop, [torch.ones(2, 2)] * 4) == [False, True]
+def test_it_is_of_the_thread_that_entered_it():
+    with strict(), ThreadPoolExecutor(1) as other:
+        assert other.submit(torch.add, FULL, REDUCED).result().dtype is torch.float32
 
 
 def test_a_compiled_function_runs():

@@ -10,8 +10,7 @@ What is never converted:
   error.
 - **A layer that keeps running statistics** (BatchNorm), with all its tensors. Statistics are sums of many small
   changes, which would be rounded away in reduced precision. torch's kernels accept inputs in reduced precision together
-  with the layer's tensors in full precision, compute in full, and return the input's precision; they do not accept
-  reduced weights with full statistics.
+  with the layer's tensors in full precision; they do not accept reduced weights with full statistics.
 - **Hyper-parameters and counts** of an optimizer: `step`, and other state without dimensions.
 
 Invariant: if a structure is refused, none of it is changed, since all of it is checked before anything is converted.
@@ -42,15 +41,14 @@ def to_reduced_precision(x: T, *, dtype: torch.dtype = torch.bfloat16) -> T:
 
     Args:
         x: a tensor, module or optimizer, or a structure of them. Modules and optimizers are converted in place; do so
-            before they are wrapped or prepared. Convert an optimizer after its module, or with it:
-            `to_reduced_precision((model, optimizer))`.
+            before they are wrapped or prepared. The state of an optimizer takes the precision that its parameters have
+            then, so convert it with its module: `to_reduced_precision((model, optimizer))`.
         dtype: `torch.bfloat16`, which has the range of float32, or `torch.float16`, which has more digits.
 
     Raises:
         TypeError: `x` is none of these.
         ValueError: something in `x` is in reduced precision already, and the message names it; or `x` is a tensor of
-            another type than float32; or `x` is an optimizer whose parameters are in full precision; or `dtype` is not
-            a reduced precision.
+            another type than float32; or `dtype` is not a reduced precision.
     """
     if dtype not in REDUCED:
         raise ValueError(f"dtype={dtype} is not a reduced precision; choose torch.bfloat16 or torch.float16")
@@ -88,7 +86,7 @@ class _Part(NamedTuple):
     owners_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} is {_dtype_name(self.tensor.dtype)}"
+        return f"{self.name} is {str(self.tensor.dtype).removeprefix('torch.')}"
 
 
 def _convertible_parts(x: object) -> Iterator[_Part]:
@@ -127,28 +125,18 @@ def _state_parts(optimizer: Optimizer) -> Iterator[_Part]:
 
 
 def _convert_all(x: T, source: frozenset[torch.dtype], target: torch.dtype, word: str) -> T:
-    modules = [leaf for leaf in leaves(x) if isinstance(leaf, nn.Module)]
-    optimizers = [leaf for leaf in leaves(x) if isinstance(leaf, Optimizer)]
     if isinstance(x, torch.Tensor) and x.dtype not in FULL | REDUCED:
         raise ValueError(
-            f"x is {_dtype_name(x.dtype)}, and precision applies to float32, bfloat16 and float16; if you mean a "
-            "conversion, convert it with x.to(dtype)"
+            f"{_Part('x', x)}, and precision applies to float32, bfloat16 and float16; if you mean a conversion, "
+            "convert it with x.to(dtype)"
         )
     for part in _convertible_parts(x):
         if part.tensor.dtype not in source:
             raise ValueError(f"{part}: it is in {word} precision already, and nothing has been converted")
-    converted = {parameter for module in modules for parameter in module.parameters()}
-    for optimizer in optimizers:
-        state = list(_state_parts(optimizer))
-        is_accompanied = any(each in converted for group in optimizer.param_groups for each in group["params"])
-        if state and not is_accompanied and all(part.owners_dtype in source for part in state):
-            raise ValueError(
-                f"{state[0]}, and so is its parameter, whose precision it takes: convert the module first, or pass "
-                f"both: to_{word}_precision((model, optimizer))"
-            )
-    for module in modules:
+    whole = leaves(x)
+    for module in [leaf for leaf in whole if isinstance(leaf, nn.Module)]:
         _convert_module(module, source, target)
-    for optimizer in optimizers:  # after the modules: state follows its parameters
+    for optimizer in [leaf for leaf in whole if isinstance(leaf, Optimizer)]:  # after the modules: it follows them
         _convert_state(optimizer)
 
     def convert(leaf: Any) -> Any:
@@ -175,7 +163,3 @@ def _convert_state(optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
             state[key] = tree_map(lambda leaf: leaf.to(dtypes[id(leaf)]) if id(leaf) in dtypes else leaf, value)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -28,23 +28,15 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None 
 
     Returns:
         The progress bar; iterate over it as over `iterable`.
-
-    Raises:
-        ImportError: tqdm is not installed.
     """
-    try:
-        bars = import_module("unisono.progress_bars")
-    except ModuleNotFoundError as error:
-        # Any other missing module is a fault of the installation, which the advice below would hide.
-        if (error.name or "").partition(".")[0] != "tqdm":
-            raise
-        raise ImportError("unisono.tqdm needs tqdm, which is not installed; pip install tqdm", name="tqdm") from error
+    bars = import_module("unisono.progress_bars")  # here: tqdm may be missing
     if (world or current_world()).rank != 0:
         return bars.LineBar(iterable, *args, **{**options, "disable": True})
     if isinstance(iterable, DeviceLoader):
         options.setdefault("initial", iterable.num_skipped())
     file = options.get("file") or sys.stderr
-    if bars.is_notebook() or (hasattr(file, "isatty") and file.isatty()):
+    is_notebook = bars.auto.tqdm is not bars.tqdm_asyncio
+    if is_notebook or (hasattr(file, "isatty") and file.isatty()):
         return bars.auto.tqdm(iterable, *args, **options)
     columns = columns_behind_pipe() if file is sys.stderr else 0
     return bars.LineBar(iterable, *args, columns=columns, **options)

@@ -10,17 +10,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tqdm import auto
+from tqdm import auto as auto  # for `progress`
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.utils import disp_len
 
 _MARK = len("[rank 0] ")
 _LOG_EVERY_S = 30.0
-
-
-def is_notebook() -> bool:
-    """Whether tqdm has found a notebook that can show its bars."""
-    return auto.tqdm is not tqdm_asyncio
 
 
 class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations

@@ -12,28 +12,20 @@ import contextlib
 import copy
 import dataclasses
 import numbers
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from unisono.torch_private import sparse_indices, sparse_values
-
-_IN_PROGRESS = object()
-_NO_TREE = "a batch must be a tree, but a {} in it contains itself"
 PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 _PLAIN_TYPES = frozenset((str, bytes, int, float, bool, complex, type(None)))  # those seen at a glance
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Rebuild `tree` with `fn(leaf)` in place of each leaf; return `tree` itself if no leaf changes.
-
-    Raises:
-        ValueError: a container contains itself.
-    """
+    """Rebuild `tree` with `fn(leaf)` in place of each leaf; return `tree` itself if no leaf changes."""
     return _map(fn, tree, {})
 
 
@@ -46,36 +38,27 @@ def _if_plain(node: Any) -> Any:
     return node if type(node) in (list, tuple) and is_plain(node) else None
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> list[Any]:
     """The leaves of `tree`, in order; a shared leaf once."""
     found: list[Any] = []
     tree_map(lambda leaf: found.append(leaf) or leaf, tree)  # type: ignore[func-returns-value]
-    yield from found
+    return found
 
 
-def nodes(tree: Any) -> Iterator[Any]:
-    """The containers of `tree` and its leaves but texts and numbers, each once, in order, as far as the caller asks.
+def nodes(tree: Any) -> list[Any]:
+    """The leaves of `tree` but texts and numbers, in order, and each container after what it holds; all once. Fast
+    where a container holds only texts and numbers."""
+    found: dict[int, Any] = {}  # with the nodes, as in `_map`
 
-    Fast where a container holds only texts and numbers.
-
-    Raises:
-        ValueError: a container contains itself.
-    """
-    left: list[Any] = [tree]
-    seen: dict[int, Any] = {}  # with the nodes, as in `_map`
-    around: list[Any] = []  # the containers around the node
-    while left:
-        node = left.pop()
-        if node is _IN_PROGRESS:  # the end of a container
-            around.pop()
-        elif type(node) not in _PLAIN_TYPES and id(node) not in seen:
-            seen[id(node)] = node
-            yield node
+    def visit(node: Any) -> None:
+        if type(node) not in _PLAIN_TYPES and id(node) not in found:
             if is_container(node) and not is_plain(held := children(node)):
-                around.append(node)
-                left += _IN_PROGRESS, *reversed(held)
-        elif any(node is each for each in around):
-            raise ValueError(_NO_TREE.format(type(node).__name__))
+                for child in held:
+                    visit(child)
+            found[id(node)] = node  # not before: a container that contains itself is a RecursionError
+
+    visit(tree)
+    return [*found.values()]
 
 
 def objects(tree: Any) -> list[Any]:
@@ -90,23 +73,17 @@ def children(node: Any) -> list[Any]:
         return list(node.values())
     if isinstance(node, list | tuple | set | frozenset):
         return list(node)
-    return [getattr(node, field.name) for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    return [getattr(node, name) for name in _fields(node)]
+
+
+def _fields(node: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves. Fast for the most common batches, since it runs several times a step."""
-    if type(tree) is torch.Tensor:
-        return [tree]
-    found: list[torch.Tensor] = []
-    is_list = type(tree) in (list, tuple)
-    if is_list and tree and type(tree[0]) is not torch.Tensor and is_plain(tree):
-        return found
-    for node in tree if is_list else (tree,):
-        if isinstance(node, torch.Tensor):
-            found.append(node)
-        elif type(node) not in _PLAIN_TYPES and (type(node) is not dict or node):
-            return [leaf for leaf in objects(tree) if isinstance(leaf, torch.Tensor)]
-    return found
+    flat = flat_tensors(tree)
+    return [leaf for leaf in objects(tree) if isinstance(leaf, torch.Tensor)] if flat is None else list(flat)
 
 
 def batch_size(tree: Any, dim: int = 0) -> int | None:
@@ -167,50 +144,40 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
     kind = type(tree)
     if kind is torch.Tensor:
         return (tree,)
-    children: Collection[Any]
-    if kind is tuple or kind is list:
-        children = tree
-    elif kind is dict:
-        children = tree.values()
-    else:
+    if kind not in (tuple, list, dict):
         return None
-    for child in children:
+    held: Collection[Any] = tree.values() if kind is dict else tree
+    for child in held:
         if type(child) is not torch.Tensor:
             return None
-    return children
+    return held
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of a batch's tensors, arrays and texts, by the size that each reports; a shared leaf counts once."""
-    if type(tree) is torch.Tensor:
-        return _leaf_nbytes(tree)
-    if type(tree) in (list, tuple) and is_plain(tree):
-        return _texts_nbytes(tree)
-    flat = flat_tensors(tree)
-    if flat is None or len({*map(id, flat)}) < len(flat):
-        found = [*nodes(tree)]
-        held = [children(node) for node in found if is_container(node)] or [[tree]]
-        return sum(_leaf_nbytes(node) for node in found if not is_container(node)) + sum(map(_texts_nbytes, held))
-    return sum(map(_leaf_nbytes, flat))
+    """The bytes of a batch's tensors and arrays, by the size that each reports; a shared one counts once."""
+    return sum(map(_leaf_nbytes, objects(tree)))
+
+
+def _leaf_nbytes(leaf: Any) -> int:
+    if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+        return leaf.nbytes
+    if isinstance(leaf, PackedSequence):
+        leaf = leaf.data
+    with contextlib.suppress(Exception):  # some rare layouts do not report it; measuring must not end a run
+        if is_array(leaf):
+            is_dense = not isinstance(leaf, torch.Tensor) or leaf.layout is torch.strided
+            return int(leaf.nbytes if is_dense else leaf.values().nbytes)
+    return 0
 
 
 def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
-    """Samples `start` to `stop` of a batch: every tensor, array and (along dim 0) plain list of its size is sliced.
-
-    A leaf without dimension `dim` (a scale, a name) belongs to the whole batch and is kept whole.
-
-    Raises:
-        ValueError: `can_cut` is False.
-    """
+    """Samples `start` to `stop` of a batch: every tensor, array and (along dim 0) plain list of its size is sliced; a
+    leaf without dimension `dim` (a scale, a name) is kept whole. ValueError if `can_cut` is False."""
     return _select(tree, slice(start, stop), dim)
 
 
 def pick(tree: Any, samples: list[int], dim: int = 0) -> Any:
-    """Copy the given samples of a batch, in the given order, with repetitions. Otherwise as `take`.
-
-    Raises:
-        ValueError: `can_cut` is False.
-    """
+    """Copy the given samples of a batch, in the given order, with repetitions. Otherwise as `take`."""
     return _select(tree, samples, dim)
 
 
@@ -244,10 +211,7 @@ def size_along(leaf: Any, dim: int) -> int | None:
 
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is a tensor or a numpy array."""
-    if isinstance(leaf, torch.Tensor):
-        return True
-    numpy = sys.modules.get("numpy")  # not imported: then the batch holds no arrays
-    return numpy is not None and isinstance(leaf, numpy.ndarray)
+    return isinstance(leaf, torch.Tensor | numpy.ndarray)
 
 
 def _is_inner(node: Any) -> bool:
@@ -264,14 +228,7 @@ def is_container(node: Any) -> bool:
 
 def is_plain(held: Sequence[Any]) -> bool:
     """Whether a list or tuple holds texts and numbers only."""
-    return _joined(held) is not None or _PLAIN_TYPES.issuperset(map(type, held))
-
-
-def _joined(held: Sequence[Any]) -> str | None:
-    """The texts one after another, in a fifth of the time of looking at each; None if others are among them."""
-    with contextlib.suppress(TypeError):
-        return "".join(held) if held and type(held[0]) is str else None
-    return None
+    return _PLAIN_TYPES.issuperset(map(type, held))
 
 
 def _is_record(node: Any) -> bool:
@@ -287,104 +244,48 @@ def _map(
     its values on demand: the id of a collected value would be reused for the next.
     """
     if id(node) in seen:
-        image = seen[id(node)][1]
-        if image is _IN_PROGRESS:
-            raise ValueError(_NO_TREE.format(type(node).__name__))
-        return image
+        return seen[id(node)][1]
     if not is_container(node):
         image = fn(node)
-    else:
-        seen[id(node)] = node, _IN_PROGRESS
-        image = whole(node) if whole else None
-        if image is None:
-            image = _map_container(node, lambda child: _map(fn, child, seen, whole))
+    elif (image := whole(node) if whole else None) is None:
+        held = children(node)
+        images = [_map(fn, child, seen, whole) for child in held]
+        image = node if all(map(operator.is_, held, images)) else _rebuild(node, images)
     seen[id(node)] = node, image
     return image
 
 
-def _map_container(node: Any, recurse: Callable[[Any], Any]) -> Any:
+def _rebuild(node: Any, images: list[Any]) -> Any:
+    """A container like that one, which holds the images."""
     if isinstance(node, Mapping):
-        mapped = {key: recurse(value) for key, value in node.items()}
-        return node if all(mapped[key] is node[key] for key in mapped) else _like_mapping(node, mapped)
+        return _like_mapping(node, dict(zip(node, images, strict=True)))
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)._make(images)  # type: ignore[attr-defined]
     if isinstance(node, list | tuple | set | frozenset):
-        children = list(node)
-        images = [recurse(child) for child in children]
-        return node if _same(children, images) else _like_sequence(node, images)
-    fields = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-    children = [getattr(node, name) for name in fields]
-    images = [recurse(child) for child in children]
-    if _same(children, images):
-        return node
+        if type(node) is list or not isinstance(node, list):
+            return type(node)(images)
+        twin = copy.copy(node)
+        twin[:] = images
+        return twin
     # A copy rather than a new object, because `__init__` may take other arguments than the fields.
     twin = copy.copy(node)
-    for name, image in zip(fields, images, strict=True):
+    for name, image in zip(_fields(node), images, strict=True):
         object.__setattr__(twin, name, image)  # a frozen dataclass refuses the plain assignment
     return twin
-
-
-def _same(children: list[Any], images: list[Any]) -> bool:
-    return all(child is image for child, image in zip(children, images, strict=True))
 
 
 def _like_mapping(node: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
     if type(node) is dict:
         return mapped
-    if isinstance(node, defaultdict):
-        return type(node)(node.default_factory, mapped)
     try:
-        twin = _copy_mapping(node)
+        twin: Any = copy.copy(node)
+        if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
+            # The shallow copy shares the attributes of `node`, including the container that stores the items.
+            for name, value in vars(twin).items():
+                if isinstance(value, MutableMapping | list | set):
+                    setattr(twin, name, copy.copy(value))
         for key, value in mapped.items():
             twin[key] = value
     except TypeError:  # an immutable mapping is rebuilt from its items
         return type(node)(mapped)  # type: ignore[call-arg]
     return twin
-
-
-def _copy_mapping(node: Mapping[Any, Any]) -> Any:
-    """A copy that can be modified independently, with all attributes of a user-defined mapping."""
-    twin = copy.copy(node)
-    if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
-        # The shallow copy shares the attributes of `node`, including the container that stores the items.
-        for name, value in vars(twin).items():
-            if isinstance(value, MutableMapping | list | set):
-                setattr(twin, name, copy.copy(value))
-    return twin
-
-
-def _like_sequence(node: Any, images: list[Any]) -> Any:
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)._make(images)  # type: ignore[attr-defined]
-    if type(node) in (list, tuple, set, frozenset):
-        return type(node)(images)
-    if isinstance(node, list):
-        twin = copy.copy(node)
-        twin[:] = images
-        return twin
-    return type(node)(images)
-
-
-def _texts_nbytes(held: Sequence[Any]) -> int:
-    """The bytes of the texts among what a container holds."""
-    text, coded = _joined(held), 0
-    if text is None:
-        text = "".join([each for each in held if type(each) is str])
-        coded = sum([len(each) for each in held if type(each) is bytes])
-    return coded + (len(text) if text.isascii() else len(text.encode(errors="surrogatepass")))
-
-
-def _leaf_nbytes(leaf: Any) -> int:
-    if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
-        return leaf.nbytes
-    if isinstance(leaf, str):
-        return len(leaf.encode(errors="surrogatepass"))
-    if isinstance(leaf, bytes | bytearray):
-        return len(leaf)
-    if isinstance(leaf, PackedSequence):
-        return sum(_leaf_nbytes(part) for part in leaf if part is not None)
-    if not isinstance(leaf, torch.Tensor):
-        return int(leaf.nbytes) if is_array(leaf) else 0
-    if leaf.layout is torch.sparse_coo:
-        return _leaf_nbytes(sparse_indices(leaf)) + _leaf_nbytes(sparse_values(leaf))
-    with contextlib.suppress(Exception):  # some rare layouts do not report it; measuring must not end a run
-        return leaf.nbytes if leaf.layout is torch.strided else leaf.values().nbytes
-    return 0

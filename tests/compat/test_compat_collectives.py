@@ -114,8 +114,8 @@ def test_all_gather_puts_ranks_side_by_side(way):
         (lambda x: xm.all_reduce("and", x), TypeError, "has no 'and'; convert"),
         (lambda x: xm.all_reduce("sum", x.long(), scale=0.5), TypeError, "scale=0.5 would round"),
         (lambda x: xm.all_reduce("sum", x, groups=[[7]]), ValueError, "must hold each of the ordinals 0 to 0 once"),
-        (lambda x: xm.all_gather(x, groups=[0]), TypeError, "not a list of lists"),
-        (lambda x: xm.all_gather(3), TypeError, "takes a tensor or a list of them, and got a int"),
+        (lambda x: xm.all_gather(x, groups=[0]), TypeError, "pass lists of ordinals"),
+        (lambda x: xm.all_gather(3), TypeError, "value=3 is of type int; pass a tensor or a list"),
         (lambda x: xm.all_gather([mine([1])], output=[]), ValueError, "output has 0 tensors for 1"),
         (lambda x: xm.rendezvous("tag", 3), TypeError, "payload=3 is of type int; pass bytes, or use mesh_reduce"),
         (lambda x: xm.rendezvous("tag", replicas=[0, 4]), ValueError, "must name ordinals from 0 to 0, each once"),
@@ -190,46 +190,35 @@ def test_do_on_ordinals_runs_on_those_with_tensors_in_main_memory(way):
 
 def test_gradients_go_through_collectives_to_each_ranks_own_part(way):
     def gradients():
-        rank = xm.get_ordinal()
-        found = {}
-        for kind in ("sum", "max", "mul"):
-            x = mine([rank + 1.0, 2.0]).requires_grad_()
-            xf.all_reduce(kind, x, scale=0.5).sum().backward()
-            found[kind] = x.grad.tolist()
+        x = mine([xm.get_ordinal() + 1.0, 2.0]).requires_grad_()
+        xf.all_reduce("sum", x, scale=0.5).sum().backward()
+        found = {"sum": x.grad.tolist()}
         x = mine([[1.0], [2.0]]).requires_grad_()
         (xf.all_gather(x, dim=1) * mine([[10.0 * (1 + each) for each in range(way.ranks)]])).sum().backward()
         found["gather"] = x.grad.tolist()
-        y = mine([1.0]).requires_grad_()
-        with pytest.raises(TypeError, match="has no 'or'"):
-            xf.all_reduce("or", y)
+        with pytest.raises(ValueError, match="reduce_type='max' does not exist; choose one of sum"):
+            xf.all_reduce("max", x)
         return found
 
-    product = functools.reduce(operator.mul, range(1, way.ranks + 1)) / 2
-    for rank, found in enumerate(way.run(gradients)):
-        assert found["sum"] == [0.5, 0.5]
-        assert found["max"] == [0.5 * (rank == way.ranks - 1), 0.5]
-        assert found["mul"] == pytest.approx([product / (rank + 1), 0.5 * 2 ** (way.ranks - 1)])
-        assert found["gather"] == [[10.0 * (1 + rank)]] * 2
+    expected = [{"sum": [0.5, 0.5], "gather": [[10.0 * (1 + rank)]] * 2} for rank in range(way.ranks)]
+    assert way.run(gradients) == expected
 
 
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_distributed_product_is_the_product_and_so_are_its_gradients(way, split):
     def multiply():
         torch.manual_seed(0)
-        whole, x = torch.randn(3, 2 * way.ranks), torch.randn(way.ranks, 2 * way.ranks, 4)
+        whole, x = torch.randn(3, 2 * way.ranks, requires_grad=True), torch.randn(way.ranks, 2 * way.ranks, 4)
         rank, device = xm.get_ordinal(), xm.xla_device()
-        own = whole[:, 2 * rank : 2 * rank + 2].to(device).requires_grad_()
+        columns = slice(2 * rank, 2 * rank + 2)
+        own = whole.detach()[:, columns].to(device).requires_grad_()
         result = xf.distributed_mm(own, x[rank].to(device), split=split)
         result.sum().backward()
-        assert torch.allclose(result.detach().cpu(), whole @ x[rank], atol=1e-5)
-        return own.grad.cpu().tolist()
+        (whole @ x[rank]).sum().backward()
+        torch.testing.assert_close(result.detach().cpu(), (whole @ x[rank]).detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(own.grad.cpu(), whole.grad[:, columns], rtol=1e-4, atol=1e-4)
 
-    for rank, grad in enumerate(way.run(multiply)):
-        torch.manual_seed(0)
-        torch.randn(3, 2 * way.ranks)
-        x = torch.randn(way.ranks, 2 * way.ranks, 4)
-        rows = x[rank][2 * rank : 2 * rank + 2].sum(1)
-        assert torch.allclose(torch.tensor(grad), rows.expand(3, 2), atol=1e-4)
+    way.run(multiply)
 
 
 def test_the_masters_weights_reach_all(several):

@@ -37,7 +37,7 @@ def serialize(obj: Any) -> bytes:
 
     Raises:
         TypeError: `obj` contains something else; the message says where.
-        ValueError: a container contains itself.
+        RecursionError: a container contains itself.
     """
     plain = as_plain(tree_map(_as_stored, obj), "the object", lambda tensor: tensor)
     file = io.BytesIO()

@@ -397,8 +397,6 @@ class DeviceLoader:
         self._never_begun.set_epoch(epoch)
 
 
-
-
 def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOptions) -> Rule:
     """The rule for distributing the rounds of a loader in a world."""
     ranks, split = world.world_size, options.get("split", "rank")

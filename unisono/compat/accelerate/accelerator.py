@@ -17,44 +17,53 @@ from torch.utils.data import DataLoader
 
 from unisono.accelerator import Accelerator as Native
 from unisono.arguments import explain_unknown_names
-from unisono.compat.accelerate.arguments import (
-    compile_arguments,
-    ddp_options,
-    fsdp_options,
-    handlers_by_kind,
-    num_microbatches,
-    refuse_engines,
-    scaler_options,
-    tracker_names,
-)
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
-from unisono.compat.accelerate.profiling import profiled
-from unisono.compat.accelerate.state import AcceleratorState, GradientState, joined_world
-from unisono.compat.accelerate.utils import operations
+from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, joined_world
+from unisono.compat.accelerate.utils import other
 from unisono.compat.accelerate.utils.dataclasses import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
-    DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from unisono.compat.accelerate.utils.other import extract_model_from_parallel, release_memory, save
 from unisono.parallel.collectives import all_gather_object
 from unisono.parallel.prepared.checks import AUTOCAST
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scheduler import Unit
-from unisono.strategies import DDP, FSDP
 from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)
+
+_ONE_AXIS = "there is one axis, data parallel; shard large models by fsdp_plugin=FullyShardedDataParallelPlugin()"
+_ELSEWHERE = {
+    **dict.fromkeys(DataLoaderConfiguration.__dataclass_fields__, "it is one of DataLoaderConfiguration's"),
+    **dict.fromkeys(["deepspeed_plugin", "deepspeed_plugins"], f"DeepSpeed is not supported: {_ONE_AXIS}"),
+    **dict.fromkeys(["megatron_lm_plugin", "torch_tp_plugin", "parallelism_config"], _ONE_AXIS),
+}
+"""What to do instead of arguments that are left out."""
+
+_ONE_OF = (("dynamo_backend", "dynamo_plugin"), ("gradient_accumulation_steps", "gradient_accumulation_plugin"))
+_HANDLERS = (DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs, AutocastKwargs, InitProcessGroupKwargs)
+
+
+def _handlers_by_kind(given: Sequence[KwargsHandler]) -> dict[type[Any], Any]:
+    kinds = [type(each) for each in given]
+    for kind in kinds:
+        if kind not in _HANDLERS or kinds.count(kind) > 1:
+            raise ValueError(
+                f"kwargs_handlers has {kinds.count(kind)} {kind.__name__}; pass one at most of each of "
+                f"{', '.join(each.__name__ for each in _HANDLERS)}"
+            )
+    return dict(zip(kinds, given, strict=True))
 
 
 def _view_of(path: str) -> Any:
@@ -62,17 +71,13 @@ def _view_of(path: str) -> Any:
     return property(attrgetter(path))
 
 
-@explain_unknown_names(
-    dict.fromkeys(
-        DataLoaderConfiguration.__dataclass_fields__, "it is one of DataLoaderConfiguration's, dataloader_config="
-    )
-)
+@explain_unknown_names(_ELSEWHERE)
 class Accelerator(Native):
     """Accepts Accelerate's arguments; docs/migrating_from_accelerate.md says what they mean here.
 
     Args:
         mixed_precision: "no", "fp16" or "bf16"; None uses ACCELERATE_MIXED_PRECISION, or "no".
-        fsdp_plugin: selects strategy="fsdp"; "HYBRID_SHARD" shards within each machine.
+        fsdp_plugin: selects strategy="fsdp".
         rng_types: has no effect: orders are functions of the seed.
         schedule_unit: as for the native one, where it matters what a scheduler counts; Accelerate assumes
             "device_step".
@@ -83,7 +88,7 @@ class Accelerator(Native):
         dataloader_config, project_configuration: as given.
 
     Raises:
-        ValueError: an argument has no counterpart; the message says what to do instead.
+        TypeError, ValueError: an argument has no counterpart; the message says what to do instead.
     """
 
     def __init__(
@@ -94,10 +99,7 @@ class Accelerator(Native):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
         rng_types: Sequence[Any] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -105,64 +107,54 @@ class Accelerator(Native):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
-        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
         *,
         schedule_unit: Unit | None = None,
     ) -> None:
+        given = locals()
+        for names in _ONE_OF:
+            if all(given[name] not in (None, 1) for name in names):
+                raise ValueError(f"{' and '.join(names)} are both given; pass one of them")
+        handlers = _handlers_by_kind(kwargs_handlers or ())
         precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
-        refuse_engines(locals())
-        handlers = handlers_by_kind(kwargs_handlers or ())
         project = project_config or ProjectConfiguration()
         if project_dir is not None:
             project.set_directories(os.fspath(project_dir))
         config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        dynamo = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend or "no")
+        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(gradient_accumulation_steps)
+        scaler = handlers.get(GradScalerKwargs, GradScalerKwargs())
+        strategy = fsdp_plugin or handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
         world = joined_world()
-        strategy: DDP | FSDP = ddp_options(handlers.get(DistributedDataParallelKwargs))
-        if fsdp_plugin is not None:
-            strategy = fsdp_options(fsdp_plugin, world.world_size // world.local_world_size)
         super().__init__(
             mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
-            gradient_accumulation_steps=num_microbatches(gradient_accumulation_steps, gradient_accumulation_plugin),
+            gradient_accumulation_steps=accumulation.to_native(),
             cpu=cpu and world.world_size == 1,  # with several ranks, each keeps the device that it was started with
             device_placement=device_placement,
             split_batches=config.split_batches,
-            compile=compile_arguments(dynamo_backend, dynamo_plugin),
+            compile=dynamo.to_native(),
             world=world,
-            strategy=strategy,
-            scaler_options=scaler_options(handlers.get(GradScalerKwargs)) if precision == "fp16" else None,
+            strategy=strategy.to_native(),
+            scaler_options=scaler.to_native() if precision == "fp16" else None,
             schedule_unit=schedule_unit,
-            log_with=tracker_names(log_with),
+            log_with=log_with,
             project_dir=project.project_dir,
             total_limit=project.total_limit,
         )
         self._has_warned = False
         self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
         self.dataloader_config, self.project_configuration = config, project
-        self.state = AcceleratorState(world=self.world, fsdp_plugin=fsdp_plugin, accelerator=self)
-        self.gradient_state = GradientState()
+        self.world.state.part(LastAccelerator).set(self, fsdp_plugin)
+        self.state, self.gradient_state = AcceleratorState(world=self.world), GradientState()
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+    def prepare(self, *objects: Any) -> Any:
         """Like the native one, but returns unchanged what is already prepared, and what is not a model, optimizer,
-        scheduler or DataLoader.
-
-        Args:
-            device_placement: must equal the Accelerator's for every object; it cannot be set for each separately.
-        """
-        if device_placement is not None and any(each != self._moves for each in device_placement):
-            raise ValueError(
-                f"device_placement={list(device_placement)} differs from that of the Accelerator, {self._moves}; move "
-                "objects yourself, and make it Accelerator(device_placement=False)"
-            )
-        taken = [place for place, each in enumerate(objects) if self._is_taken(each)]
-        made = list(objects)
-        if taken:
-            found = super().prepare(*(self._made_loader(objects[place]) for place in taken))
-            for place, each in zip(taken, found if len(taken) > 1 else (found,), strict=True):
-                made[place] = each
-        return made[0] if len(made) == 1 else tuple(made)
+        scheduler or DataLoader. (Accelerate's `device_placement` is the Accelerator's here, for all objects.)"""
+        taken = [self._made_loader(each) for each in objects if self._is_taken(each)]
+        found = iter(super().prepare(*taken, None, None))  # with these it is a tuple, however few are taken
+        made = tuple(next(found) if self._is_taken(each) else each for each in objects)
+        return made[0] if len(made) == 1 else made
 
     def prepare_model(self, prepared: Any, device_placement: Any = None, **options: Any) -> Any:
         """`prepare`, for one object."""
@@ -186,7 +178,7 @@ class Accelerator(Native):
     def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
         """Like the native one; returns one None per object, to assign in their place."""
         super().free_memory()
-        return release_memory(*objects)
+        return other.release_memory(*objects)
 
     clear = free_memory
 
@@ -194,7 +186,7 @@ class Accelerator(Native):
 
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]
         """Like the native one; tensors that require grad are gathered as values."""
-        return operations.gather(tensor, self.world)
+        return other.gather(tensor, self.world)
 
     def gather_for_metrics(  # type: ignore[override]
         self, input_data: Any, use_gather_object: bool = False
@@ -212,17 +204,15 @@ class Accelerator(Native):
             if self.is_main_process and not self._has_warned:
                 logger.warning("gather_for_metrics takes all rows of its input: %s", str(error))
                 self._has_warned = True
-            return operations.gather(input_data, self.world)
+            return other.gather(input_data, self.world)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Like the native one, but the default is the sum."""
-        return operations.reduce(tensor, reduction, scale, self.world)
+        return other.reduce(tensor, reduction, scale, self.world)
 
     def join_uneven_inputs(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """There is nothing to join: all ranks take the same number of steps, and sequences are not split."""
+        """There is nothing to join: all ranks take the same number of steps."""
         return nullcontext()
-
-    maybe_context_parallel = join_uneven_inputs
 
     # Code that runs on some ranks only.
 
@@ -254,7 +244,7 @@ class Accelerator(Native):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return other.extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
         """The model's state on this rank. With FSDP every rank must call it; it is complete on rank zero, and what the
@@ -264,7 +254,7 @@ class Accelerator(Native):
         return self.state_dict(model) or {}
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+        other.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def save_model(
         self,
@@ -303,12 +293,6 @@ class Accelerator(Native):
     save_iteration = _view_of("project_configuration.iteration")  # their numbers follow those in the directory
     logging_dir = _view_of("project_configuration.logging_dir")  # trackers write to `project_dir`
 
-    def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Like the native one. `log_kwargs`, arguments for the trackers' libraries, have no effect."""
-        super().log(values, step)
-
     # Profiling and precision.
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -320,4 +304,4 @@ class Accelerator(Native):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
         """A block that is profiled, as the handler says."""
-        return profiled(profile_handler or self._handlers.get(ProfileKwargs) or ProfileKwargs(), self.world)
+        return other.profiled(profile_handler or self._handlers.get(ProfileKwargs) or ProfileKwargs(), self.world)

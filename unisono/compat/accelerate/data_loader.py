@@ -18,7 +18,6 @@ from unisono.world import World
 
 DataLoaderShard = DataLoaderDispatcher = DeviceLoader
 
-
 __getattr__ = left_out(__name__)
 
 
@@ -46,10 +45,7 @@ def prepare_data_loader(
     world = world or joined_world()
     asked = (process_index, num_processes)
     if asked != (None, None) and asked != (world.rank, world.world_size):
-        raise ValueError(
-            f"process_index={process_index} of num_processes={num_processes} is not this rank, {world.rank} of "
-            f"{world.world_size}; leave both out, or pass already_sharded=True to unisono.DeviceLoader"
-        )
+        raise ValueError(f"process {process_index} of {num_processes} is not rank {world.rank}; leave both out")
     if not put_on_device:
         device = torch.get_default_device()
     seed = data_seed

@@ -26,12 +26,11 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         if not self.isEnabledFor(level):
             return
         msg, options = self.process(msg, kwargs)
-        for rank in range(state.num_processes) if in_order else ():
-            if rank == state.process_index:
+        for turn in range(state.num_processes) if in_order else [state.process_index]:
+            if turn == state.process_index and (in_order or not main_process_only or state.is_main_process):
                 self.logger.log(level, msg, *args, **options)
-            state.wait_for_everyone()
-        if not in_order and (state.is_main_process or not main_process_only):
-            self.logger.log(level, msg, *args, **options)
+            if in_order:
+                state.wait_for_everyone()
 
     @lru_cache(None)  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:

@@ -6,9 +6,9 @@ DataParallel see their own. A process started by torchrun joins its world on fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
@@ -35,13 +35,11 @@ class PartialState(RankView):
     """The facts about a rank, whose `world` it is a view of. `cpu` has an effect if there is only one rank; other
     options are for the process group, which was created where the ranks were started."""
 
-    _shared_state: ClassVar[Mapping[str, Any]] = {"initialized": True}
     initialized = True
 
     def __init__(self, cpu: bool = False, *, world: World | None = None, **options: Any) -> None:
         world = world or joined_world()
         self.world = solo_world(*resolve_device(CPU)) if cpu and world.world_size == 1 else world
-        self.debug = self.fork_launched = False
 
     @property
     def device(self) -> torch.device:
@@ -61,8 +59,8 @@ class PartialState(RankView):
             return DistributedType[family]
         if self.world.world_size == 1:
             return DistributedType.NO
-        usual = DistributedType.MULTI_GPU if self.world.backend.is_accelerated() else DistributedType.MULTI_CPU
-        return DistributedType.__members__.get(f"MULTI_{family}", usual)
+        usual = "MULTI_GPU" if self.world.backend.is_accelerated() else "MULTI_CPU"
+        return DistributedType.__members__.get(f"MULTI_{family}", DistributedType[usual])
 
     @property
     def use_distributed(self) -> bool:
@@ -98,8 +96,7 @@ class PartialState(RankView):
 
     @staticmethod
     def _reset_state(*_: Any) -> None:
-        """Do nothing: there is no state to reset, the device was bound where the rank was started, and all ranks leave
-        the world together when their processes end."""
+        """There is no state to reset; the device was bound, and the world is left, where the rank was started."""
 
     set_device = destroy_process_group = _reset_state
 
@@ -112,35 +109,21 @@ class PartialState(RankView):
 
 class AcceleratorState(PartialState):
     """The facts about a rank, with the settings of its last Accelerator; arguments for one to be created have no
-    effect."""
+    effect.
+
+    Attributes:
+        mixed_precision: "no", "fp16" or "bf16".
+        fsdp_plugin: the one that was given, or None.
+    """
 
     deepspeed_plugin = parallelism_config = None
 
     def __init__(
-        self,
-        mixed_precision: Any = None,
-        cpu: bool = False,
-        *,
-        world: World | None = None,
-        fsdp_plugin: Any = None,
-        accelerator: Accelerator | None = None,
-        **options: Any,
+        self, mixed_precision: Any = None, cpu: bool = False, *, world: World | None = None, **options: Any
     ) -> None:
         super().__init__(cpu, world=world)
-        self._settings = self.world.state.part(_Settings)
-        if accelerator is not None:
-            self._settings.mixed_precision, self._settings.fsdp_plugin = accelerator.mixed_precision, fsdp_plugin
-            self._settings.accelerator = ref(accelerator)
-
-    @property
-    def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16"."""
-        return self._settings.mixed_precision
-
-    @property
-    def fsdp_plugin(self) -> Any:
-        """The one that was given, or None."""
-        return self._settings.fsdp_plugin
+        last = self.world.state.part(LastAccelerator)
+        self.mixed_precision, self.fsdp_plugin = last.mixed_precision, last.fsdp_plugin
 
     @property
     def is_fsdp2(self) -> bool:
@@ -149,7 +132,7 @@ class AcceleratorState(PartialState):
     @property
     def distributed_type(self) -> DistributedType:
         """FSDP with an `fsdp_plugin`, with several processes."""
-        is_sharded = self._settings.fsdp_plugin is not None and self.world.takes_engines
+        is_sharded = self.fsdp_plugin is not None and self.world.takes_engines
         return DistributedType.FSDP if is_sharded else super().distributed_type
 
     def __repr__(self) -> str:
@@ -161,11 +144,10 @@ class GradientState:
     AttributeError."""
 
     initialized = True
+    _reset_state = PartialState._reset_state
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self._world = joined_world()
-
-    _reset_state = PartialState._reset_state
 
     @property
     def sync_gradients(self) -> bool:
@@ -187,20 +169,23 @@ class GradientState:
     def end_of_dataloader(self) -> bool:
         """Whether the innermost loop has received its last batch. May wait for the loader: all ranks must ask, or
         none."""
-        under_way = [each for each in self._world.state.deliveries.recent() if each.is_open]
-        return not under_way or under_way[0].ends_here()
+        innermost = next((each for each in self._world.state.deliveries.recent() if each.is_open), None)
+        return innermost is None or innermost.ends_here()
 
     def __getattr__(self, name: str) -> NoReturn:
         refuse(f"{__name__}.GradientState", name)
 
     def _accelerator(self) -> Accelerator | None:
-        return self._world.state.part(_Settings).accelerator()
+        return self._world.state.part(LastAccelerator).it()
 
 
-class _Settings:
-    """The rank's last Accelerator and its settings."""
+class LastAccelerator:
+    """The rank's last Accelerator and its settings, which outlive it."""
 
     def __init__(self) -> None:
-        self.accelerator: Callable[[], Accelerator | None] = lambda: None
+        self.it: Callable[[], Accelerator | None] = lambda: None
         self.mixed_precision = "no"
         self.fsdp_plugin: Any = None
+
+    def set(self, accelerator: Accelerator, fsdp_plugin: Any) -> None:
+        self.it, self.mixed_precision, self.fsdp_plugin = ref(accelerator), accelerator.mixed_precision, fsdp_plugin

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unisono.compat.left_out import explain_missing_modules, left_out
+from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla import _XLAC as _XLAC
 from unisono.compat.torch_xla import experimental as experimental
 from unisono.compat.torch_xla import runtime as runtime
@@ -27,26 +27,14 @@ from unisono.compat.torch_xla.core import xla_model as _  # noqa: F401 - torch_x
 from unisono.compat.torch_xla.distributed import xla_multiprocessing as _multiprocessing
 
 __getattr__ = left_out(__name__)
-explain_missing_modules(__name__)
 
 manual_seed = _devices.set_rng_state
-real_devices = _devices.xla_real_devices
 sync = _steps.mark_step
 
 
 def device(index: int | None = None) -> torch.device:
     """The replica's own device, or the one with the given index. See `xla_model.xla_device`."""
     return _devices.xla_device(index)
-
-
-def devices() -> list[torch.device]:
-    """The devices visible to the caller."""
-    return [torch.device(each) for each in _devices.get_xla_supported_devices()]
-
-
-def device_count() -> int:
-    """The number of devices visible to the caller."""
-    return len(_devices.get_xla_supported_devices())
 
 
 @contextmanager

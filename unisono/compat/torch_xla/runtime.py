@@ -64,11 +64,6 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
     """Has no effect: compiled graphs are cached per process."""
 
 
-def get_num_cached_compilation_graph() -> int:
-    """The number of graphs that this process has compiled."""
-    return here()[0].counters().get("graphs compiled", 0)
-
-
 def is_spmd() -> bool:
     """Always False: see `use_spmd`."""
     return False

@@ -91,9 +91,7 @@ class DDPEngine(Engine):
         )
         self._replicated.fill_buckets()
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
-        attach_hook(
-            self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear
-        )
+        attach_hook(self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear)
 
     def adapt(self) -> None:
         if any(each.requires_grad for each in self.module.parameters()):

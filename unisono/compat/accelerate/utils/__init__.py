@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from unisono.compat.accelerate.utils import other as _other
 from unisono.compat.accelerate.utils.dataclasses import *
-from unisono.compat.accelerate.utils.operations import *
 from unisono.compat.accelerate.utils.other import *
 
-for _name in ("environment", "imports", "memory", "random", "tqdm"):  # modules there, whose names are all in `other`
-    sys.modules[f"{__name__}.{_name}"] = _other
+# Modules there, whose names are all in `other`.
+_MODULES = [f"utils.{name}" for name in ("environment", "imports", "memory", "operations", "random", "tqdm")]
+for _name in (*_MODULES, "big_modeling", "launchers"):
+    sys.modules[f"unisono.compat.accelerate.{_name}"] = _other
 
-
-def __getattr__(name: str) -> Any:
-    """Look the name up among the `is_..._available`; the error for others may have advice."""
-    return getattr(_other, name)
+__getattr__ = _other.__getattr__  # `is_..._available`; the error for other names may have advice

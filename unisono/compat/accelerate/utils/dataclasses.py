@@ -1,7 +1,7 @@
-"""`accelerate.utils.dataclasses`: the classes and enumerations of an Accelerator's settings.
+"""`accelerate.utils.dataclasses`: the settings of an Accelerator, and what they are natively.
 
-Fields without a counterpart are accepted if they only affect speed or memory; those that would change results raise an
-error with advice when the Accelerator reads them.
+Fields without a counterpart are accepted if they only affect speed or memory; those that would change results are a
+ValueError with advice when the Accelerator reads them.
 """
 
 from __future__ import annotations
@@ -9,35 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from enum import Enum, EnumMeta
+from enum import StrEnum
 from typing import Any
 
 import torch
 
-from unisono.backends import get_backend
+from unisono.arguments import check_choice
 from unisono.compat.left_out import left_out
+from unisono.strategies import DDP, FSDP
 
 __getattr__ = left_out(__name__)
 
 
-class _Listing(EnumMeta):
-    def __contains__(cls, value: object) -> bool:
-        members: dict[str, Enum] = dict(cls.__members__)
-        return any(value in (each, each.value) for each in members.values())
+def _refuse_fields(settings: Any, advice: str, **given: bool) -> None:
+    """Refuse fields without a counterpart, if they are given."""
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{type(settings).__name__}({name}=...) has no counterpart here: {advice}")
 
 
-class BaseEnum(Enum, metaclass=_Listing):
-    """Prints as its value; `value in Class` also accepts values."""
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    @classmethod
-    def list(cls) -> list[str]:
-        return [str(each) for each in cls]
-
-
-class DistributedType(str, BaseEnum):
+class DistributedType(StrEnum):
     """How ranks are connected: NO, MULTI_CPU, MULTI_GPU, XLA and FSDP occur; the others exist for comparisons."""
 
     NO = "NO"
@@ -56,13 +47,7 @@ class DistributedType(str, BaseEnum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-class PrecisionType(str, BaseEnum):
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-
-class DDPCommunicationHookType(BaseEnum):
+class DDPCommunicationHookType(StrEnum):
     NO = "no"
     FP16 = "fp16"
     BF16 = "bf16"
@@ -70,33 +55,11 @@ class DDPCommunicationHookType(BaseEnum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
-class RNGType(BaseEnum):
-    """The generators that `synchronize_rng_states` can set to rank zero's state; the name of a device family means
-    DEVICE."""
-
-    TORCH = "torch"
-    GENERATOR = "generator"
-    DEVICE = "device"
-
-    @classmethod
-    def _missing_(cls, value: object) -> RNGType:
-        get_backend(str(value))  # raises ValueError if there is no such family
-        return cls.DEVICE
-
-
-class LoggerType(BaseEnum):
+class LoggerType(StrEnum):
     ALL = "all"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
     MLFLOW = "mlflow"
-
-
-class DynamoBackend(str, BaseEnum):
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    CUDAGRAPHS = "CUDAGRAPHS"
 
 
 @dataclass
@@ -125,9 +88,29 @@ class DistributedDataParallelKwargs(KwargsHandler):
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
-    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_hook: str = DDPCommunicationHookType.NO
+    comm_wrapper: str = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def to_native(self) -> DDP:
+        check_choice(self.comm_hook, "comm_hook", "no", "fp16", "bf16", "power_sgd")
+        check_choice(self.comm_wrapper, "comm_wrapper", "no")
+        return DDP(
+            self.find_unused_parameters,
+            self.bucket_cap_mb,
+            self.gradient_as_bucket_view,
+            self.broadcast_buffers,
+            _power_sgd(**self.comm_state_option) if self.comm_hook == "power_sgd" else _HOOKS[self.comm_hook],
+        )
+
+
+_HOOKS = {"no": None, "fp16": "fp16", "bf16": "bf16"}
+
+
+def _power_sgd(**options: Any) -> Any:
+    from unisono.parallel.strategies.ddp import power_sgd  # which imports torch's DDP
+
+    return power_sgd(**options)
 
 
 @dataclass
@@ -137,6 +120,10 @@ class GradScalerKwargs(KwargsHandler):
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
+
+    def to_native(self) -> dict[str, Any]:
+        _refuse_fields(self, "fp16 needs its loss scaled; use bf16", enabled=not self.enabled)
+        return {name: value for name, value in self.to_dict().items() if name != "enabled"}
 
 
 @dataclass
@@ -226,18 +213,31 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
+    def to_native(self) -> int:
+        advice = "a loop's last step uses the microbatches that are left at its end; leave it out"
+        _refuse_fields(self, advice, sync_with_dataloader=not self.sync_with_dataloader)
+        return 1 if self.num_steps is None else self.num_steps
+
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """The arguments of `torch.compile`."""
+    """The arguments of `torch.compile`; nothing is compiled with the backend "no"."""
 
-    backend: DynamoBackend | str = DynamoBackend.NO
+    backend: str = "no"
     mode: str | None = None
     fullgraph: bool = False
     dynamic: bool | None = None
     options: Mapping[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool = False
+
+    def to_native(self) -> bool | Mapping[str, Any]:
+        name = str(self.backend).lower()
+        if name == "no" or self.disable:
+            return False
+        wanted: dict[str, Any] = {"mode": self.mode, "fullgraph": self.fullgraph or None, "dynamic": self.dynamic}
+        wanted |= {"options": self.options, "backend": name}
+        return {key: value for key, value in wanted.items() if value is not None}
 
 
 @dataclass
@@ -247,7 +247,7 @@ class FullyShardedDataParallelPlugin:
 
     fsdp_version: int = 2
     sharding_strategy: Any = None
-    reshard_after_forward: Any = None
+    reshard_after_forward: bool | int | None = None
     backward_prefetch: Any = None
     mixed_precision_policy: Any = None
     auto_wrap_policy: Any = None
@@ -265,3 +265,23 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
+
+    def to_native(self) -> FSDP:
+        _refuse_fields(
+            self,
+            "leave it out; in place of a strategy of FSDP1, pass reshard_after_forward=False, which is SHARD_GRAD_OP",
+            sharding_strategy=self.sharding_strategy is not None and "FULL_SHARD" not in str(self.sharding_strategy),
+            ignored_modules=self.ignored_modules is not None,
+            param_init_fn=self.param_init_fn is not None,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+        policy = self.mixed_precision_policy
+        return FSDP(
+            param_dtype=getattr(policy, "param_dtype", None),
+            reduce_dtype=getattr(policy, "reduce_dtype", None),
+            output_dtype=getattr(policy, "output_dtype", None),
+            # That of FSDP1's policy, which has no type of outputs, is about inner units only.
+            cast_forward_inputs=getattr(policy, "cast_forward_inputs", True) or not hasattr(policy, "output_dtype"),
+            offload=bool(getattr(self.cpu_offload, "offload_params", self.cpu_offload)),
+            reshard_after_forward=self.reshard_after_forward,
+        )

@@ -1,29 +1,47 @@
-"""`accelerate.utils.other`, and `imports`, `memory`, `random`, `environment`, `tqdm`: seeds and generators, batch sizes
-that fit, saving, unwrapping, waiting, environment variables, a bar, `is_..._available()`."""
+"""The functions of Accelerate, whichever of its modules they are in: collectives over nested structures, seeds and
+generators, batch sizes that fit, saving, unwrapping, profiling, starting, `is_..._available()`.
+
+In Accelerate, a gathered or reduced value has no gradient, which goes unnoticed until the model trains wrongly. Here it
+raises when a backward pass reaches it.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from unisono.backends import get_backend
 from unisono.compat.accelerate.state import PartialState, joined_world
-from unisono.compat.accelerate.utils.dataclasses import RNGType
+from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
 from unisono.compat.left_out import refuse
-from unisono.parallel import out_of_memory
+from unisono.errors import UnisonoError
+from unisono.launch.spawn import spawn
+from unisono.parallel import collectives, out_of_memory
+from unisono.parallel.collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.progress import tqdm as bar_of_rank_zero
+from unisono.protocols import ReduceOp
 from unisono.randomness import seed_all
+from unisono.tree import leaves, tensors, tree_map
 from unisono.world import World
+
+DistributedOperationException = UnisonoError
+"""The rank that detects a difference raises a CollectiveMismatchError, the others a BrokenWorldError: none
+continues."""
 
 _PACKAGES = {"bnb": "bitsandbytes"}
 _REFUSED = ("deepspeed", "megatron_lm", "fp8", "msamp", "transformer_engine", "pippy", "sagemaker")
@@ -35,23 +53,107 @@ def __getattr__(name: str) -> Any:
     return partial(_is_available, found[1]) if found is not None else refuse(__name__, name)
 
 
-def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether mixed_precision="bf16" is supported: it is on all families."""
-    return True
-
-
-def is_fp16_available() -> bool:
-    """Whether mixed_precision="fp16" is supported on this rank's device."""
-    return joined_world().backend.unsupported_reason("fp16") is None
-
-
 def _is_available(name: str, *_: Any, **__: Any) -> bool:
+    """Whether Accelerator has this precision, whether there is a device of this family, or that package."""
+    if name in ("bf16", "fp16"):
+        return name == "bf16" or joined_world().backend.unsupported_reason("fp16") is None
     if name in _REFUSED:
         return False
     family = getattr(torch, name, None) or getattr(torch.backends, name, None)
     if family is not None and hasattr(family, "is_available"):
         return bool(family.is_available())
     return find_spec(_PACKAGES.get(name, name)) is not None
+
+
+# Collectives.
+
+
+def gather(tensor: Any, world: World | None = None) -> Any:
+    """Every rank's tensors along dim 0; in a world of one the tensors themselves.
+
+    Ranks may have different numbers of rows, as in the last batch, which is split rather than padded: each row occurs
+    once. A nesting whose tensors require grad is gathered as values: a backward pass that reaches one is an error.
+    """
+    world = world or joined_world()
+    if world.world_size == 1:
+        return tensor
+    collect: Callable[[Any], Any] = partial(gather_nested, dim=0, world=world)
+    if all(isinstance(each, torch.Tensor) and each.ndim for each in leaves(tensor)):
+        collect = partial(tree_map, lambda each: collectives.all_gather_samples(each, len(each), world=world))
+    return _without_gradient("gather", collect, tensor)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: World | None = None) -> Any:
+    """The reduction over the ranks ("mean", "sum", "max", "min"; "none" keeps each rank's own value), times `scale`."""
+    world = world or joined_world()
+    op: ReduceOp = reduction  # type: ignore[assignment]  # an unknown one is refused below
+    if reduction == "none" or world.world_size == 1:
+        return tree_map(lambda each: each * scale, tensor)
+    return _without_gradient("reduce", lambda values: reduce_nested(values, op, scale, world), tensor)
+
+
+def _without_gradient(name: str, collect: Callable[[Any], Any], values: Any) -> Any:
+    """Collect the values; if they require grad, the result raises in a backward pass."""
+    if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors(values))):
+        return collect(values)
+    with torch.no_grad():
+        collected = collect(values)
+    anchor = torch.zeros((), requires_grad=True)
+    return tree_map(lambda each: _Cut.apply(anchor, each, name) if each.is_floating_point() else each, collected)
+
+
+class _Cut(torch.autograd.Function):
+    """The value; a backward pass that reaches it raises an error. It keeps no graph of the values."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise RuntimeError(
+            f"a backward pass has come to what {ctx.name}() returned, which has no gradient: Accelerate would silently "
+            "drop it; call unisono.functional.all_gather or all_reduce for a result with a gradient, or detach() it"
+        )
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """See `unisono.Accelerator.pad_across_processes`."""
+    return pad_nested(tensor, dim, pad_index, pad_first, joined_world())
+
+
+def gather_object(object: Any) -> Any:
+    """The elements of every rank's list, in rank order; in a world of one the object itself."""
+    world = joined_world()
+    return object if world.world_size == 1 else list(chain.from_iterable(collectives.all_gather_object(object, world)))
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """That rank's tensors: new ones, in the same nesting; shapes must be equal on each rank."""
+    world = joined_world()
+    return tree_map(lambda each: collectives.broadcast(each.detach().clone(), from_process, world), tensor)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Rank zero's tensor, on each rank's device; the other ranks pass None."""
+    world = joined_world()
+    value: torch.Tensor = world.comm.broadcast_object(tensor.cpu() if tensor is not None else None)
+    return value.to(world.device)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the list's contents by that rank's objects, and return the list."""
+    object_list[:] = joined_world().comm.broadcast_object(list(object_list), from_process)
+    return object_list
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False) -> Any:
+    """Move the structure's tensors, and everything with a method `to`, to that device."""
+    return tree_map(lambda each: each.to(device) if hasattr(each, "to") else each, tensor)
+
+
+# Generators.
 
 
 class Seed:
@@ -73,66 +175,38 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
-    """Set a generator on all ranks to rank zero's state: torch's, the given one, or that of the devices."""
+def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator | None = None) -> None:
+    """Set generators on all ranks to rank zero's state: "torch" for torch's, "generator" for the given one, the name of
+    a device family for the devices'; ValueError if it is none of these."""
     world = joined_world()
-    kind = RNGType(rng_type) if rng_type is not None else RNGType.TORCH
-    if kind == RNGType.TORCH:
-        torch.set_rng_state(_of_rank_zero(torch.get_rng_state(), world))
-    elif kind == RNGType.GENERATOR:
-        if generator is None:
-            raise ValueError("rng_type='generator' synchronises a generator, and none was given; pass generator=")
-        generator.set_state(_of_rank_zero(generator.get_state(), world))
-    else:
-        state = world.backend.rng_state(world.device)
-        world.backend.set_rng_state(_of_rank_zero(state, world), world.device)
+    backend, device = world.backend, world.device
+    for kind in map(str, rng_types):
+        if kind == "torch":
+            torch.set_rng_state(world.comm.broadcast_object(torch.get_rng_state()))
+        elif kind == "generator":
+            if generator is None:
+                raise ValueError("rng_types has 'generator', and none was given; pass generator=")
+            generator.set_state(world.comm.broadcast_object(generator.get_state()))
+        else:
+            get_backend(kind)  # ValueError if there is no such family
+            backend.set_rng_state(world.comm.broadcast_object(backend.rng_state(device)), device)
 
 
-def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
-    """Like `synchronize_rng_state`, for several of them."""
-    for each in rng_types:
-        synchronize_rng_state(each, generator)
+# Memory, files, models, bars.
 
 
-def _of_rank_zero(state: torch.Tensor, world: World) -> torch.Tensor:
-    found: torch.Tensor = world.comm.broadcast_object(state)
-    return found
-
-
-def find_executable_batch_size(
-    function: Callable[..., Any] | None = None,
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Callable[..., Any]:
-    """See `unisono.find_executable_batch_size`; on all ranks together.
-
-    Args:
-        reduce_batch_size_fn: takes no arguments, and returns the next size; None uses nine tenths of the previous one,
-            as Accelerate does.
-    """
-    given = reduce_batch_size_fn
-    reduce = (lambda size: size * 9 // 10) if given is None else (lambda _: given())
-    decorate: Any = out_of_memory.find_executable_batch_size
-    return decorate(function, starting_batch_size, reduce)  # type: ignore[no-any-return]
+def find_executable_batch_size(function: Callable[..., Any] | None = None, starting_batch_size: int = 128) -> Any:
+    """See `unisono.find_executable_batch_size`; the next size is nine tenths of the previous one, as in Accelerate."""
+    return out_of_memory.find_executable_batch_size(function, starting_batch_size, lambda size: size * 9 // 10)
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Return one None per object, to assign in their place; objects freed by that go at the next collection."""
-    clear_device_cache(garbage_collection=True)
-    return [None] * len(objects)
-
-
-def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return the memory cached by a device's allocator to the device."""
-    if garbage_collection:
-        gc.collect()
+    """Return one None per object, to assign in their place, and cached memory to the device; objects freed by that go
+    at the next collection."""
+    gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
-
-
-def wait_for_everyone() -> None:
-    """Return when every rank has called it."""
-    PartialState().wait_for_everyone()
+    return [None] * len(objects)
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -146,9 +220,6 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
             )
         else:
             torch.save(obj, f)
-
-
-load = torch.load
 
 
 def extract_model_from_parallel(
@@ -182,15 +253,77 @@ def patch_environment(**variables: Any) -> Iterator[None]:
         os.environ.update(before)
 
 
-def str_to_bool(value: str) -> int:
-    """1 for y, yes, t, true, on, 1; 0 for their opposites; otherwise a ValueError."""
-    answers = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), 1)
-    answers |= dict.fromkeys(("n", "no", "f", "false", "off", "0"), 0)
-    if value.lower() not in answers:
-        raise ValueError(f"{value!r} is neither yes nor no; pass one of {', '.join(answers)}")
-    return answers[value.lower()]
+_profiler: list[torch.profiler.profile] = []  # the one that threads share; at most one
 
 
-def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The environment variable as a flag."""
-    return bool(str_to_bool(os.environ.get(key, str(default))))
+@contextmanager
+def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
+    """Profile the block by `torch.profiler.profile`; with `output_trace_dir`, export `profile_{rank}.json` there.
+
+    Among threads it is a collective, records what rank zero's thread does, and is exported once: torch's profiler
+    belongs to the process, which a second concurrent one would end.
+    """
+    is_shared = world.world_size > 1 and not world.is_of_processes
+    meet = partial(collectives.barrier, world) if is_shared else lambda: None
+    if is_shared and world.rank > 0:
+        meet()
+        yield _profiler[0]
+        meet()
+    else:
+        with handler.build() as profiler:
+            _profiler[:] = [profiler]
+            meet()
+            yield profiler
+            meet()
+        _profiler.clear()
+        if is_shared:
+            profiler.events()  # computed now, not by the first of several threads that ask
+        if handler.output_trace_dir is not None:
+            Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(Path(handler.output_trace_dir) / f"profile_{world.rank}.json"))
+    meet()  # the profiler has stopped
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    max_restarts: int = 0,
+    **options: Any,
+) -> list[Any]:
+    """What `function(*args)` returns in that many worker processes, by default one for each device: `unisono.spawn`.
+
+    `mixed_precision` is that of the Accelerators that the function creates. Options for several machines have no
+    effect.
+    """
+
+    def work(_: int) -> Any:
+        with patch_environment(accelerate_mixed_precision=mixed_precision):
+            return function(*args)
+
+    return spawn(work, nprocs=num_processes, max_restarts=max_restarts)
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """A block in which this thread creates modules with their parameters on the meta device, or (`include_buffers`) all
+    their tensors."""
+    own, meta = threading.get_ident(), torch.device("meta")
+    if include_buffers:
+        with meta:
+            yield
+        return
+
+    def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or threading.get_ident() != own:
+            return parameter
+        moved = nn.Parameter(parameter.to(meta), parameter.requires_grad)
+        moved.__dict__.update(parameter.__dict__)
+        return moved
+
+    handle = register_module_parameter_registration_hook(move_parameter)
+    try:
+        yield
+    finally:
+        handle.remove()

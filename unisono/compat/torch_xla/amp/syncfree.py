@@ -9,28 +9,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 
-class _Skips(Optimizer):
+class _Skips(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None) -> Any:
         """Like the step of torch's optimizer; but if `found_inf`, a tensor of one element, is not 0, only the closure
         runs."""
         if found_inf is None or not found_inf.item():
             return super().step(closure)
-        if closure is None:
-            return None
         with torch.enable_grad():
-            return closure()
+            return closure() if closure is not None else None
 
 
-class SGD(_Skips, torch.optim.SGD):
-    """`torch.optim.SGD`."""
+class SGD(_Skips, torch.optim.SGD): ...
 
 
-class Adam(_Skips, torch.optim.Adam):
-    """`torch.optim.Adam`."""
+class Adam(_Skips, torch.optim.Adam): ...
 
 
-class AdamW(_Skips, torch.optim.AdamW):
-    """`torch.optim.AdamW`."""
+class AdamW(_Skips, torch.optim.AdamW): ...

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from unisono.arguments import check_choice, check_type
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.parallel import agreement, collectives
 from unisono.parallel import optimizer as steps
@@ -24,26 +25,21 @@ from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
 from unisono.world import World, current_world
 
-REDUCE_SUM = "sum"
-REDUCE_MUL = "mul"
-REDUCE_AND = "and"
-REDUCE_OR = "or"
-REDUCE_MIN = "min"
-REDUCE_MAX = "max"
+REDUCE_SUM, REDUCE_MUL, REDUCE_MIN, REDUCE_MAX, REDUCE_AND, REDUCE_OR = "sum", "mul", "min", "max", "and", "or"
 
 Groups = Sequence[Sequence[int]] | None
 """Lists of ordinals, with each replica in exactly one. A replica is reduced over its own group, and all replicas must
 call."""
 
-_OPS: dict[str, ReduceOp] = {REDUCE_SUM: "sum", REDUCE_MUL: "product", REDUCE_MIN: "min", REDUCE_MAX: "max"}
-_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    REDUCE_SUM: torch.add,
-    REDUCE_MUL: torch.mul,
-    REDUCE_AND: torch.bitwise_and,
-    REDUCE_OR: torch.bitwise_or,
-    REDUCE_MIN: torch.minimum,
-    REDUCE_MAX: torch.maximum,
+_FOLDS: dict[str, tuple[ReduceOp | None, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    REDUCE_SUM: ("sum", torch.add),
+    REDUCE_MUL: ("product", torch.mul),
+    REDUCE_MIN: ("min", torch.minimum),
+    REDUCE_MAX: ("max", torch.maximum),
+    REDUCE_AND: (None, torch.bitwise_and),
+    REDUCE_OR: (None, torch.bitwise_or),
 }
+"""How all replicas reduce, where there is an operation for it, and how two tensors of a group are combined."""
 
 
 @disable_dynamo
@@ -57,8 +53,7 @@ def all_reduce(
         reduce_type: "sum", "mul", "min", "max"; bitwise "and" and "or" for integers and bools.
         inputs: a tensor, which yields a new one; or a list of tensors, which are reduced in place and returned.
     """
-    if reduce_type not in _FOLDS:
-        raise ValueError(f"reduce_type={reduce_type!r} does not exist; choose one of {', '.join(_FOLDS)}")
+    check_choice(reduce_type, "reduce_type", *_FOLDS)
     world = current_world()
     group = own_group(groups, world)
     if isinstance(inputs, torch.Tensor):
@@ -71,15 +66,16 @@ def all_reduce(
 def _reduce_tensor(
     reduce_type: str, tensor: torch.Tensor, scale: float, group: list[int] | None, world: World
 ) -> torch.Tensor:
+    op, fold = _FOLDS[reduce_type]
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    if scale != 1 and is_whole and (tensor.dtype == torch.bool or scale != int(scale)):
+    if is_whole and scale != 1:
         raise TypeError(f"scale={scale} would round {tensor.dtype} numbers; convert to a floating type first")
-    if reduce_type in (REDUCE_AND, REDUCE_OR) and not is_whole:
+    if op is None and not is_whole:
         raise TypeError(f"all_reduce of {tensor.dtype} has no {reduce_type!r}; convert to an integer type or to bool")
-    if group is None and reduce_type in _OPS:
-        result = collectives.all_reduce(tensor.detach().clone(), _OPS[reduce_type], world)
+    if group is None and op is not None:
+        result = collectives.all_reduce(tensor.detach().clone(), op, world)
     else:
-        result = functools.reduce(_FOLDS[reduce_type], _gather_group(tensor, group, world))
+        result = functools.reduce(fold, _gather_group(tensor, group, world))
     return result if scale == 1 else result.mul_(scale)
 
 
@@ -92,15 +88,7 @@ def _gather_group(tensor: torch.Tensor, group: list[int] | None, world: World) -
 
 @disable_dynamo
 @torch.no_grad()
-def all_gather(
-    value: Any,
-    dim: int = 0,
-    groups: Groups = None,
-    output: Any = None,
-    pin_layout: bool = True,
-    *ignored: Any,
-    **options: Any,
-) -> Any:
+def all_gather(value: Any, dim: int = 0, groups: Groups = None, output: Any = None, *_: Any, **__: Any) -> Any:
     """Concatenate the replicas' tensors, of equal shapes, along `dim`, by ordinal; zero-dimensional tensors are
     stacked.
 
@@ -133,9 +121,8 @@ def reduce_scatter(
     shard_count: int,
     groups: Groups = None,
     output: Any = None,
-    pin_layout: bool = True,
-    *ignored: Any,
-    **options: Any,
+    *_: Any,
+    **__: Any,
 ) -> Any:
     """Like `all_reduce`, but each replica gets only its own of `shard_count` equal parts along `scatter_dim`; as many
     as there are replicas, or with groups those of its own. `input` and `output` are as for `all_gather`."""
@@ -160,81 +147,65 @@ reduce_scatter_bucketized = reduce_scatter
 def _apply_to_each(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, output: Any) -> Any:
     """Apply `fn` to a tensor, or to each of a list; write the result into `output`, if given."""
     if not isinstance(value, torch.Tensor):
-        if not isinstance(value, list | tuple) or not all(isinstance(each, torch.Tensor) for each in value):
-            raise TypeError(f"this takes a tensor or a list of them, and got a {type(value).__name__}")
+        check_type(value, "value", "pass a tensor or a list of tensors", list, tuple)
         outputs = [None] * len(value) if output is None else output
         if len(outputs) != len(value):
             raise ValueError(f"output has {len(outputs)} tensors for {len(value)}; pass one for each")
         return [_apply_to_each(fn, each, its) for each, its in zip(value, outputs, strict=True)]
     result = fn(value)
-    if output is None:
-        return result
-    if output.shape != result.shape:
-        output.resize_(result.shape)
-    return output.copy_(result)
+    return result if output is None else output.resize_(result.shape).copy_(result)
 
 
 def own_group(groups: Groups, world: World) -> list[int] | None:
     """The group of this replica; None if there are no groups."""
     if not groups:
         return None
-    if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in groups):
-        raise TypeError(f"groups={groups!r} is not a list of lists of ordinals, as in [[0, 1], [2, 3]]")
+    for group in groups:
+        check_type(group, "a group", "pass lists of ordinals, as in [[0, 1], [2, 3]]", list, tuple)
     if sorted(rank for group in groups for rank in group) != list(range(world.world_size)):
-        raise ValueError(
-            f"groups={[*map(list, groups)]} must hold each of the ordinals 0 to {world.world_size - 1} once"
-        )
+        raise ValueError(f"groups={groups} must hold each of the ordinals 0 to {world.world_size - 1} once")
     return next(list(group) for group in groups if world.rank in group)
 
 
-def reduce_gradients(optimizer: Optimizer, groups: Groups = None, pin_layout: bool = True) -> None:
+def reduce_gradients(optimizer: Optimizer, groups: None = None, pin_layout: bool = True) -> None:
     """Replace the gradients by their mean over the replicas; for example, to clip them before `optimizer.step()`.
 
     As for `unisono.optimizer_step`, the mean is that over all samples, if a loader knows how many each replica had.
-
-    Args:
-        groups: as in the original, the sum over the replica's group is divided by the number of all replicas.
+    `groups` is a ValueError.
     """
+    _refuse_groups(groups)
     world = current_world()
-    if world.world_size == 1:
-        return
-    world.state.part(steps.ByHand).brings_batches = True
-    parameters = trained_parameters(optimizer)
+    if world.world_size > 1:
+        world.state.part(steps.ByHand).brings_batches = True
+        with world.timeline.loop().span(REDUCE):
+            steps.check_once(optimizer, trained_parameters(optimizer), world)
+            steps.reduce_held(optimizer, world)
+
+
+def _refuse_groups(groups: Any) -> None:
     if groups:
-        # every parameter, so that none is paired with another one's; a missing gradient counts as zero
-        for each in parameters:
-            own = torch.zeros_like(each) if each.grad is None else each.grad
-            each.grad = all_reduce(REDUCE_SUM, own, 1 / world.world_size, groups)
-        return
-    with world.timeline.loop().span(REDUCE):
-        steps.check_once(optimizer, parameters, world)
-        steps.reduce_held(optimizer, world)
+        raise ValueError(f"groups={groups}: gradients are those of all replicas here; reduce others by all_reduce")
 
 
 def optimizer_step(
     optimizer: Optimizer,
     barrier: bool = False,
     optimizer_args: Mapping[str, Any] = MappingProxyType({}),
-    groups: Groups = None,
+    groups: None = None,
     pin_layout: bool = True,
 ) -> Any:
     """Reduce the gradients over the replicas, then return `optimizer.step(**optimizer_args)`.
 
     Args:
         barrier: end the step here, as `mark_step` does. Otherwise the loader's next batch ends it.
-        groups: as for `reduce_gradients`; not with a closure, whose gradients would not be reduced.
 
     Raises:
+        ValueError: `groups` are given.
         TypeError, RuntimeError, CollectiveMismatchError, BrokenWorldError: as for `unisono.optimizer_step`.
     """
-    if not groups:
-        current_world().state.part(steps.ByHand).brings_batches = True
-        result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
-    elif optimizer_args.get("closure") is not None:
-        raise ValueError("optimizer_step(groups=...) reduces once, before the closure; pass only one of them")
-    else:
-        reduce_gradients(optimizer, groups)
-        result = optimizer.step(**optimizer_args)
+    _refuse_groups(groups)
+    current_world().state.part(steps.ByHand).brings_batches = True
+    result = steps.optimizer_step(optimizer, optimizer_args=optimizer_args)
     if barrier:
         mark_step()
     return result
@@ -242,8 +213,7 @@ def optimizer_step(
 
 def fetch_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     """The gradients of the optimizer's parameters that have one. Scripts know it as `xm._fetch_gradients`."""
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return [each.grad for each in parameters if each.grad is not None]
+    return [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
 
 
 broadcast_master_param = agreement.broadcast_parameters

@@ -1,4 +1,4 @@
-"""Which replica is calling, and which devices it sees; their random generators, and moving data to them.
+"""Which replica is calling, and which devices it sees; and their random generators.
 
 A *replication* is a world created by `spawn`, a `DataParallel` or a launcher. Outside of one a script runs alone, on
 the device that it has chosen last. What is no device, kind, seed or number is a TypeError or a ValueError.
@@ -14,10 +14,9 @@ from typing import Any, TextIO, TypeVar
 
 import torch
 
-from unisono.arguments import check_integer, check_type
+from unisono.arguments import check_choice, check_integer, check_type
 from unisono.backends import available_devices, family_names, get_backend, resolve_device
 from unisono.backends.seeding import seed_device, seed_of_device
-from unisono.compat.torch_xla.utils.utils import for_each_instance_rewrite
 from unisono.protocols import Backend
 from unisono.world import World, current_world, process_world
 
@@ -102,18 +101,16 @@ def devices_of(devkind: Kind) -> list[torch.device]:
 
 def _is_worker() -> bool:
     """Whether the caller is a replica in a separate process, which only sees its own device."""
-    world = replication()
-    return world is not None and world.is_of_processes
+    return current_world().is_of_processes
 
 
 def _families_of_kinds(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]:
     """Yield the families of these kinds, the one in use before others of the same kind; each is loaded only when
     reached."""
-    kinds = [devkind] if isinstance(devkind, str) else devkind
-    check_type(kinds, "devkind", "pass a string, a list of strings or None", list, tuple)
-    for kind in [str(each).upper() for each in kinds]:
-        if kind not in _KINDS:
-            raise ValueError(f"devkind={devkind!r} is not a kind of device; choose one of {', '.join(_KINDS)}")
+    check_type(devkind, "devkind", "pass a string, a list of strings or None", str, list, tuple)
+    for each in [devkind] if isinstance(devkind, str) else devkind:
+        kind = str(each).upper()
+        check_choice(kind, "devkind", *_KINDS)
         for name in dict.fromkeys([first.name, *family_names()]):
             family = get_backend(name)
             if kind in (_hardware_name(family), family.hardware(), family.name.upper()):
@@ -126,12 +123,9 @@ def xla_device(n: int | None = None, devkind: Kind = None) -> torch.device:
     check_type(n, "n", "pass an integer, or None for the rank's own device", int, NoneType)
     seen, world = devices_of(devkind), current_world()
     if not seen:
-        there = [str(world.device)] if _is_worker() else available_devices()
-        raise ValueError(f"there is no device of kind {devkind!r} here; there are {', '.join(there)}")
+        raise ValueError(f"there is no device of kind {devkind!r} here; there are {', '.join(available_devices())}")
     if _is_worker() and n not in (None, 0, world.device.index):
-        raise ValueError(
-            f"n={n}, but rank {world.rank} sees only its own device, {world.device}; call xla_device() without n"
-        )
+        raise ValueError(f"n={n}, but rank {world.rank} sees only its own device, {world.device}; leave n out")
     backend, device = resolve_device(seen[0])
     if replication() and (n is None or _is_worker()):
         device = world.device if device.type == world.device.type else device
@@ -145,9 +139,8 @@ def xla_device(n: int | None = None, devkind: Kind = None) -> torch.device:
 def get_xla_supported_devices(devkind: Kind = None, max_devices: int | None = None) -> list[str]:
     """The devices of a kind that are visible to the caller, as strings, at most `max_devices` of them unless that is
     None or 0; listing them starts nothing."""
-    if max_devices is not None:
-        check_integer(max_devices, "max_devices", 0)
-    return [str(device) for device in devices_of(devkind)][: max_devices or None]
+    most = check_integer(max_devices or 0, "max_devices", 0) or None
+    return [str(device) for device in devices_of(devkind)][:most]
 
 
 def xla_device_hw(device: DeviceName) -> str:
@@ -161,18 +154,11 @@ def xla_real_devices(devices: Sequence[DeviceName] | None = None) -> list[str]:
     return [f"{_hardware_name(backend)}:{device.index or 0}" for backend, device in resolved]
 
 
-def xla_replication_devices(local_devices: Sequence[DeviceName]) -> list[str]:
-    """Like `xla_real_devices`, for devices that are to form a replication: any set of one kind; else a RuntimeError."""
-    real = xla_real_devices(local_devices)
-    kinds = sorted({name.partition(":")[0] for name in real})
-    if len(kinds) > 1:
-        raise RuntimeError(f"Cannot replicate across different device types: {real} are {', '.join(kinds)}; name one")
-    return real
+xla_replication_devices = xla_real_devices
 
 
 def _hardware_name(backend: Backend) -> str:
-    hardware = backend.hardware()
-    return "GPU" if hardware == "CUDA" else hardware
+    return {"CUDA": "GPU"}.get(backend.hardware(), backend.hardware())
 
 
 def wait_device_ops(devices: Sequence[DeviceName] = ()) -> None:
@@ -195,26 +181,3 @@ def get_rng_state(device: DeviceName | None = None) -> int:
     If anything was drawn since the generator was seeded, it is reseeded for that, with a seed derived from its state.
     """
     return seed_of_device(*here(device))
-
-
-def send_cpu_data_to_device(data: Any, device: DeviceName) -> Any:
-    """The data with its tensors on the device, in containers of the same types; the data itself is not modified.
-
-    Tensors in attributes of objects are moved, too; a `DataWrapper` names its own.
-    """
-    backend, target = here(device)
-    moved, token = backend.to_device(data, target)
-    if token is not None:
-        backend.wait_ready(token)
-    return send_attributes(moved, backend, target)
-
-
-def send_attributes(moved: Any, backend: Backend, device: torch.device) -> Any:
-    """Move the remaining parts of a batch: tensors in main memory that are attributes of objects."""
-    if not backend.moves_in_background:
-        return moved
-
-    def is_in_main_memory(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_cpu
-
-    return for_each_instance_rewrite(moved, is_in_main_memory, lambda tensor: tensor.to(device))

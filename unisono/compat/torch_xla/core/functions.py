@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from unisono.arguments import check_choice
 from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core import collectives
 from unisono.compat.torch_xla.core.collectives import Groups
@@ -24,21 +25,12 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, reduce_type: str, scale: float, groups: Groups) -> torch.Tensor:
-        output: torch.Tensor = collectives.all_reduce(reduce_type, value, scale, groups)
-        ctx.reduce_type, ctx.scale = reduce_type, scale
-        ctx.save_for_backward(value, output)
-        return output
+        ctx.scale = scale
+        return collectives.all_reduce(reduce_type, value, scale, groups)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        value, output = ctx.saved_tensors
-        if ctx.reduce_type == collectives.REDUCE_SUM:
-            own = grad * ctx.scale
-        elif ctx.reduce_type == collectives.REDUCE_MUL:
-            own = torch.where(value == 0, torch.zeros_like(grad), grad * output / value)
-        else:  # "min" and "max"; the others take no floating numbers, which alone have gradients
-            own = torch.where(value * ctx.scale == output, grad * ctx.scale, torch.zeros_like(grad))
-        return own, None, None, None
+        return grad * ctx.scale, None, None, None
 
 
 class AllGather(torch.autograd.Function):
@@ -48,8 +40,7 @@ class AllGather(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, dim: int) -> torch.Tensor:
         ctx.rank, ctx.dim, ctx.is_scalar = current_world().rank, dim, value.ndim == 0
         ctx.size = 1 if ctx.is_scalar else value.shape[dim]
-        gathered: torch.Tensor = collectives.all_gather(value, dim)
-        return gathered
+        return collectives.all_gather(value, dim)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -58,11 +49,9 @@ class AllGather(torch.autograd.Function):
 
 
 def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups: Groups = None) -> torch.Tensor:
-    """`xla_model.all_reduce` of a tensor, with a gradient.
-
-    The gradient is that of this replica's own part, times `scale`; it is not reduced. For "min" and "max" it goes to
-    the replicas that have the resulting value.
-    """
+    """`xla_model.all_reduce` of a tensor, for sums only (ValueError), with a gradient: that of this replica's own part,
+    times `scale`; it is not reduced."""
+    check_choice(reduce_type, "reduce_type", collectives.REDUCE_SUM)
     return AllReduce.apply(value, reduce_type, scale, groups)  # type: ignore[no-any-return]
 
 
@@ -73,15 +62,13 @@ def all_gather(value: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 def distributed_mm(w: torch.Tensor, x: torch.Tensor, split: int = 1) -> torch.Tensor:
     """`W @ x`, N x M, for a matrix `W` of which each replica has K columns, `w` (N x K), and an `x` of its own, (K *
-    world size) x M; in `split` parts along M, which bounds the memory."""
+    world size) x M; in `split` equal parts along M, which bounds the memory. ValueError if the shapes do not fit."""
     world = current_world()
-    if x.shape[0] != w.shape[1] * world.world_size:
+    if x.shape[0] != w.shape[1] * world.world_size or x.shape[1] % split:
         raise ValueError(
-            f"x has {x.shape[0]} rows, but w of shape {tuple(w.shape)} on {world.world_size} replicas makes "
-            f"{w.shape[1] * world.world_size} columns; pass all rows of x"
+            f"x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)} on {world.world_size} replicas with "
+            f"split={split}; pass {w.shape[1] * world.world_size} rows, and columns that split divides"
         )
-    if x.shape[1] % split:
-        raise ValueError(f"split={split} does not divide the {x.shape[1]} columns of x; pass a number that does")
     results = []
     for part in torch.split(x, x.shape[1] // split, dim=1):
         everyone = all_gather(part, dim=1).narrow(0, world.rank * w.shape[1], w.shape[1])

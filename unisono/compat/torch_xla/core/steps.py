@@ -1,14 +1,14 @@
 """The end of a step, and closures that run then.
 
-*Threads:* closures belong to the replica that has added them, and run in its thread. Asynchronous ones run in threads
-named `unisono-step-closures`, one for those of each step, which first waits for that of the step before.
+*Threads:* closures belong to the replica that has added them, and run in its thread; the asynchronous ones of a step in
+a thread of their own, `unisono-step-closures`, which the end of the next step waits for.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextvars import Context, copy_context
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -19,62 +19,39 @@ from unisono.world import current_world
 MARK_STEP = "MarkStep"
 """The counter of ended steps."""
 
-_MOST_STEPS = 16
-"""The number of steps whose asynchronous closures may be pending; each holds its step's tensors."""
-
 
 class _Closures:
-    """A replica's closures, which run at the end of its step.
-
-    Attributes:
-        own: those that run in its thread.
-        beside: those that run concurrently with its loop.
-        running: the threads of the latter, of the latest steps.
-        failed: the error of one of them, after which the others are dropped; a new list once it was raised.
-    """
+    """A replica's closures: those that run in its thread at the end of its step, those that run concurrently with its
+    loop, and what has become of the latter's last ones."""
 
     def __init__(self) -> None:
         self.own: list[Callable[[], Any]] = []
         self.beside: list[Callable[[], Any]] = []
-        self.running: list[threading.Thread] = []
-        self.failed: list[BaseException] = []
+        self.running: Future[None] | None = None
 
     def start_beside(self) -> None:
-        """Start the asynchronous closures of a step. Blocks while those of too many steps are pending; raises the error
-        of an earlier one, after which the others are dropped."""
-        self.running = [each for each in self.running if each.is_alive()]
-        if len(self.running) == _MOST_STEPS:
-            self.running[0].join()
-        beside, self.beside = self.beside, []
-        if self.failed:
-            (error,), self.failed = self.failed, []
-            raise error
+        """Start the asynchronous closures of a step, after those of the step before; raises the error of one of these,
+        and drops the new ones then."""
+        beside, running, self.beside, self.running = self.beside, self.running, [], None
+        if running is not None:
+            running.result()
         if beside:
-            before = self.running[-1] if self.running else None
-            work = (before, beside, self.failed, copy_context())
-            # Not a daemon: an exiting process waits for it.
-            self.running.append(threading.Thread(target=run_closures, args=work, name="unisono-step-closures"))
-            self.running[-1].start()
+            thread = ThreadPoolExecutor(1, "unisono-step-closures")  # an exiting process waits for it
+            self.running = thread.submit(copy_context().run, run_closures, beside)
+            thread.shutdown(wait=False)
 
 
-def run_closures(
-    before: threading.Thread | None, closures: list[Callable[[], Any]], failed: list[BaseException], context: Context
-) -> None:
-    """Body of a thread: run the closures of one step in the replica's context, unless one has failed."""
-    if before is not None:
-        before.join()
-    try:
-        while closures and not failed:
-            context.run(closures.pop(0))
-    except BaseException as error:
-        failed.append(error)
+def run_closures(closures: list[Callable[[], Any]]) -> None:
+    """Run the closures of one step, until one fails."""
+    for closure in closures:
+        closure()
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
     """Call `closure(*args)` after the end of the next step, in this thread; closures run in the order they were added.
 
-    With `run_async`, another thread calls it concurrently with the loop, after those added earlier in this way. The end
-    of the next step raises its error, and those after it are dropped.
+    With `run_async`, another thread calls it concurrently with the next step of the loop, whose end waits for it and
+    raises its error; the closures after it are dropped.
     """
     check_type(closure, "closure", "pass a function", Callable)
     closures = current_world().state.part(_Closures)
@@ -93,8 +70,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
     closures = world.state.part(_Closures)
     closures.start_beside()
     own, closures.own = closures.own, []
-    for closure in own:
-        closure()
+    run_closures(own)
 
 
 def execute_recorded(wait: bool = False) -> None:

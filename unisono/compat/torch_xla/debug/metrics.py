@@ -7,6 +7,7 @@ Metrics are the phases of its loops ("fetch", "compute", "reduce", "step", "move
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 from unisono.compat.left_out import left_out
@@ -19,41 +20,33 @@ _RUNTIME_NAMES = {"graphs compiled": "UncachedCompile", "graphs found compiled":
 
 
 class _Cleared:
-    """What a replica had counted when it cleared its metrics: its counters, the nanoseconds of each phase, and the end
-    of the last span."""
+    """What a replica had counted when it cleared its metrics: counters, with the nanoseconds of each phase; and when
+    that was."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.totals: Counter[str] = Counter()
-        self.stop = 0
+        self.at_ns = 0
 
 
-def _count(before: _Cleared) -> _Cleared:
-    """What was counted since then."""
-    world, found = current_world(), _Cleared()
+def _count_all() -> Counter[str]:
+    world, counts = current_world(), Counter[str]()
     for track in world.timeline.tracks():
-        found.counts.update(track.counts.copy())
-        found.totals.update(track.totals.copy())
-        found.stop = max([found.stop, *(span.stop for span in list(track.spans.copy())[-1:])])
-    for name, value in world.backend.counters().items():
-        found.counts[_RUNTIME_NAMES.get(name, name)] += value
-    found.counts.subtract(before.counts)
-    found.totals.subtract(before.totals)
-    return found
-
-
-def _count_since_cleared() -> _Cleared:
-    return _count(current_world().state.part(_Cleared))
+        counts.update(
+            {**track.counts.copy(), **{f"ns of {phase}": took for phase, took in track.totals.copy().items()}}
+        )
+    counts.update({_RUNTIME_NAMES.get(name, name): value for name, value in world.backend.counters().items()})
+    counts.subtract(current_world().state.part(_Cleared).counts)
+    return counts
 
 
 def counter_names() -> list[str]:
     """The counters with a nonzero value."""
-    return sorted(name for name, value in _count_since_cleared().counts.items() if value)
+    return sorted(name for name, value in _count_all().items() if value and not name.startswith("ns of "))
 
 
 def counter_value(counter_name: str) -> int | None:
     """The value of a counter; None if it is zero."""
-    return _count_since_cleared().counts[counter_name] or None
+    return _count_all()[counter_name] or None
 
 
 def metric_names() -> list[str]:
@@ -66,14 +59,14 @@ def metric_data(metric_name: str) -> tuple[int, float, list[tuple[float, float]]
 
     None if the phase has taken no time.
     """
-    cleared_at = current_world().state.part(_Cleared).stop
-    spans = [span for track in current_world().timeline.tracks() for span in track.spans.copy()]
+    world = current_world()
+    spans = [span for track in world.timeline.tracks() for span in track.spans.copy()]
     samples = [
         (span.stop / 1e9, float(span.stop - span.start))
         for span in sorted(spans, key=lambda span: span.stop)
-        if span.phase == metric_name and span.stop > cleared_at
+        if span.phase == metric_name and span.stop > world.state.part(_Cleared).at_ns
     ]
-    total = _count_since_cleared().totals[metric_name]
+    total = _count_all()[f"ns of {metric_name}"]
     return (len(samples), float(total), samples) if total > 0 else None
 
 
@@ -89,7 +82,9 @@ def metrics_report() -> str:
 
 def clear_all() -> None:
     """Restart counting. Reports of this framework (`unisono.gather_report`) are not affected."""
-    vars(current_world().state.part(_Cleared)).update(vars(_count(_Cleared())))
+    cleared = current_world().state.part(_Cleared)
+    cleared.counts.update(_count_all())
+    cleared.at_ns = time.perf_counter_ns()
 
 
 clear_counters = clear_metrics = clear_all

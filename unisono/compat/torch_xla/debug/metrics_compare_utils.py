@@ -6,17 +6,16 @@ import re
 
 from unisono.compat.left_out import left_out
 
-_METRIC = re.compile(r"Metric: (\S+)\s+TotalSamples: (\d+)\s+Accumulator: ([\d.]+)ms")
-_COUNTER = re.compile(r"Counter: (.+?)\s+Value: (\d+)")
-
-
 __getattr__ = left_out(__name__)
 
 
 def parse_metrics_report(report: str) -> dict[str, float]:
     """A report's numbers: `NAME__TotalSamples`, `NAME__Accumulator_sec` of metrics, `NAME__Value` of counters."""
     numbers: dict[str, float] = {}
-    for name, count, milliseconds in _METRIC.findall(report):
-        numbers[f"{name}__TotalSamples"] = int(count)
-        numbers[f"{name}__Accumulator_sec"] = float(milliseconds) / 1000
-    return numbers | {f"{name}__Value": int(value) for name, value in _COUNTER.findall(report)}
+    for name, count, milliseconds in re.findall(
+        r"Metric: (\S+)\s+TotalSamples: (\d+)\s+Accumulator: ([\d.]+)ms", report
+    ):
+        numbers |= {f"{name}__TotalSamples": int(count), f"{name}__Accumulator_sec": float(milliseconds) / 1000}
+    return numbers | {
+        f"{name}__Value": int(value) for name, value in re.findall(r"Counter: (.+?)\s+Value: (\d+)", report)
+    }

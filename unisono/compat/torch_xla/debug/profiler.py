@@ -13,8 +13,7 @@ from unisono.compat.left_out import left_out
 from unisono.compat.torch_xla.core.devices import get_ordinal
 from unisono.compat.torch_xla.core.steps import mark_step
 
-_running: tuple[torch.profiler.profile, Path] | None = None  # torch has one profiler per process
-
+_running: list[tuple[torch.profiler.profile, Path]] = []  # at most one: torch has one profiler per process
 
 __getattr__ = left_out(__name__)
 
@@ -41,27 +40,22 @@ class StepTrace(Trace):
 
 def start_server(port: int, only_on_master: bool = True) -> None:
     """Has no effect except a log message: profilers cannot connect to a replica here."""
-    logging.getLogger("unisono").info(
-        "no profiler listens at port %s: a replica traces itself, by start_trace(folder)", port
-    )
+    logging.getLogger("unisono").info("no profiler listens at port %s; start_trace(folder) writes a trace", port)
 
 
 def start_trace(log_dir: str | os.PathLike[str]) -> None:
     """Record what this process does, until `stop_trace`, which writes `trace-ORDINAL.json` into that folder."""
-    global _running
-    if _running is not None:
+    if _running:
         raise RuntimeError("a trace is already being recorded in this process; call stop_trace() first")
-    profile = torch.profiler.profile()
-    profile.start()
-    _running = profile, Path(log_dir)
+    _running.append((torch.profiler.profile(), Path(log_dir)))
+    _running[0][0].start()
 
 
 def stop_trace() -> None:
     """Write the trace; the folder is created if it is missing."""
-    global _running
-    if _running is None:
+    if not _running:
         raise RuntimeError("no trace is being recorded in this process; call start_trace(log_dir) first")
-    (profile, folder), _running = _running, None
+    profile, folder = _running.pop()
     profile.stop()
     folder.mkdir(parents=True, exist_ok=True)
     profile.export_chrome_trace(str(folder / f"trace-{get_ordinal()}.json"))

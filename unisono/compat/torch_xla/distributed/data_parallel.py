@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
 from unisono.arguments import check_type
 from unisono.compat.torch_xla.distributed.parallel_loader import PASSES, PerDeviceLoader, tail_of
 from unisono.loaders.device_iterator import DeviceIterator
@@ -19,7 +16,6 @@ from unisono.parallel.data_parallel import ReplicaContext
 T = TypeVar("T")
 
 Context = ReplicaContext
-LoopFn = Callable[[nn.Module, PerDeviceLoader, torch.device, Context], T]
 
 
 class DataParallel(native.DataParallel):
@@ -29,12 +25,8 @@ class DataParallel(native.DataParallel):
     allowed. An error of a replica is raised in the caller.
     """
 
-    def __call__(  # type: ignore[override]
-        self,
-        loop_fn: LoopFn[T],
-        loader: Iterable[Any],
-        fixed_batch_size: bool = False,
-        batchdim: int = 0,
+    def __call__(
+        self, loop_fn: Callable[..., T], loader: Iterable[Any], fixed_batch_size: bool = False, batchdim: int = 0
     ) -> list[T]:
         """Call `loop_fn(model, device_loader, device, context)` once per device; return the results, in device order.
 
@@ -43,17 +35,11 @@ class DataParallel(native.DataParallel):
         check_type(loop_fn, "loop_fn", "pass a function", Callable)
 
         @wraps(loop_fn)
-        def loop(model: nn.Module, batches: DeviceIterator, device: torch.device, context: Context) -> T:
-            return loop_fn(model, PerDeviceLoader(batches, device), device, context)
+        def loop(model: Any, batches: DeviceIterator, *place: Any) -> T:
+            return loop_fn(model, PerDeviceLoader(batches), *place)
 
         return super().__call__(loop, loader, fixed_batch_size, batchdim)
 
     def _make_loader(self, loader: Iterable[Any], fixed_batch_size: bool, batchdim: int) -> ParallelLoader:
-        return ParallelLoader(
-            loader,
-            self.devices,
-            batch_dim=batchdim,
-            fixed_batch_size=fixed_batch_size,
-            tail=tail_of(self.devices),
-            sources=PASSES,
-        )
+        options: Any = {"batch_dim": batchdim, "fixed_batch_size": fixed_batch_size, "sources": PASSES}
+        return ParallelLoader(loader, self.devices, tail=tail_of(self.devices), **options)

@@ -2,26 +2,20 @@
 
 As in the original, a loader is not split across ranks: each process gives its loader its own part, for example by a
 DistributedSampler. Devices of one process take batches in turn, and an incomplete last round is dropped; with one
-device, nothing is dropped.
-
-What this framework's loaders add: an error of the dataset reaches the loop, a loop that is left early leaves no
-threads, containers keep their types, a batch may be None, and the order of a shuffled DataLoader depends only on its
-seed and the epoch. As in the original, a new loader may be created for each pass: the epoch is the number of passes
-that loaders of these modules have begun over the DataLoader; with a DistributedSampler, it is the one that the script
-has set there.
+device, nothing is dropped. A new loader may be created for each pass: the epoch is the number of passes that loaders of
+these modules have begun over the DataLoader; with a DistributedSampler, it is the one that the script has set there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.arguments import check_integer, explain_unknown_names
-from unisono.backends import resolve_device
 from unisono.compat.left_out import left_out
-from unisono.compat.torch_xla.core.devices import DeviceName, send_attributes
+from unisono.compat.torch_xla.core.devices import DeviceName
 from unisono.compat.torch_xla.core.steps import mark_step
 from unisono.loaders import parallel_loader as native
 from unisono.loaders.device_iterator import DeviceIterator
@@ -31,7 +25,6 @@ from unisono.world import current_world
 
 PASSES = Sources()  # over each DataLoader, whichever loaders of these modules make them
 
-
 __getattr__ = left_out(__name__)
 
 
@@ -39,11 +32,10 @@ class PerDeviceLoader:
     """The batches of one device, once. Each `next` first ends a step (`mark_step`), as does the one after the last
     batch; or every so many, `batches_per_execution`."""
 
-    def __init__(self, iterator: DeviceIterator, device: DeviceName, batches_per_execution: int = 1) -> None:
-        self._iterator = iterator
-        self._place = resolve_device(device)
-        self._per_step = batches_per_execution
+    def __init__(self, iterator: DeviceIterator, batches_per_execution: int = 1) -> None:
+        self._iterator, self._per_step = iterator, batches_per_execution
         self._since = batches_per_execution  # batches since the end of the last step
+        self.close = iterator.close
 
     def __iter__(self) -> PerDeviceLoader:
         return self
@@ -59,21 +51,15 @@ class PerDeviceLoader:
                 mark_step()
             raise
         self._since += 1
-        return send_attributes(batch, *self._place)
+        return batch
+
+    next = __next__
 
     def __len__(self) -> int:
         return len(self._iterator)
 
-    def next(self) -> Any:
-        """Return `next(self)`."""
-        return next(self)
 
-    def close(self) -> None:
-        """Stop taking batches. Idempotent."""
-        self._iterator.close()
-
-
-class ParallelLoader:
+class ParallelLoader(native.ParallelLoader):
     """One pass over a loader for several devices of this process: batch i goes to `devices[i % len(devices)]`.
 
     Args:
@@ -87,53 +73,31 @@ class ParallelLoader:
 
     def __init__(self, loader: Iterable[Any], devices: Sequence[DeviceName], *arguments: Any, **options: Any) -> None:
         self._per_step, found = native_options(*arguments, **options)
-        self._native = native.ParallelLoader(loader, devices, tail=tail_of(devices), **found)
-        take_epoch(loader, self._native)
+        super().__init__(loader, devices, tail=tail_of(devices), **found)
+        take_epoch(loader, self)
 
-    def per_device_loader(self, device: DeviceName) -> PerDeviceLoader:
-        """The iterator of one device, which keeps this loader alive.
-
-        Raises:
-            ValueError: the device is not one of this loader's.
-            ClosedError: the loader is closed.
-        """
-        return PerDeviceLoader(self._native.per_device_loader(device), device, self._per_step)
+    def per_device_loader(self, device: DeviceName) -> Any:  # type: ignore[override]
+        """The iterator of one device, a `PerDeviceLoader`, which keeps this loader alive. Errors: as for the native
+        one."""
+        return PerDeviceLoader(super().per_device_loader(device), self._per_step)
 
     def per_device_samples(self) -> int:
         """The number of batches for each device; TypeError if the loader has no length."""
         return len(self)
 
-    def __len__(self) -> int:
-        return len(self._native)
 
-    def close(self) -> None:
-        """End the pass and its threads. Idempotent."""
-        self._native.close()
-
-    def __enter__(self) -> ParallelLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class MpDeviceLoader:
-    """A loader whose batches arrive on one device; it can be looped over repeatedly.
-
-    Arguments as for `ParallelLoader`.
-    """
+class MpDeviceLoader(native.DeviceLoader):
+    """A loader whose batches arrive on one device; it can be looped over repeatedly. Arguments as for
+    `ParallelLoader`."""
 
     def __init__(self, loader: Iterable[Any], device: DeviceName, *arguments: Any, **options: Any) -> None:
-        self._loader, self._device = loader, device
+        self._source = loader
         self._per_step, found = native_options(*arguments, **options)
-        self._native = native.DeviceLoader(loader, device, tail="split", **found)
+        super().__init__(loader, device, tail="split", **found)
 
-    def __iter__(self) -> Iterator[Any]:
-        take_epoch(self._loader, self._native)
-        return PerDeviceLoader(iter(self._native), self._device, self._per_step)
-
-    def __len__(self) -> int:
-        return len(self._native)
+    def __iter__(self) -> Any:
+        take_epoch(self._source, self)
+        return PerDeviceLoader(super().__iter__(), self._per_step)
 
 
 @explain_unknown_names()

@@ -6,17 +6,15 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from unisono.arguments import check_choice
 from unisono.launch import spawn as native
 
 R = TypeVar("R")
-
-START_METHODS = ("spawn", "fork", "forkserver")
 
 
 def spawn(
@@ -38,8 +36,7 @@ def spawn(
     Returns:
         What the calls returned, by ordinal; or the `ProcessContext`.
     """
-    if start_method not in START_METHODS:
-        raise ValueError(f"start_method={start_method!r} does not exist; choose one of {', '.join(START_METHODS)}")
+    check_choice(start_method, "start_method", "spawn", "fork", "forkserver")
     start: Any = native.spawn  # for a type checker, either of the two values of `join` is a signature
     return start(fn, args, nprocs, join, daemon)
 
@@ -65,12 +62,11 @@ class MpModelWrapper:
     """A model for `spawn`: created once, in the calling process, and moved by the workers one after another."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._turns = MpSerialExecutor()
+        self._model, self._turns = model, MpSerialExecutor()
 
     def to(self, device: str | torch.device) -> nn.Module:
         """The model itself, on the device."""
-        return self._turns.run(partial(self._model.to, device))
+        return self._turns.run(lambda: self._model.to(device))
 
 
 def _remove_own_file(path: str, pid: int) -> None:

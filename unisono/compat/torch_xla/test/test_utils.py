@@ -36,10 +36,8 @@ def write_to_summary(
     None."""
     if summary_writer is None:
         return
-    scalars = dict(dict_to_write)
-    if write_xla_metrics:
-        scalars |= metrics_compare_utils.parse_metrics_report(metrics.metrics_report())
-    for name, value in scalars.items():
+    own = metrics_compare_utils.parse_metrics_report(metrics.metrics_report()) if write_xla_metrics else {}
+    for name, value in {**dict_to_write, **own}.items():
         summary_writer.add_scalar(name, value, global_step)
 
 
@@ -65,8 +63,8 @@ def print_training_update(
     summary_writer: Any = None,
 ) -> None:
     """Print training progress: the replica, the step, its loss, samples per second now and since the beginning."""
-    values = {"Epoch": epoch, "Step": step, "Loss": f"{loss:.5f}"}
-    _print_line("Training", device, values | {"Rate": f"{rate:.2f}", "GlobalRate": f"{global_rate:.2f}"})
+    rates = {"Rate": f"{rate:.2f}", "GlobalRate": f"{global_rate:.2f}"}
+    _print_line("Training", device, Epoch=epoch, Step=step, Loss=f"{loss:.5f}", **rates)
     write_to_summary(summary_writer, None, {"examples/sec": rate, "average_examples/sec": global_rate})
 
 
@@ -74,11 +72,10 @@ def print_test_update(
     device: DeviceName, accuracy: float | None, epoch: int | None = None, step: int | None = None
 ) -> None:
     """Print the progress of an evaluation."""
-    shown = None if accuracy is None else f"{accuracy:.2f}"
-    _print_line("Test", device, {"Step": step, "Epoch": epoch, "Accuracy": shown})
+    _print_line("Test", device, Step=step, Epoch=epoch, Accuracy=None if accuracy is None else f"{accuracy:.2f}")
 
 
-def _print_line(what: str, device: DeviceName, values: Mapping[str, Any]) -> None:
+def _print_line(what: str, device: DeviceName, **values: Any) -> None:
     ordinal = get_ordinal(None)
     place = device if ordinal is None else f"{device}/{ordinal}"
     parts = [f"{name}={value}" for name, value in values.items() if value is not None]

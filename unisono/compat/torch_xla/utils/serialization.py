@@ -1,12 +1,10 @@
-"""`torch_xla.utils.serialization`: `save` is that of `xla_model`, and what it has written is in main memory.
-
-The original writes a file for each tensor, so that one at a time is in main memory. Here a file has them all.
-"""
+"""`torch_xla.utils.serialization`: `save` is that of `xla_model`, into one file; what it has written is in main
+memory."""
 
 from __future__ import annotations
 
 import torch
 
-from unisono.compat.torch_xla.core.meeting import save as save
+from unisono.compat.torch_xla.core.xla_model import save as save
 
 load = torch.load

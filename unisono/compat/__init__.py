@@ -1,1 +1,0 @@
-"""Names of other frameworks, over this one."""

@@ -1,1 +1,0 @@
-"""The modules of `torch_xla.core`."""

@@ -1,0 +1,307 @@
+"""Where tensors are, and when they are computed: copies of whole structures, errors for mixed placement, barriers and
+programs of devices that record work before they execute it.
+
+*Threads:* torch keeps modes per thread, so `strict` applies to the thread that entered it: a replica's loop enters its
+own. The backward pass mixes nothing that the forward pass did not, and is not checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from unisono.arguments import check_type
+from unisono.backends import resolve_device
+from unisono.backends.device import Device as Device
+from unisono.backends.device import DeviceLike, torch_device
+from unisono.errors import MixedPlacementError
+from unisono.torch_private import foreach_copy_, make_subclass
+from unisono.tree import leaves
+from unisono.world import current_world
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+# Copies. All tensors of the structure are found and copied first, each once; `copy.deepcopy` then rebuilds everything
+# around them. So one object is one object in the copy: tied parameters, and those of an optimizer and its module.
+
+_NO_OWNERS = (type, types.ModuleType, types.FunctionType)  # their attributes are not copied
+
+
+def copy_to(obj: T, device: DeviceLike) -> T:
+    """Copy `obj` with all its tensors on `device`, sharing nothing with the original, even on the same device.
+
+    `requires_grad`, gradients, attributes of parameters and the modules' hooks are copied; hooks of tensors and of
+    optimizers, which refer to the originals, are not. A tensor that was computed from others stays connected to them:
+    its gradient flows back to the original's device. Views of one memory are copied separately.
+
+    Args:
+        obj: a tensor, a module, or a structure of these and of optimizers; its other parts are copied by `deepcopy`.
+            Copy an optimizer together with what it optimizes: `model, optimizer = copy_to((model, optimizer), device)`.
+            Its step counts and other numbers stay in main memory, where torch keeps them, unless it is `capturable` or
+            `fused`; its other state moves.
+        device: a string, an index, a `torch.device` or a `Device`; also "meta", for shapes without data.
+
+    Raises:
+        TypeError: `device` is not a device, or a part of `obj` cannot be copied.
+        ValueError: there is no such device here, or an optimizer is copied without its parameters.
+    """
+    target = torch_device(device)
+    found = _Found()
+    found.visit(obj)
+    found.visit_optimizers()
+    memo: dict[int, Any] = {id(each): _copy_tensor(each, target) for each in found.tensors.values()}
+    memo.update((id(each), object.__new__(type(each))) for each in found.optimizers.values())
+    twin = copy.deepcopy(obj, memo)
+    for tensor in found.tensors.values():
+        memo[id(tensor)].__dict__.update(copy.deepcopy(tensor.__dict__, memo))
+    for optimizer in found.optimizers.values():
+        # All attributes, since the state that torch pickles lacks some of LBFGS; "step" is there if a scheduler has
+        # replaced it by one that steps the original. Hooks, which are missing then, are created empty.
+        own = {key: each for key, each in vars(optimizer).items() if key != "step" and not key.endswith("_hooks")}
+        memo[id(optimizer)].__setstate__(copy.deepcopy(own, memo))
+    return twin
+
+
+class _Found:
+    """The parts of an object that move, by id, found by a walk that visits the attributes of every object."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._seen: dict[int, object] = {}  # holds references, so that no id is reused
+
+    def visit(self, obj: Any) -> None:
+        for leaf in leaves(obj):
+            if id(leaf) in self._seen:
+                continue
+            self._seen[id(leaf)] = leaf
+            if isinstance(leaf, torch.Tensor):
+                self.tensors[id(leaf)] = leaf
+            elif isinstance(leaf, PackedSequence):
+                # Not the batch sizes, which torch reads in main memory.
+                self.visit([leaf.data, leaf.sorted_indices, leaf.unsorted_indices])
+            elif isinstance(leaf, torch.optim.Optimizer):
+                self.optimizers[id(leaf)] = leaf
+            elif hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OWNERS):
+                self.visit(list(vars(leaf).values()))
+
+    def visit_optimizers(self) -> None:
+        """Refuse optimizers whose parameters are not in the structure; then add the parts of their state that move."""
+        for optimizer in self.optimizers.values():
+            strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self.tensors]
+            if strange:
+                raise ValueError(
+                    f"the {type(optimizer).__name__} steps {len(strange)} parameter(s) that are not in the structure, "
+                    f"the first of shape {tuple(strange[0].shape)}, so its copy would update unused tensors; copy it "
+                    "with its module: model, optimizer = copy_to((model, optimizer), device)"
+                )
+        for optimizer in self.optimizers.values():
+            self.visit(list(_moving_state(optimizer)))
+
+
+def _moving_state(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Yield the parts of an optimizer that move with its parameters; numbers only if torch expects them there."""
+    for group in optimizer.param_groups:
+        has_moving_numbers = group.get("capturable") or group.get("fused")
+        if has_moving_numbers:
+            yield {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if has_moving_numbers or key != "step":
+                    yield value
+
+
+def _copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of the same type, parameter or plain tensor, with its gradient."""
+    if is_lazy(tensor):  # a parameter or buffer of a lazy module: it has neither shape nor data yet
+        kind: Any = type(tensor)
+        return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
+    if not tensor.is_leaf:
+        return tensor.to(device, copy=True)
+    data = tensor.detach().to(device, copy=True)
+    if issubclass(type(tensor), nn.Parameter):
+        twin = make_subclass(type(tensor), data, tensor.requires_grad)
+    elif isinstance(tensor, nn.Parameter):  # of another class of tensors
+        twin = nn.Parameter(data, tensor.requires_grad)
+    else:
+        twin = data.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        twin.grad = tensor.grad.detach().to(device, copy=True)
+    return twin
+
+
+def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
+    """A zero-dimensional tensor that holds `value`, with the device and dtype of `tensor`; TypeError if that is not a
+    tensor."""
+    check_type(tensor, "tensor", "pass a tensor", torch.Tensor)
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+
+
+# Devices that record a step before they execute it.
+
+
+def lazy_barrier(device: DeviceLike | Sequence[DeviceLike] | None = None, wait: bool = False) -> None:
+    """End the step on a device, so that a lazy device executes what it has recorded. On eager devices there is nothing
+    to do.
+
+    A lazy device compiles what was recorded since the last barrier as one graph. A loader's `next()` and an optimizer's
+    step end the step implicitly; a loop with neither keeps recording, so it must call this once per iteration.
+
+    Args:
+        device: one device, or a list: the step ends on all of them before any is waited for. None uses this rank's
+            device.
+        wait: return only when all work submitted to the devices has finished, on eager devices too.
+
+    Raises:
+        TypeError: `device` is not a device, or `wait` is not a bool.
+        ValueError: there is no such device here.
+    """
+    check_type(wait, "wait", "pass True or False", bool)
+    if device is None:
+        world = current_world()
+        resolved = [(world.backend, world.device)]
+    else:
+        several = device if isinstance(device, Sequence) and not isinstance(device, str) else [device]
+        resolved = [resolve_device(torch_device(each)) for each in several]
+    for backend, each in resolved:
+        backend.mark_step(each)
+    if wait:
+        for backend, each in resolved:
+            backend.synchronize(each)
+
+
+def compiled(fn: Callable[P, R]) -> Callable[P, R]:
+    """Make the function one program of a lazy device, compiled once per combination of input shapes and dtypes, for all
+    ranks that are threads of this process, and run on every call. On eager devices the function is simply called.
+
+    What was recorded before the call is not part of it, and results are computed when it returns. Reading a value
+    inside (`item()`) ends the program at that point and begins another one. `gather_report` counts how many programs
+    were compiled, and how often one was reused. TypeError if `fn` is not callable.
+    """
+    check_type(fn, "fn", "pass a function", Callable)
+
+    @wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        lazy_barrier()
+        result = fn(*args, **kwargs)
+        lazy_barrier()
+        return result
+
+    return call
+
+
+# No implicit moves and no implicit conversions.
+
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that count as precisions: integers, booleans and complex numbers mix with each of them."""
+
+# Operations whose purpose is to move or to convert, or that read only a shape or a dtype.
+_EXPLICIT = {"to", "copy_", foreach_copy_.__name__, "type_as", "new_tensor", "__set__", "grad", "backward"}
+_EXPLICIT |= {"expand_as", "view_as", "reshape_as", "is_same_size", "result_type", "can_cast"}
+_FULL_INSIDE = {"batch_norm", "instance_norm"}  # compute statistics in full precision for any input
+_TAKES_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss", "tensor_split"}  # need integers in main memory
+
+# torch code that mixes deliberately: an optimizer's numbers, norms of parameters in several precisions, lengths.
+_KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.clip_grad", "torch.nn.utils.rnn", "torch.nn.modules.module")
+_BETWEEN = {__name__, "torch.overrides", torch.Tensor.backward.__module__, "torch.functional", "torch.nn.functional"}
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Raise an error for every operation of this thread that mixes the devices or precisions of its tensors.
+
+    torch promotes a bfloat16 tensor that is combined with a float32 one, and moves a scalar tensor from main memory if
+    the other one is on an accelerator. Devices are compared for all tensors, also those without dimensions; logical CPU
+    devices count as one. Precisions are compared for floating-point tensors (`PRECISIONS`). Python numbers mix with
+    everything.
+
+    Allowed: explicit moves and conversions (`to`, `copy_`, `copy_to`, ...); mixed precisions inside `torch.autocast`,
+    whose purpose is to mix; normalisation layers, whose statistics stay in full precision; the lengths of sequences;
+    what torch's optimizers and gradient clipping do internally.
+
+    Raises:
+        MixedPlacementError: at the operation, which is not carried out; it names the operation and two of its tensors.
+    """
+    with _Strict():
+        yield
+
+
+class _Strict(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found: list[torch.Tensor] = []
+        _gather_tensors(args, found)
+        if kwargs:
+            _gather_tensors(kwargs, found)
+        # Most operations take tensors of one kind.
+        if len(found) > 1 and any(each.dtype != found[0].dtype or each.device != found[0].device for each in found):
+            _check_alike(func, found)
+        return func(*args, **kwargs)
+
+
+def _gather_tensors(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            _gather_tensors(each, found)
+
+
+def _check_alike(func: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+    name = getattr(func, "__name__", str(func))
+    if name in _EXPLICIT or _is_knowing_caller():
+        return
+    placed = [each for each in tensors if each.is_floating_point()] if name in _TAKES_LENGTHS else tensors
+    for each in placed:
+        if each.device != placed[0].device:
+            _raise_mixed(
+                func, placed[0], each, "devices", "moves", "bring both to one device with unisono.placement.copy_to"
+            )
+    floats = [each for each in tensors if each.dtype in PRECISIONS]
+    for each in floats:
+        if each.dtype != floats[0].dtype and not (name in _FULL_INSIDE or _is_autocast(each)):
+            way_out = "convert one with unisono.precision.to_reduced_precision or to_full_precision"
+            _raise_mixed(func, floats[0], each, "precisions", "converts", way_out)
+
+
+def _is_autocast(tensor: torch.Tensor) -> bool:
+    kind = tensor.device.type
+    return bool(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
+
+
+def _is_knowing_caller() -> bool:
+    """Whether the operation was called from torch code that mixes deliberately."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(_KNOWING)
+
+
+def _raise_mixed(
+    func: Callable[..., Any], one: torch.Tensor, other: torch.Tensor, what: str, verb: str, way_out: str
+) -> None:
+    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    first, second = (
+        f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)} on {x.device}" for x in (one, other)
+    )
+    raise MixedPlacementError(
+        f"{name} mixes {what}: {first}, and {second}; inside unisono.placement.strict() nothing {verb} by itself: "
+        f"{way_out}, or create the tensor of a number with unisono.placement.scalar_like"
+    )
