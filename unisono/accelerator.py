@@ -43,8 +43,7 @@ from unisono.parallel.strategies.states import load_model_state, load_optimizer_
 from unisono.parallel.strategies.strategy import options_of, strategy_class, strategy_in
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
-from unisono.tracking.tracked import Tracked
-from unisono.tracking.trackers import LogWith, Trackers
+from unisono.tracking.trackers import LogWith, Tracked, Trackers
 from unisono.world import World, current_world
 
 

@@ -45,11 +45,7 @@ class JsonLines:
         self._is_torn = False
         self._began = monotonic()
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        try:
-            self._write({"project": project, "config": _name_non_finite(config), "started": started})
-        except BaseException:
-            self._file.close()
-            raise
+        self._write({"project": project, "config": _name_non_finite(config), "started": started})
 
     @property
     def tracker(self) -> Path:
