@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -68,67 +67,40 @@ def test_where_a_package_cannot_be_imported_the_versions_are_still_reported():
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_a_machine_is_a_line_and_its_advice_the_next_one(tmp_path: Path):
-    place = tmp_path / ("long" * 20)
-    place.mkdir()
+def test_what_is_wrong_with_a_machine_is_a_line_and_its_advice_the_next_one():
     poor = ["bash", "-c", 'ulimit -n 512; exec "$@"', "bash"]
-    done = ask("--quick", "--endpoint", "no.such.host.invalid:29400", before=poor, TMPDIR=str(place))
+    done = ask("--quick", "--endpoint", "no.such.host.invalid:29400", before=poor)
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     told = {
         (line.split()[0], line.split()[1]): after for line, after in zip(lines, [*lines[1:], ""], strict=True) if line
     }
     assert "ulimit -n" in told["warning", "limits"]
-    assert "set TMPDIR to a shorter one" in told["warning", "temporary"]
     assert told["problem", "endpoint"].strip().startswith("-> ")
     assert all(line[0] != " " or line.lstrip().startswith("-> ") for line in lines if line)
     assert lines[-1].startswith("1 problem, ")
     assert "workers" not in {words[1] for words in told}
 
 
-def in_namespaces(*commands: str) -> list[str]:
-    """Run what follows in mount and host name spaces of its own, after these commands; skips where that is refused."""
-    command = ["unshare", "--mount", "--uts", "bash", "-ec", "; ".join([*commands, 'exec "$@"']), "bash"]
-    with contextlib.suppress(FileNotFoundError):
-        if subprocess.run([*command, "true"], capture_output=True, timeout=60).returncode == 0:
-            return command
-    pytest.skip("needs the right to make name spaces")
-
-
 @pytest.mark.slow
 def test_a_shared_memory_of_the_size_that_docker_gives_is_a_warning():
-    done = ask("--quick", "--json", before=in_namespaces("mount -t tmpfs -o size=64m tmpfs /dev/shm"))
-    [found] = findings(done)["shared memory"]
+    mounted = 'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$@"'
+    before = ["unshare", "--mount", "bash", "-ec", mounted, "bash"]
+    if shutil.which("unshare") is None or subprocess.run([*before, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make name spaces")
+    [found] = findings(ask("--quick", "--json", before=before))["shared memory"]
     assert found["state"] == "warning"
     assert "64 MiB" in found["text"]
     assert "--shm-size" in found["advice"]
 
 
-@pytest.mark.slow
-def test_a_name_server_that_does_not_answer_is_a_warning_and_holds_nobody_up(tmp_path: Path):
-    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.53\n")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
-        try:
-            silent.bind(("127.0.0.53", 53))
-        except OSError:
-            pytest.skip("needs the right to bind port 53")
-        before = in_namespaces(f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf", "hostname nobody-knows-me")
-        done = ask("--quick", "--json", before=before)
-    [found] = findings(done)["names"]
-    assert found["state"] == "warning"
-    assert "/etc/resolv.conf" in found["advice"]
-
-
-def test_a_check_that_fails_is_a_finding():
+def test_a_check_that_fails_or_does_not_come_back_is_a_finding_in_time():
     [found] = examine("arithmetic", lambda: [1 / 0])
-    assert (found.name, found.state) == ("arithmetic", "warning")
+    assert (found.name, found.state) == ("arithmetic", "problem")
     assert "ZeroDivisionError: division by zero" in found.text
-
-
-def test_a_check_that_does_not_come_back_is_a_finding_in_time():
     leave = threading.Event()
     began = time.monotonic()
-    found = examine("patience", lambda: [leave.wait()], 0.2, "problem", "be patient")
+    found = examine("patience", lambda: [leave.wait()], 0.2, "be patient")
     leave.set()
     assert found == [Finding("patience", "problem", "no answer within 0.2 s", "be patient")]
     assert time.monotonic() - began < 5
@@ -139,7 +111,7 @@ def test_an_endpoint_is_free_or_answers():
         port = server.getsockname()[1]
         [found] = check_endpoint("127.0.0.1", port)
         assert found.state == "ok"
-        assert "in use here, answers" in found.text
+        assert "answers" in found.text
     [found] = check_endpoint("127.0.0.1", port)
     assert (found.state, found.text) == ("ok", f"127.0.0.1:{port} is free here, and can be bound")
 

@@ -425,8 +425,8 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, argum
     [
         (["-n", "0", "t.py"], "'0' is not an integer of at least 1, nor auto, gpu or cpu"),
         (["--num-threads", "0", "t.py"], "'0' is not an integer of at least 1"),
-        (["--nproc_per_nod", "2", "t.py"], "usage: unisono run"),
-        (["--max-restart", "2", "t.py"], "unrecognized arguments: --max-restart; is it --max-restarts"),
+        (["--nproc_per_nod", "2", "t.py"], "usage: unisono"),
+        (["--max-restart", "2", "t.py"], "unrecognized arguments: --max-restart"),
         (["--nnodes", "2:1", "t.py"], "'2:1' is not a number of machines"),
         (["--timeout", "nan", "t.py"], "'nan' is not a positive number"),
         (["--log-ranks", "0,x", "t.py"], "'x' is not an integer of at least 0"),

@@ -31,7 +31,6 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     shown = actions.add_parser("show", help="list checkpoints, and verify each")
     shown.add_argument("path", help="a checkpoint, or a directory of numbered ones; or a URL")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import socket
 import statistics
@@ -27,16 +26,9 @@ from unisono.protocols import Backend
 from unisono.world import current_world
 
 WORKERS_LIMIT_S = 120.0
-RESOLVER_ADVICE = (
-    "one machine needs no name service; for more than one, each connection to the store resolves a name and waits as "
-    "long (5 s for each lost answer): fix /etc/resolv.conf, or list the hosts in /etc/hosts"
-)
 _SHARED_MEMORY = Path("/dev/shm")
 _MIB, _GIB = 1 << 20, 1 << 30
-_REMOTE = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse.")
-_LONGEST_SOCKET_PATH = 107
 _CONNECT_S = 3.0
-_SLOW_LOOKUP_S = 1.0
 _LARGE_BYTES = 64 << 20
 
 
@@ -89,50 +81,20 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_limits() -> Iterator[Finding]:
-    """The limits of a process of this user."""
+    """How many files a process of this user may have open."""
     import resource  # not on Windows
 
-    for kind, what, least, advice in (
-        (
-            resource.RLIMIT_NOFILE,
-            "open files",
-            1025,
-            "loader workers send one for each tensor: ulimit -n 65536",
-        ),
-        (
-            resource.RLIMIT_NPROC,
-            "processes and threads",
-            4096,
-            "those of all programs count: ulimit -u 65536",
-        ),
-    ):
-        limit = resource.getrlimit(kind)[0]
-        shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
-        yield warning_if(0 <= limit < least, "limits", f"{what}: {shown}", advice)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    advice = "loader workers send one for each tensor: ulimit -n 65536"
+    yield warning_if(0 <= limit < 1025, "limits", f"open files: {shown}", advice)
 
 
 def check_temporary_files() -> Iterator[Finding]:
     """Where the workers of a group meet."""
     place = tempfile.gettempdir()
-    try:
-        with tempfile.TemporaryDirectory(prefix="unisono-doctor-") as directory:
-            (Path(directory) / "probe").write_bytes(b"0" * 4096)
-    except OSError as error:
-        text = f"{place} cannot be written to: {error}"
-        yield Finding("temporary", "problem", text, "set TMPDIR to a place that can")
-        return
-    mounted = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    path = Path(place).resolve()
-    kind = next((mounted[each] for each in (path, *path.parents) if each in mounted), "unknown file system")
     free = shutil.disk_usage(place).free
-    advice = ""
-    if kind.startswith(_REMOTE):
-        advice = "workers meet in a locked file there, and not every network knows locks: set TMPDIR"
-    elif free < _GIB:
-        advice = "clear it up, or set TMPDIR"
-    elif len(place) + 32 > _LONGEST_SOCKET_PATH:  # /pymp-xxxxxxxx/listener-xxxxxxxx
-        advice = "the path is too long for the sockets of loader workers: set TMPDIR to a shorter one"
-    yield warning_if(bool(advice), "temporary", f"{place}, {_amount(free)} free, {kind}", advice)
+    yield warning_if(free < _GIB, "temporary", f"{place}, {_amount(free)} free", "clear it up, or set TMPDIR")
 
 
 def check_environment() -> Iterator[Finding]:
@@ -218,51 +180,25 @@ def check_endpoint(host: str, port: int) -> Iterator[Finding]:
     """Whether a rendezvous at `host:port` can be served by this machine, or reached from it."""
     place = f"{host}:{port}"
     try:
-        address = _addresses_of(host)[0]
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         yield Finding("endpoint", "problem", f"{place}: the name has no address: {error}", "name a host that is known")
         return
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.create_server((address, port), family=family):
+        with socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
             yield Finding("endpoint", "ok", f"{place} is free here, and can be bound")
+            return
     except OSError as error:
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-            where = "in use here" if error.errno == errno.EADDRINUSE else "not this machine"
-            yield _try_connection(address, port, f"{place}, which is {where},")
-        else:
-            yield Finding("endpoint", "problem", f"{place} cannot be bound: {error}", "choose a port above 1023")
-
-
-def _try_connection(address: str, port: int, what: str) -> Finding:
+        bound = error.strerror
     try:
         socket.create_connection((address, port), _CONNECT_S).close()
+        yield Finding("endpoint", "ok", f"{place} answers; whatever listens there should be your rendezvous")
     except ConnectionRefusedError:
         advice = "the host is reached, but nothing listens there (yet): start the agent of that machine"
-        return Finding("endpoint", "warning", f"{what} refuses the connection", advice)
+        yield Finding("endpoint", "warning", f"{place} refuses the connection ({bound})", advice)
     except OSError as error:
         advice = "the host is down, or a firewall drops what comes to that port: open it, or choose another"
-        return Finding("endpoint", "problem", f"{what} does not answer ({error})", advice)
-    return Finding("endpoint", "ok", f"{what} answers; whatever listens there should be your rendezvous")
-
-
-def check_names() -> Iterator[Finding]:
-    """Whether this machine's name resolves to an address, and how fast."""
-    host = socket.gethostname()
-    began = time.monotonic()
-    try:
-        addresses = _addresses_of(host)
-    except OSError as error:
-        yield Finding("names", "note", f"{host} has no address: {error}", f"add it to /etc/hosts: 127.0.1.1 {host}")
-        return
-    took_s = time.monotonic() - began
-    text = f"{host} is {' '.join(addresses)} ({took_s * 1e3:.0f} ms)"
-    yield warning_if(took_s > _SLOW_LOOKUP_S, "names", text, RESOLVER_ADVICE)
-
-
-def _addresses_of(host: str) -> list[str]:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(each[4][0]) for each in found))
+        yield Finding("endpoint", "problem", f"{place} cannot be bound ({bound}), nor reached ({error})", advice)
 
 
 def _amount(count: int) -> str:

@@ -65,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, and report what needs fixing",
-        description="Check versions, devices, cores, memory, limits, network and environment, start two "
+        description="Check versions, devices, cores, memory, limits and environment, start two "
         "workers,\ntime a collective between them, and say what has to be repaired.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,7 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--endpoint", type=_parse_endpoint, metavar="HOST:PORT", help="a rendezvous endpoint, to be bound or reached"
     )
-    parser.set_defaults(run=run_doctor, parser=parser)
+    parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -116,38 +116,32 @@ def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Fi
     except ImportError as error:
         yield Finding("import", "problem", str(error))
         return
-    yield from examine("devices", checks.check_devices, 30, "warning", "the driver does not answer: try its own tool")
+    yield from examine("devices", checks.check_devices, 30, "the driver does not answer: try its own tool")
     yield from examine("cores", checks.check_cores)
     yield from examine("memory", checks.check_memory)
     yield from examine("limits", checks.check_limits)
-    advice = "its file system hangs: set TMPDIR"
-    yield from examine("temporary", checks.check_temporary_files, 10, "problem", advice)
+    yield from examine("temporary", checks.check_temporary_files, advice_if_late="its file system hangs: set TMPDIR")
     yield from examine("environment", checks.check_environment)
     if not is_quick:
         advice = "a worker or a collective hangs; py-spy dump --pid PID shows where"
-        yield from examine("workers", checks.check_workers, checks.WORKERS_LIMIT_S, "problem", advice)
+        yield from examine("workers", checks.check_workers, checks.WORKERS_LIMIT_S, advice)
     if endpoint is not None:
         advice = "its name is not resolved; give an address"
-        yield from examine("endpoint", partial(checks.check_endpoint, *endpoint), 10, "problem", advice)
-    yield from examine("names", checks.check_names, 6, "warning", checks.RESOLVER_ADVICE)
+        yield from examine("endpoint", partial(checks.check_endpoint, *endpoint), advice_if_late=advice)
 
 
 def examine(
-    name: str,
-    check: Callable[[], Iterable[Finding]],
-    limit_s: float = 5.0,
-    state_if_late: Severity = "warning",
-    advice_if_late: str = "",
+    name: str, check: Callable[[], Iterable[Finding]], limit_s: float = 10.0, advice_if_late: str = ""
 ) -> list[Finding]:
-    """The findings of a check; its failure, or that it takes longer than `limit_s` seconds, is a finding, too."""
+    """The findings of a check; its failure, or that it takes longer than `limit_s` seconds, is a problem, too."""
     found: list[Outcome[list[Finding]]] = []
     thread = threading.Thread(target=_run_check, args=(check, found), name="unisono-check", daemon=True)
     thread.start()
     thread.join(limit_s)
     if not found:
-        return [Finding(name, state_if_late, f"no answer within {limit_s:g} s", advice_if_late)]
+        return [Finding(name, "problem", f"no answer within {limit_s:g} s", advice_if_late)]
     if (error := found[0].error) is not None:
-        return [Finding(name, "warning", f"could not be checked ({type(error).__name__}: {error})")]
+        return [Finding(name, "problem", f"could not be checked ({type(error).__name__}: {error})")]
     return found[0].unwrap()
 
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to those of `unisono`."""
-    parser = run_options.add_parser(subparsers)
-    parser.set_defaults(run=run, parser=parser)
+    run_options.add_parser(subparsers).set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
