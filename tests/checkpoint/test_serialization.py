@@ -109,7 +109,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
 
 
 def test_wrong_bytes_and_newer_ones_are_told_apart() -> None:
-    with pytest.raises(DamagedCheckpointError, match="do not begin with UNISONO"):
+    with pytest.raises(DamagedCheckpointError, match="which lack its b'UNISONO'"):
         deserialize(b"something else that is long enough")
     with pytest.raises(TypeError, match="is of type str; pass the bytes"):
         deserialize("text")

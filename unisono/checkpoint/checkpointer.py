@@ -103,13 +103,7 @@ class Checkpointer:
         place = Place.numbered(self._directory, self.num_steps, self._keep) if path is None else Place(folder_at(path))
         return self._saver.save(place, self._objects, self.num_steps, score, self._is_async)
 
-    def load(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        must_exist: bool = True,
-        allow_other_optimizer: bool = False,
-    ) -> Loaded | None:
+    def load(self, path: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
         """Load a checkpoint: the one that `latest` in this directory names, or the one at `path`. All ranks must call
         it.
 
@@ -118,8 +112,6 @@ class Checkpointer:
         Args:
             path: a checkpoint, or a directory of checkpoints; None uses this Checkpointer's directory.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
-            allow_other_optimizer: load what fits of the state of an optimizer of another class, which is an error
-                otherwise: options that it lacks stay, and parameters for which it lacks values begin without any.
 
         Returns:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
@@ -131,7 +123,7 @@ class Checkpointer:
         """
         self._check_open()
         folder = self._directory if path is None else folder_at(path)
-        restored = self._saver.load(folder, self._objects, must_exist, allow_other_optimizer)
+        restored = self._saver.load(folder, self._objects, must_exist)
         if restored is None:
             return None
         self.num_steps = restored.loaded.step
@@ -178,25 +170,14 @@ def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = N
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    must_exist: bool = True,
-    allow_other_optimizer: bool = False,
-    world: World | None = None,
-    **objects: Any,
+    path: str | os.PathLike[str], *, must_exist: bool = True, world: World | None = None, **objects: Any
 ) -> Loaded | None:
-    """Load objects, like `Checkpointer.load`. All ranks must call it.
+    """Load objects, under the names by which they were saved, like `Checkpointer.load`. All ranks must call it.
 
     Args:
         path: a checkpoint, or a directory of checkpoints; or a URL.
-        must_exist: whether a missing checkpoint is an error; if False, None is returned.
-        allow_other_optimizer: as for `Checkpointer.load`.
-        objects: under the names by which they were saved.
-
-    Returns:
-        What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
     """
-    restored = Saver(world or current_world()).load(folder_at(path), objects, must_exist, allow_other_optimizer)
+    restored = Saver(world or current_world()).load(folder_at(path), objects, must_exist)
     return None if restored is None else restored.loaded
 
 

@@ -1,4 +1,5 @@
-"""What is in a checkpoint, read by one process, whichever ranks have written it.
+"""What is in a checkpoint, read by one process, whichever ranks have written it; and one of its objects as a file for
+plain torch or for safetensors.
 
 *Threads:* any.
 """
@@ -9,21 +10,23 @@ import pickle
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from unisono.backends import CPU
 from unisono.checkpoint.directory import find
-from unisono.checkpoint.folders import Folder, Location
+from unisono.checkpoint.folders import Folder, Location, replace_file, write_file, write_tensors
 from unisono.checkpoint.manifest import SHARDS, STATE, Manifest, verify
 from unisono.checkpoint.objects import DIVIDED, part_name
-from unisono.errors import DamagedCheckpointError
+from unisono.errors import CheckpointError, DamagedCheckpointError
 from unisono.parallel.strategies.shard_files import read_shards
 from unisono.parallel.strategies.states import by_parameter
 
 HELD = "held gradients"  # cannot be an object's name, since it has a space
+Format = Literal["torch", "safetensors"]
 
 
 @dataclass
@@ -73,7 +76,11 @@ def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequ
     for full, each in parts.items():
         # With its slash, so that model_1 does not take what belongs to model_10.
         name = next(name for name in keys if full.startswith(part_name(name, "")))
-        keys[name][_parse_key(full[len(name) + 1 :], contents.kinds[name][0])] = each
+        key: Any = full[len(name) + 1 :]
+        if contents.kinds[name][0] == "optimizer":
+            number, _, key = key.partition("/")
+            key = int(number), key
+        keys[name][key] = each
     for own in values:
         for name, more in own.items():
             keys[name].update(more)
@@ -86,8 +93,45 @@ def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequ
     contents.held = held if any(held) else None
 
 
-def _parse_key(text: str, kind: str) -> Any:
-    if kind == "model":
-        return text
-    number, _, name = text.partition("/")
-    return int(number), name
+def export(folder: Folder, out: Path, name: str | None = None, file_format: Format = "torch") -> tuple[Location, str]:
+    """Write the complete state of one object, on the CPU, as `torch.save(object.state_dict(), out)` does; return the
+    checkpoint, and the object's name.
+
+    Args:
+        folder: a checkpoint, or a directory of numbered ones, of which the latest is used.
+        name: None uses the only model.
+        file_format: "safetensors" supports tensors only.
+
+    Raises:
+        CheckpointError: as for loading; or there is no such object, or it contains more than tensors.
+        ImportError: safetensors is not installed.
+        OSError: the file cannot be written.
+    """
+    contents = read_contents(folder)
+    models = [each for each, (kind, _) in contents.kinds.items() if kind == "model"]
+    if name is None and len(models) == 1:
+        name = models[0]
+    if name not in contents.states:
+        what = f"holds {len(models)} models" if name is None else f"has no {name!r} with one state"
+        raise CheckpointError(f"{contents.path} {what}; name the object that you mean: {', '.join(contents.states)}")
+    write_state(contents.states[name], out, file_format, name)
+    return contents.path, name
+
+
+def write_state(state: Any, out: Path, file_format: Format, name: str) -> None:
+    """Write a state on the CPU as one file, complete or not at all; `name` is for errors, those of `export`."""
+    if file_format == "torch":
+        replace_file(out, lambda new: write_tensors(new, state))
+        return
+    try:
+        save = import_module("safetensors.torch").save
+    except ImportError as error:
+        raise ImportError("safetensors is not installed; pip install 'unisono[export]'") from error
+    if not isinstance(state, Mapping) or not all(isinstance(each, torch.Tensor) for each in state.values()):
+        raise CheckpointError(f"{name} has more than tensors, and safetensors files hold tensors only; use torch's")
+    seen: set[int] = set()
+    apart = {}
+    for key, each in state.items():  # safetensors refuses tensors that share memory
+        apart[key] = each.contiguous().clone() if each.untyped_storage().data_ptr() in seen else each.contiguous()
+        seen.add(each.untyped_storage().data_ptr())
+    replace_file(out, lambda new: write_file(new, save(apart, metadata={"format": "pt"})))

@@ -7,14 +7,17 @@ checksum of its own, so that a flipped bit in it is detected, too.
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from unisono.checkpoint.files import Checksum, checksum_of
-from unisono.checkpoint.folders import MANIFEST, Folder
+import torch
+
+from unisono.checkpoint.folders import MANIFEST, Checksum, Folder, checksum_of
 from unisono.errors import CheckpointVersionError, DamagedCheckpointError
 
 FORMAT = "unisono checkpoint"
@@ -65,16 +68,21 @@ class Manifest:
             is_ours = False
         if not is_ours or known.pop("crc", None) != _crc(known):
             raise DamagedCheckpointError(f"{path}: its {MANIFEST} is not what was written ({len(data)} bytes)")
-        if known["version"] > VERSION:  # in version 1 the files are next to the manifest
+        if known["version"] > VERSION:
             raise CheckpointVersionError(
                 f"{path} has version {known['version']} of the format, and this version of unisono reads up to "
-                f"version {VERSION}; it was written by unisono {known.get('versions', {}).get('unisono')}: load it "
-                "with that one"
+                f"version {VERSION}: load it with unisono {known.get('versions', {}).get('unisono')}, which wrote it"
             )
         for name in known["files"]:  # a forged manifest could otherwise name files outside the checkpoint
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise DamagedCheckpointError(f"{path}: its {MANIFEST} names {name!r}, which is not in the checkpoint")
         return cls(**{each.name: known[each.name] for each in fields(cls)})
+
+
+def new_manifest(step: int, score: float | None, world_size: int, objects: dict[str, list[str]]) -> Manifest:
+    """Make a manifest, complete except for its files."""
+    versions = {"torch": str(torch.__version__), "unisono": version("unisono")}
+    return Manifest(step, score, world_size, time.time(), objects, versions)
 
 
 def read_manifest(folder: Folder) -> Manifest:
@@ -98,10 +106,11 @@ def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
             found = checksum_of(local / name)
         except OSError as error:
             raise DamagedCheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
-        if found.size != size:
-            raise DamagedCheckpointError(f"{folder}: {name} has {found.size} bytes of {size}")
         if found != Checksum(size, crc):
-            raise DamagedCheckpointError(f"{folder}: {name} has other contents than those written (its CRC-32 differs)")
+            raise DamagedCheckpointError(
+                f"{folder}: {name} has other contents than those written: {found.size} bytes of {size}, or another "
+                "CRC-32"
+            )
     return local / manifest.directory, manifest
 
 

@@ -11,11 +11,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.agreement import agree_on
-from unisono.checkpoint.export import Format, write_state
+from unisono.checkpoint.contents import Format, write_state
 from unisono.checkpoint.folders import Location
-from unisono.checkpoint.hooks import add_hook
 from unisono.checkpoint.objects import user_module
-from unisono.checkpoint.prepared_states import PreparedStates
+from unisono.checkpoint.prepared_states import Hooks, PreparedStates
 from unisono.checkpoint.saver import Loaded
 from unisono.parallel.strategies.states import model_state, on_host
 from unisono.timeline import SAVE
@@ -83,7 +82,6 @@ class CheckpointMethods:
         input_dir: str | os.PathLike[str] | None = None,
         *,
         must_exist: bool = True,
-        allow_other_optimizer: bool = False,
     ) -> Loaded | None:
         """Load what `save_state` has saved, on any number of ranks, under any strategy.
 
@@ -93,8 +91,6 @@ class CheckpointMethods:
             input_dir: a checkpoint, or a directory of numbered ones, of which the latest is used; None uses
                 `project_dir/checkpoints`. Damaged ones are skipped with a warning.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
-            allow_other_optimizer: load what fits of the state of an optimizer of another class, which is an error
-                otherwise: options that it lacks stay, and parameters for which it lacks values begin without any.
 
         Returns:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
@@ -104,7 +100,7 @@ class CheckpointMethods:
                 loaded.
             CheckpointMismatchError: the checkpoint holds other objects; nothing was changed.
         """
-        return self._states.load(input_dir, must_exist, allow_other_optimizer)
+        return self._states.load(input_dir, must_exist)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Accelerate's `register_save_state_pre_hook`: "a function to be called in `Accelerator.save_state` before
@@ -117,7 +113,7 @@ class CheckpointMethods:
         Returns:
             A handle, whose `remove()` takes the hook out again.
         """
-        return add_hook(self._states.save_hooks, hook)
+        return _add_hook(self._states.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Accelerate's `register_load_state_pre_hook`: "a function to be called in `Accelerator.load_state` before
@@ -130,7 +126,7 @@ class CheckpointMethods:
         Returns:
             A handle, whose `remove()` takes the hook out again.
         """
-        return add_hook(self._states.load_hooks, hook)
+        return _add_hook(self._states.load_hooks, hook)
 
     def save_model(
         self, model: nn.Module, save_directory: str | os.PathLike[str], *, safe_serialization: bool = True
@@ -158,3 +154,9 @@ class CheckpointMethods:
             write_state(state, directory / name, file_format, type(model).__name__)
 
         agree_on(write, self.world)
+
+
+def _add_hook(hooks: Hooks, hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

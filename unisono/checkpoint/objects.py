@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint.plain_data import as_plain
+from unisono.checkpoint.serialization import as_plain
 from unisono.errors import CheckpointMismatchError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
@@ -40,8 +40,6 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 
 DIVIDED = ("model", "optimizer")
 OF_EACH_RANK = ("loader", "generator")
-_SHOWN = 3
-_OF_ZERO1 = "ZeroRedundancyOptimizer"  # the class in checkpoints that earlier versions wrote under "zero1"
 
 
 def kind_of(name: str, each: Any) -> str:
@@ -110,15 +108,13 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
             states[name] = optimizer_state(each, modules, world, own_copy)
         elif kind == "state":
             states[name] = each.state_dict()  # on every rank: it may be a collective
-    # Only after the loop, in which the states are gathered by collectives, which copies those of models and optimizers.
-    copies = {name: copy if kind_of(name, objects[name]) == "state" else _as_it_is for name in states}
     if world.rank != 0:
         return {}
-    return {name: as_plain(state, f"{name}.state_dict()", copies[name]) for name, state in states.items()}
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    # Only after the loop, in which the states are gathered by collectives, which copies those of models and optimizers.
+    for name, state in states.items():
+        is_copied = kind_of(name, objects[name]) in DIVIDED
+        states[name] = as_plain(state, f"{name}.state_dict()", (lambda each: each) if is_copied else copy)
+    return states
 
 
 def divided_states(
@@ -159,24 +155,7 @@ def part_name(name: str, key: Any) -> str:
 # Loading.
 
 
-def describe(states: Mapping[str, Any], kinds: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """What must match: the shapes of each model, the sizes of each optimizer's groups."""
-    found: dict[str, Any] = {}
-    for name, state in states.items():
-        if kinds[name][0] == "model":
-            found[name] = {key: _shape_of(value) for key, value in state.items()}
-        elif kinds[name][0] == "optimizer":
-            found[name] = [len(group["params"]) for group in state["param_groups"]]
-    return found
-
-
-def check_fit(
-    objects: Objects,
-    saved: Mapping[str, Sequence[str]],
-    described: Mapping[str, Any],
-    where: str,
-    allow_other_optimizer: bool = False,
-) -> None:
+def check_fit(objects: Objects, states: Mapping[str, Any], saved: Mapping[str, Sequence[str]], where: str) -> None:
     """Check that a checkpoint holds these objects, before anything is changed. A CheckpointMismatchError has the first
     names that are missing, unexpected or of another shape, or both classes of an optimizer."""
     for name, (kind, own_class) in kinds_of(objects).items():
@@ -185,45 +164,42 @@ def check_fit(
                 f"{where} has no {name}: it holds {', '.join(saved)}; load the objects that were saved, under the same "
                 "names and in the same order"
             )
-        if saved[name][0] != kind:
-            raise CheckpointMismatchError(f"{name} is a {kind}, and in {where} it is a {saved[name][0]}")
+        saved_kind, saved_class = saved[name]
+        if saved_kind != kind:
+            raise CheckpointMismatchError(f"{name} is a {kind}, and in {where} it is a {saved_kind}")
         if kind == "model":
-            _check_model(name, user_module(objects[name]), described[name], saved[name][1], where)
+            _check_model(f"{name} in {where}", user_module(objects[name]), states[name])
         elif kind == "optimizer":
-            if not allow_other_optimizer and saved[name][1] not in (own_class, _OF_ZERO1):
+            if saved_class != own_class:
                 raise CheckpointMismatchError(
-                    f"{name} in {where} is the state of {saved[name][1]}, and this is {own_class}, which reads other "
-                    f"numbers in it, or misses some; make {saved[name][1]}, or load what fits: "
-                    "allow_other_optimizer=True"
+                    f"{name} in {where} is the state of {saved_class}, and this is {own_class}, which reads other "
+                    f"numbers in it, or misses some; make {saved_class}, or load what `unisono checkpoint export "
+                    f"--object {name}` writes into the plain optimizer"
                 )
             own = [len(group["params"]) for group in objects[name].param_groups]
-            if own != described[name]:
+            there = [len(group["params"]) for group in states[name]["param_groups"]]
+            if own != there:
                 raise CheckpointMismatchError(
-                    f"{name} in {where} has groups of {described[name]} parameters, and the "
-                    f"{type(objects[name]).__name__} has groups of {own}; make it for the same parameters, in the same "
-                    "groups and order"
+                    f"{name} in {where} has groups of {there} parameters, and the {own_class} has groups of {own}; "
+                    "make it for the same parameters, in the same groups and order"
                 )
 
 
-def _check_model(name: str, model: nn.Module, saved: Mapping[str, Any], kind: str, where: str) -> None:
-    own = {plain_name(model, key): _shape_of(value) for key, value in model.state_dict().items()}
+def _check_model(what: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    own = {plain_name(model, key): value for key, value in model.state_dict().items()}
+    shapes = {key: (_shape_of(saved[key]), _shape_of(own[key])) for key in own if key in saved}
     wrong = {
         "missing in the checkpoint": [key for key in own if key not in saved],
         "unexpected in the checkpoint": [key for key in saved if key not in own],
-        "of another shape": [
-            f"{key} (saved {saved[key]}, here {own[key]})" for key in own if key in saved and saved[key] != own[key]
-        ],
+        "of another shape": [f"{key} (saved {a}, here {b})" for key, (a, b) in shapes.items() if a != b],
     }
     if any(wrong.values()):
-        shown = [f"{what}: {', '.join(found[:_SHOWN])}{_count_rest(found)}" for what, found in wrong.items() if found]
+        # The first few of each.
+        shown = [f"{how}: {', '.join(found[:3])}{', ...' * (len(found) > 3)}" for how, found in wrong.items() if found]
         raise CheckpointMismatchError(
-            f"{name} in {where} is of another model, a {kind}, than this {type(model).__name__}: {'; '.join(shown)}; "
-            "build the model that was saved, or load the tensors that fit from `unisono checkpoint export`"
+            f"{what} is of another model than this {type(model).__name__}: {'; '.join(shown)}; build the model that "
+            "was saved, or load the tensors that fit from `unisono checkpoint export`"
         )
-
-
-def _count_rest(found: Sequence[str]) -> str:
-    return f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
 
 
 def _shape_of(value: Any) -> list[int] | None:

@@ -1,4 +1,7 @@
-"""The checkpoints of one Accelerator: everything it has prepared, what was registered, and the position of its loop.
+"""The checkpoints of one Accelerator: everything it has prepared, what was registered, and the position of its loop;
+without the models that a hook saves or loads itself.
+
+Which models are left out is rank zero's choice: scripts often act on that rank only.
 
 *Threads:* the rank's own.
 """
@@ -7,17 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from unisono.checkpoint.agreement import agree_on
 from unisono.checkpoint.checkpointer import check_count
 from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
-from unisono.checkpoint.hooks import Hooks, remove_files, run_load_hooks, run_save_hooks
 from unisono.checkpoint.objects import kind_of
 from unisono.checkpoint.saver import Loaded, Saver
 from unisono.errors import CheckpointError
@@ -26,11 +27,13 @@ from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.schedule_units import Taken
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.states import model_state
 from unisono.torch_private import STEP_WRAPPED
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = "checkpoints"
+Hooks = OrderedDict[int, Callable[..., None]]
+"""By the ids of their handles, in the order in which they were registered."""
 
 
 class PreparedStates:
@@ -46,7 +49,7 @@ class PreparedStates:
     ) -> None:
         check_count(total_limit, "total_limit")
         self._prepared, self._steps, self._scaler = prepared, steps, scaler
-        self._root, self._limit = folder_at(project_dir or "runs") / _FOLDER, total_limit
+        self._root, self._limit = folder_at(project_dir or "runs") / "checkpoints", total_limit
         self._registered: list[Any] = []
         self.save_hooks, self.load_hooks = Hooks(), Hooks()
         self._saver = Saver(steps.world)
@@ -68,29 +71,15 @@ class PreparedStates:
         claims = claims_of(self._steps, self._prepared_engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._prepared_engines())
-        objects, files, saved = self._named_objects(), None, None
-        if self.save_hooks:
-            self._steps.world.comm.announce("save_state")
-            self._saver.wait()  # the save in progress clears up in its folder
-            place = agree_on(place, self._steps.world) if callable(place) else place  # before there are files in it
-            models, modules = self._prepared.models(), self._prepared.modules()
-            left_out, files = run_save_hooks(self.save_hooks, models, modules, place, self._steps.world)
-            objects = self._named_objects(left_out)
-        facts = {"taken": taken, "claims": claims}
-        try:
-            saved = self._saver.save(place, objects, self._steps_taken(), score, is_async, facts, held, files)
-        finally:
-            if saved is None and files is not None and self._steps.world.rank == 0:
-                remove_files(files)
-        return saved
+        facts, step = {"taken": taken, "claims": claims}, max((steps for steps, *_ in taken), default=0)
+        choose = self._run_save_hooks if self.save_hooks else None
+        return self._saver.save(place, self._named_objects(), step, score, is_async, facts, held, choose)
 
-    def load(
-        self, directory: str | os.PathLike[str] | None, must_exist: bool, allow_other_optimizer: bool
-    ) -> Loaded | None:
+    def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
         """See `Accelerator.load_state`."""
         folder = self._root if directory is None else folder_at(directory)
-        choose = self._choose_objects if self.load_hooks else None
-        restored = self._saver.load(folder, self._named_objects(), must_exist, allow_other_optimizer, choose)
+        choose = self._run_load_hooks if self.load_hooks else None
+        restored = self._saver.load(folder, self._named_objects(), must_exist, choose)
         if restored is None:
             return None
         facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
@@ -111,6 +100,30 @@ class PreparedStates:
     def close(self) -> None:
         """Wait for the save in progress, and raise its error if it failed."""
         self._saver.close()
+
+    def _run_save_hooks(self, directory: Path) -> dict[str, Any]:
+        """Call the hooks of a save; returns what is still to be saved. ValueError if a hook has changed a state."""
+        models = self._prepared.models()
+        states = [model_state(each, self._steps.world) for each in self._prepared.modules()]
+        weights, before = list(states), [dict(each) if each else {} for each in states]
+        for hook in list(self.save_hooks.values()):
+            hook(list(models), weights, str(directory))
+        kept = [any(state is each for each in weights) for state in states]
+        for place, (is_kept, state, was) in enumerate(zip(kept, states, before, strict=True)):
+            if is_kept and was and (state.keys() != was.keys() or any(state[key] is not was[key] for key in was)):
+                raise ValueError(
+                    f"a hook has changed the state of model {place}, and what is saved is the model's; remove the "
+                    "state from `weights`, and write a file of your own into `output_dir`"
+                )
+        return self._named_objects(kept)
+
+    def _run_load_hooks(self, files: str) -> dict[str, Any]:
+        """Call the hooks of a load; returns what is still to be loaded."""
+        models = self._prepared.models()
+        remaining = list(models)
+        for hook in list(self.load_hooks.values()):
+            hook(remaining, files)
+        return self._named_objects([any(model is each for each in remaining) for model in models])
 
     def _check_optimizers(self) -> None:
         """Refuse to leave out the state of an optimizer that trains one of the models; CheckpointError if there is such
@@ -141,27 +154,23 @@ class PreparedStates:
                 left_out[0],
             )
 
-    def _steps_taken(self) -> int:
-        return max((each.taken.steps for each in self._prepared.steppers()), default=0)
-
     def _prepared_engines(self) -> list[Engine]:
         return [each.engine for each in self._prepared.models()]
 
-    def _choose_objects(self, files: str) -> dict[str, Any]:
-        """What is loaded from the checkpoint with these files, by the choice of the hooks."""
-        return self._named_objects(run_load_hooks(self.load_hooks, self._prepared.models(), files, self._steps.world))
-
-    def _named_objects(self, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
-        """Everything that is saved, by name."""
-        kinds: dict[str, Sequence[Any]] = {
-            "model": self._prepared.models(),
+    def _named_objects(self, kept: Sequence[bool] | None = None) -> dict[str, Any]:
+        """Everything that is saved, by name; of the models, if `kept` is given, those that rank zero keeps."""
+        models = dict(enumerate(self._prepared.models()))
+        if kept is not None:
+            agreed = self._steps.world.comm.broadcast_object(kept)
+            models = {place: each for place, each in models.items() if agreed[place]}
+        others: dict[str, Sequence[Any]] = {
             "optimizer": [each.optimizer for each in self._prepared.steppers()],
             "scheduler": self._prepared.schedulers(),
             "loader": self._prepared.loaders(),
             "registered": self._registered,
         }
-        named = {f"{kind}_{place}": each for kind, found in kinds.items() for place, each in enumerate(found)}
-        named = {name: each for name, each in named.items() if not any(each is other for other in left_out)}
+        named: dict[str, Any] = {f"model_{place}": each for place, each in models.items()}
+        named |= {f"{kind}_{place}": each for kind, found in others.items() for place, each in enumerate(found)}
         return named if self._scaler is None else {**named, "scaler": self._scaler}
 
     def _next_place(self) -> Place:

@@ -47,14 +47,14 @@ def add_parser(subparsers: Any) -> None:
 
 def show(arguments: argparse.Namespace) -> int:
     """Print a line for each checkpoint; return 1 if one is damaged, or there is none."""
-    from unisono.checkpoint.directory import holds_files, is_unfinished, numbered_in
+    from unisono.checkpoint.directory import is_unfinished, numbered_in
     from unisono.checkpoint.folders import MANIFEST, folder_at
     from unisono.checkpoint.manifest import verify
 
     folder = folder_at(arguments.path)
     numbered = sorted(numbered_in(folder), key=lambda pair: pair[0])
     entries = folder.entries()
-    if not numbered and MANIFEST not in entries and not holds_files(folder):
+    if not numbered and MANIFEST not in entries and not is_unfinished(folder):
         hint = f"; look in {folder / 'checkpoints'}" if "checkpoints" in entries else ""
         return _refuse(NoCheckpointError(f"there is no checkpoint at {arguments.path}{hint}"))
     damaged = False
@@ -82,7 +82,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write the file, and print what it contains."""
-    from unisono.checkpoint.export import export as write
+    from unisono.checkpoint.contents import export as write
     from unisono.checkpoint.folders import folder_at
 
     try:
