@@ -20,9 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.arguments import check_type, explain_unknown_names
-from unisono.checkpoint.methods import CheckpointMethods
+from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
 from unisono.checkpoint.objects import user_module
-from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import ON_ARGUMENTS, advice_on
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader, rule_of

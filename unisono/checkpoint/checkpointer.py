@@ -172,10 +172,12 @@ def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = N
 def load(
     path: str | os.PathLike[str], *, must_exist: bool = True, world: World | None = None, **objects: Any
 ) -> Loaded | None:
-    """Load objects, under the names by which they were saved, like `Checkpointer.load`. All ranks must call it.
+    """Load objects; returns and raises as `Checkpointer.load`. All ranks must call it.
 
     Args:
         path: a checkpoint, or a directory of checkpoints; or a URL.
+        must_exist: whether a missing checkpoint is an error; if False, None is returned.
+        objects: under the names by which they were saved.
     """
     restored = Saver(world or current_world()).load(folder_at(path), objects, must_exist)
     return None if restored is None else restored.loaded

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from unisono.backends import CPU
 from unisono.randomness import seed_of
 from unisono.world import World
 
@@ -67,7 +68,7 @@ def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None
         logger.warning(
             "saved by %d ranks on %s, loaded by %d on %s: random numbers (dropout) will differ from here on; random "
             "generators that were not saved start with new seeds",
-            *(len(saved), kind or "cpu", world.world_size, world.device.type),
+            *(len(saved), kind or CPU, world.world_size, world.device.type),
         )
 
 

@@ -14,7 +14,6 @@ import psutil
 import torch
 
 from unisono.backends import family_names, get_backend
-from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
 from unisono.launch.hosts.addresses import unknown_interfaces
@@ -49,18 +48,6 @@ def check_devices() -> Iterator[Finding]:
         if unused := family.unused_hardware():
             what, _, advice = unused.rpartition(": ")
             yield Finding("devices", "warning", what, advice)
-
-
-def check_cores() -> Iterator[Finding]:
-    """How many cores there are, how many this process may use, and how workers divide them."""
-    shares = ", ".join(f"{fair_num_threads(count)} for {count}" for count in (2, 4, 8))
-    text = (
-        f"{psutil.cpu_count(logical=False)} physical, {psutil.cpu_count()} logical, {usable_cores()} usable; "
-        f"CPU threads of each worker: {shares} workers"
-    )
-    quota = cpu_quota()
-    advice = f"the quota of the control group pays for {quota:g}: docker --cpus, in Kubernetes limits.cpu"
-    yield Finding("cores", "note", text, advice) if quota < len(allowed_cores()) else Finding("cores", "ok", text)
 
 
 def check_memory() -> Iterator[Finding]:
@@ -99,17 +86,13 @@ def check_temporary_files() -> Iterator[Finding]:
 
 def check_environment() -> Iterator[Finding]:
     """Which launcher started this process, and which environment variables affect a run."""
-    found = describe_launcher()
-    if found:
-        yield Finding("launcher", "note", found, "if these variables are left over, unset them")
-    else:
-        yield Finding("launcher", "ok", "none: a plain process, whose spawn starts the workers")
+    yield Finding("launcher", "ok", describe_launcher() or "none: a plain process, whose spawn starts the workers")
     for text in unknown_interfaces():
         yield Finding("environment", "warning", f"{text}, so workers cannot meet", "name an existing one, or unset it")
 
 
 def describe_launcher() -> str:
-    """What has given this process a place among others, and what follows, in words; empty for a plain process."""
+    """What has given this process a place among others, in words; empty for a plain process."""
     if agent := announced_agent():
         return f"{agent.launcher} tell of {agent.num_nodes} machine(s): `unisono run` starts the ranks of this one"
     if place := announced_place():
@@ -120,7 +103,8 @@ def describe_launcher() -> str:
 def check_workers() -> Iterator[Finding]:
     """Start two workers of each family that has two devices, and let them run collectives."""
     if found := describe_launcher():
-        yield Finding("workers", "note", f"not started: {found}", "run it again in a plain shell of this machine")
+        advice = "run it again in a plain shell of this machine; if these variables are left over, unset them"
+        yield Finding("workers", "warning", f"not started: {found}", advice)
         return
     for family in filter(_has_two_devices, map(get_backend, family_names())):
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import platform
 import re
 import sys
@@ -16,26 +15,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from unisono.outcome import Outcome
 
 _EPILOG = """\
-Each line is ok, a note (good to know), a warning (hurts some runs) or a problem (runs do not work).
+Each line is ok, a warning (hurts some runs) or a problem (runs do not work).
 The exit code is 1 when there is a problem, else 0.
 
 examples:
   unisono doctor                             everything, with two real workers: about 5 seconds
   unisono doctor --quick                     starts no worker
   unisono doctor --endpoint host1:29400      can a rendezvous be hosted, or reached, there?
-  unisono doctor --json | jq '.findings[] | select(.state != "ok")'
 """
 
 
-Severity = Literal["ok", "note", "warning", "problem"]
-_COUNTED: tuple[Severity, ...] = ("problem", "warning", "note")
+Severity = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Finding:
 
     Attributes:
         name: what was examined.
-        state: "ok"; "note" is good to know; "warning" will hurt some runs; "problem" prevents runs from working.
+        state: "ok"; "warning" will hurt some runs; "problem" prevents runs from working.
         text: what was found, in one line.
         advice: what to do about it, if anything.
     """
@@ -65,13 +62,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, and report what needs fixing",
-        description="Check versions, devices, cores, memory, limits and environment, start two "
+        description="Check versions, devices, memory, limits and environment, start two "
         "workers,\ntime a collective between them, and say what has to be repaired.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="start no workers")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--endpoint", type=_parse_endpoint, metavar="HOST:PORT", help="a rendezvous endpoint, to be bound or reached"
     )
@@ -80,13 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; return 1 if there is a problem, otherwise 0."""
-    found = examine_all(options.quick, options.endpoint)
-    if not options.json:
-        return int(_print_lines(found)["problem"] > 0)
-    findings = list(found)
-    is_fine = all(each.state != "problem" for each in findings)
-    print(json.dumps({"is_fine": is_fine, "findings": [asdict(each) for each in findings]}, indent=2))
-    return int(not is_fine)
+    return int(_print_lines(examine_all(options.quick, options.endpoint))["problem"] > 0)
 
 
 def check_versions() -> Iterator[Finding]:
@@ -117,7 +107,6 @@ def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Fi
         yield Finding("import", "problem", str(error))
         return
     yield from examine("devices", checks.check_devices, 30, "the driver does not answer: try its own tool")
-    yield from examine("cores", checks.check_cores)
     yield from examine("memory", checks.check_memory)
     yield from examine("limits", checks.check_limits)
     yield from examine("temporary", checks.check_temporary_files, advice_if_late="its file system hangs: set TMPDIR")
@@ -165,6 +154,5 @@ def _print_lines(found: Iterable[Finding]) -> Counter[Severity]:
         print(f"{each.state:8} {each.name:14} {each.text}", flush=True)
         if each.advice:
             print(f"{'':23} -> {each.advice}", flush=True)
-    counts = [f"{states[each]} {each}{'s' * (states[each] != 1)}" for each in _COUNTED if states[each]]
-    print("\n" + (", ".join(counts) or "nothing to mend"))
+    print(f"\nproblems: {states['problem']}, warnings: {states['warning']}")
     return states
