@@ -174,13 +174,6 @@ NAMES = {  # ours: (torch's, what we do by it)
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx",
         "goes on after a forward pass that failed",
     ),
-    "DTENSOR_SPEC": ("torch.distributed.tensor.DTensor._spec", "saves and loads shards with strategy='fsdp'"),
-    "STORAGE_INFO": ("torch.distributed.checkpoint.filesystem._StorageInfo", "reads checkpoints of strategy='fsdp'"),
-    "GET_LAYOUT": ("torch.serialization._get_layout", "reads checkpoints of strategy='fsdp'"),
-    "MEMORY_FORMATS": (
-        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-        "reads checkpoints of strategy='fsdp'",
-    ),
 }
 INSTEAD = {
     "set_lru_cache": "torch 2.9: replicas run one after another what torch.compile has compiled",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import enum
-import importlib
 import logging
 import pickle
 import random
@@ -17,7 +15,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from file_faults import at_each_operation, end_save, fail_at
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from resumable import Anything
@@ -39,7 +36,6 @@ from unisono.errors import (
     NoCheckpointError,
     StateError,
 )
-from unisono.parallel.strategies.shard_files import read_shards
 
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
 
@@ -309,58 +305,6 @@ def test_a_file_that_would_run_code_is_refused(
     with pytest.raises(DamagedCheckpointError, match="data that is not plain"):
         load(tmp_path / "bad", model=nn.Linear(2, 2))
     assert "run" not in capsys.readouterr().out
-
-
-def test_metadata_of_parts_that_would_run_code_are_refused(tmp_path: Path) -> None:
-    def named(text: str) -> bytes:
-        return b"\x8c" + bytes([len(text)]) + text.encode()
-
-    for module, name in (
-        ("torch.distributed.checkpoint.metadata", "os.system"),  # which that module has imported
-        ("torch", "os.system"),
-        ("os", "system"),
-    ):
-        call = b"\x80\x04" + named(module) + named(name) + b"\x93" + named(f"touch {tmp_path / 'run'}") + b"\x85R."
-        (tmp_path / ".metadata").write_bytes(call)
-        with pytest.raises(DamagedCheckpointError, match=f"names {module}.{name}, which is not executed"):
-            read_shards(tmp_path)
-    call = pickle.dumps(GetAttribute("torch.distributed.checkpoint.metadata", "Metadata", "__init__"))
-    (tmp_path / ".metadata").write_bytes(call)
-    with pytest.raises(DamagedCheckpointError, match=r"'__init__' of .*Metadata'>, which is not an enum"):
-        read_shards(tmp_path)
-    assert names_in(tmp_path) == [".metadata"]
-
-
-class GetAttribute:
-    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enum: by getattr."""
-
-    def __init__(self, module: str, owner: str, name: str) -> None:
-        self._found = getattr(importlib.import_module(module), owner), name
-
-    def __reduce__(self) -> Any:
-        return getattr, self._found
-
-
-def test_metadata_of_parts_are_read_as_each_version_of_python_writes_them(tmp_path: Path) -> None:
-    parts = {"weight": torch.arange(6.0).reshape(2, 3)}
-    dcp.save(parts, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    kind = "torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, enum.Enum):
-                return GetAttribute(*kind, obj.name).__reduce__()
-            return NotImplemented
-
-    with (tmp_path / ".metadata").open("wb") as file:
-        Pickler(file, protocol=3).dump(metadata)  # in which names of modules are plain text
-    as_in_3_11_0 = (tmp_path / ".metadata").read_bytes().replace(b"cpathlib._local\n", b"cpathlib\n")
-    assert b"cbuiltins\ngetattr\n" in as_in_3_11_0
-    as_in_3_13 = as_in_3_11_0.replace(b"cpathlib\n", b"cpathlib._local\n")
-    for written in (as_in_3_11_0, as_in_3_13):
-        (tmp_path / ".metadata").write_bytes(written)
-        assert torch.equal(read_shards(tmp_path)["weight"], parts["weight"])
 
 
 @pytest.mark.parametrize(

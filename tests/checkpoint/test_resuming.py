@@ -80,8 +80,16 @@ def test_on_another_number_of_ranks_each_sample_counts_once_and_the_losses_agree
     torch.testing.assert_close(resumed, weights, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_parts_that_all_ranks_write_are_the_same_checkpoint(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "strategy"),
+    [
+        (PROCESSES_2, "zero1"),
+        pytest.param(PROCESSES_2, "fsdp", marks=pytest.mark.slow),
+        pytest.param(PROCESSES_4, HSDP, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_parts_that_all_ranks_write_are_the_same_checkpoint(tmp_path: Path, mode: Mode, strategy: str | FSDP) -> None:
     def after(accelerator: Accelerator, count: int) -> bool:
         if count == 2:
             saver.SMALL = -1  # all ranks write
@@ -89,8 +97,8 @@ def test_parts_that_all_ranks_write_are_the_same_checkpoint(tmp_path: Path, stra
         return count == 2
 
     weights, _ = first(SOLO.run(Run(tmp_path / "whole", accumulates=3)))
-    PROCESSES_2.run(Run(tmp_path / "parts", strategy, accumulates=3, after=after))
-    assert len(list((tmp_path / "parts/checkpoints").rglob("shards/*.distcp"))) == 2
+    mode.run(Run(tmp_path / "parts", strategy, accumulates=3, after=after))
+    assert len(list((tmp_path / "parts/checkpoints").rglob("shards/*.pt"))) == mode.ranks
     resumed, own = first(SOLO.run(Run(tmp_path / "parts", accumulates=3)))
     assert_each_once(own)
     torch.testing.assert_close(resumed, weights, rtol=1e-9, atol=1e-12)

@@ -18,7 +18,6 @@ import torch
 from unisono.backends import get_backend
 from unisono.backends.movement import host_buffer
 from unisono.outcome import Outcome
-from unisono.parallel.strategies.sharded import is_distributed, with_part
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +83,7 @@ class HostMemory:
         self._used.clear()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor; the copy is complete once the device has been synchronized. Of a tensor sharded over ranks,
-        this part."""
-        if is_distributed(tensor):
-            return with_part(tensor, self.copy(tensor.to_local().detach()))
+        """Copy a tensor; the copy is complete once the device has been synchronized."""
         source = tensor.detach()
         if source.layout is not torch.strided or source.is_quantized:
             return source.cpu() if source.device != source.cpu().device else source.clone()
@@ -100,8 +96,6 @@ class HostMemory:
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in main memory, for a caller that waits until it is written: itself, if it is there and alone."""
-    if is_distributed(tensor):
-        return with_part(tensor, host_view(tensor.to_local().detach()))
     host = tensor.detach().cpu().resolve_conj().resolve_neg()
     if host.layout is torch.strided and host.untyped_storage().nbytes() != host.numel() * host.element_size():
         return host.clone()  # otherwise all of the memory that it is a view of would be written

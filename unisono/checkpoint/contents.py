@@ -19,13 +19,10 @@ import torch
 from unisono.backends import CPU
 from unisono.checkpoint.directory import find
 from unisono.checkpoint.folders import Folder, Location, replace_file, write_file, write_tensors
-from unisono.checkpoint.manifest import SHARDS, STATE, Manifest, verify
-from unisono.checkpoint.objects import DIVIDED, part_name
+from unisono.checkpoint.manifest import STATE, Manifest, shard_name, verify
+from unisono.checkpoint.objects import joined_state
 from unisono.errors import CheckpointError, DamagedCheckpointError
-from unisono.parallel.strategies.shard_files import read_shards
-from unisono.parallel.strategies.states import by_parameter
 
-HELD = "held gradients"  # cannot be an object's name, since it has a space
 Format = Literal["torch", "safetensors"]
 
 
@@ -54,43 +51,21 @@ def read_contents(folder: Folder) -> Contents:
     `directory.find`."""
     with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
         found, (local, manifest) = find(folder, lambda each: verify(each, Path(directory) / each.name))
-        try:
-            saved = torch.load(local / STATE, map_location=CPU, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise DamagedCheckpointError(f"{found}: {STATE} holds data that is not plain: {error}") from error
-        contents = Contents(
-            found.location, manifest, saved["kinds"], saved["states"], saved["ranks"], saved.get("held")
-        )
-        if "values" in saved:
-            _join_parts(contents, read_shards(local / SHARDS), saved["values"])
-    return contents
+        saved = _load(local / STATE)
+        states, held = saved["states"], saved["held"]
+        if saved["is_divided"]:
+            parts = [_load(local / shard_name(rank)) for rank in range(manifest.world_size)]
+            for name in parts[0]["states"]:
+                states[name] = joined_state([each["states"][name] for each in parts])
+            held = [each["held"] for each in parts] if any(each["held"] for each in parts) else None
+    return Contents(found.location, manifest, saved["kinds"], states, saved["ranks"], held)
 
 
-def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-    """Merge what all ranks have written into the plain states."""
-    held: list[dict[str, torch.Tensor]] = [{} for _ in contents.ranks]
-    keys: dict[str, dict[Any, Any]] = {name: {} for name, (kind, _) in contents.kinds.items() if kind in DIVIDED}
-    for name in [each for each in parts if each.startswith(f"{HELD}/")]:
-        _, rank, rest = name.split("/", 2)
-        held[int(rank)][rest] = parts.pop(name)
-    for full, each in parts.items():
-        # With its slash, so that model_1 does not take what belongs to model_10.
-        name = next(name for name in keys if full.startswith(part_name(name, "")))
-        key: Any = full[len(name) + 1 :]
-        if contents.kinds[name][0] == "optimizer":
-            number, _, key = key.partition("/")
-            key = int(number), key
-        keys[name][key] = each
-    for own in values:
-        for name, more in own.items():
-            keys[name].update(more)
-    for name, (kind, _) in contents.kinds.items():
-        if kind == "model":
-            # So far this is the list of names, in the model's order.
-            contents.states[name] = {key: keys[name][key] for key in contents.states[name]}
-        elif kind == "optimizer":
-            contents.states[name]["state"] = by_parameter(dict(sorted(keys[name].items())))
-    contents.held = held if any(held) else None
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location=CPU, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise DamagedCheckpointError(f"{path} holds data that is not plain: {error}") from error
 
 
 def export(folder: Folder, out: Path, name: str | None = None, file_format: Format = "torch") -> tuple[Location, str]:

@@ -28,7 +28,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -42,8 +41,8 @@ LATEST = "latest"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OF_A_SAVE = re.compile(rf"save-[0-9a-f]{{12}}|\.{MANIFEST}\.new")
 
-Write = Callable[[Path], dict[str, Checksum]]
-"""Writes a checkpoint's files into a directory; returns their checksums, by name."""
+Write = Callable[[], dict[str, Checksum]]
+"""Writes a checkpoint's files into its draft; returns their checksums, by name."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
     complete except for its files; `mark` is from `new_mark`."""
     folder = place.folder
     try:
-        files = {f"{mark}/{name}": list(checksum) for name, checksum in write(folder.draft(mark)).items()}
+        files = {f"{mark}/{name}": list(checksum) for name, checksum in write().items()}
         folder.publish(mark)
         if mark not in folder.entries():
             raise FileNotFoundError(

@@ -22,7 +22,7 @@ from unisono.errors import CheckpointVersionError, DamagedCheckpointError
 
 FORMAT = "unisono checkpoint"
 VERSION = 2
-STATE, SHARDS = "state.pt", "shards"
+STATE = "state.pt"
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class Manifest:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise DamagedCheckpointError(f"{path}: its {MANIFEST} names {name!r}, which is not in the checkpoint")
         return cls(**{each.name: known[each.name] for each in fields(cls)})
+
+
+def shard_name(rank: int) -> str:
+    """The file of what that rank writes of large sharded states."""
+    return f"shards/{rank}.pt"
 
 
 def new_manifest(step: int, score: float | None, world_size: int, objects: dict[str, list[str]]) -> Manifest:

@@ -23,7 +23,9 @@ from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.loaders.resume import is_stateful
 from unisono.parallel.prepared.metric_sync import is_metric
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.strategies.sharded import cut_of, is_distributed, is_first
 from unisono.parallel.strategies.states import (
+    by_parameter,
     groups_of,
     load_model_state,
     load_optimizer_state,
@@ -117,39 +119,38 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
     return states
 
 
-def divided_states(
-    objects: Objects, world: World, copy: Copy
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, dict[Any, Any]]]:
-    """Like `whole_states`, if all ranks write concurrently.
-
-    Returns:
-        The states on rank zero, without tensors of models and optimizers; this rank's parts of these, by names such as
-        "model/0.weight" and "optimizer/3/exp_avg"; and the values among them that are not tensors.
-    """
-    states: dict[str, Any] = {}
-    parts: dict[str, torch.Tensor] = {}
-    values: dict[str, dict[Any, Any]] = {}
+def divided_states(objects: Objects, world: World, copy: Copy) -> dict[str, dict[str, Any]]:
+    """Copies of this rank's part of the states of models and optimizers, if all ranks write: of each object its
+    "names", or its "groups"; "values" that are whole; and "cuts" of sharded tensors: the shape of the whole, where the
+    cut begins in it, and the cut."""
+    parts: dict[str, dict[str, Any]] = {}
     for name, each in objects.items():
-        kind, found = kind_of(name, each), dict[Any, Any]()
+        kind = kind_of(name, each)
         if kind == "model":
-            found = model_parts(user_module(each), world)
-            states[name] = list(found)
+            found: dict[Any, Any] = dict(model_parts(user_module(each), world))
+            part: dict[str, Any] = {"names": list(found)}
         elif kind == "optimizer":
-            found = optimizer_parts(each, world)
-            states[name] = {"param_groups": as_plain(groups_of(each), f"{name}.param_groups", copy)}
-        elif kind == "state":
-            states[name] = as_plain(each.state_dict(), f"{name}.state_dict()", copy)
-        tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
-        parts.update((part_name(name, key), copy(value)) for key, value in tensors.items())
-        others = {key: value for key, value in found.items() if key not in tensors}
-        if kind in DIVIDED:
-            values[name] = as_plain(others, f"{name}.state_dict()", copy)
-    return states if world.rank == 0 else {}, parts, values
+            found, part = dict(optimizer_parts(each, world)), {"groups": groups_of(each)}
+        else:
+            continue
+        part["values"] = {key: value for key, value in found.items() if not is_distributed(value)}
+        part["cuts"] = {key: cut_of(value) for key, value in found.items() if is_distributed(value) and is_first(value)}
+        parts[name] = as_plain(part, f"{name}.state_dict()", copy)
+    return parts
 
 
-def part_name(name: str, key: Any) -> str:
-    """The name of a tensor among those that all ranks write."""
-    return f"{name}/{key}" if isinstance(key, str) else f"{name}/{key[0]}/{key[1]}"
+def joined_state(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole state, of which all ranks have a part."""
+    found: dict[Any, Any] = {}
+    for part in parts:
+        found.update(part["values"])
+        for key, (shape, offsets, cut) in part["cuts"].items():
+            whole = found[key] if key in found else torch.empty(shape, dtype=cut.dtype)
+            whole[tuple(slice(start, start + size) for start, size in zip(offsets, cut.shape, strict=True))] = cut
+            found[key] = whole
+    if "names" in parts[0]:
+        return {key: found[key] for key in parts[0]["names"]}
+    return {"state": by_parameter(dict(sorted(found.items()))), "param_groups": parts[0]["groups"]}
 
 
 # Loading.

@@ -1,7 +1,7 @@
 """One rank's part in saving and loading checkpoints: what all ranks agree on, what is copied, which rank writes it.
 
 Rank zero writes one file, `state.pt`; if a large model, or its optimizer's state, is sharded, all ranks also write
-their shards, by torch.distributed.checkpoint. The state of other ranks is gathered by the communicator.
+their parts, each into a file of its own. The state of other ranks is gathered by the communicator.
 
 Ownership: a `Saver` owns the host memory of its copies and the thread that writes them.
 
@@ -11,21 +11,30 @@ Ownership: a `Saver` owns the host memory of its copies and the thread that writ
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from unisono.checkpoint.agreement import agree_on, encode_error, raise_any, raise_together
 from unisono.checkpoint.background import HostMemory, Writer, host_view
-from unisono.checkpoint.contents import HELD, Contents, read_contents
+from unisono.checkpoint.contents import Contents, read_contents
 from unisono.checkpoint.directory import Place, choose_place, commit, new_mark
-from unisono.checkpoint.folders import Checksum, Folder, Location, RemoteFolder, checksum_of, sync, write_tensors
+from unisono.checkpoint.folders import (
+    Checksum,
+    Folder,
+    Location,
+    RemoteFolder,
+    checksum_of,
+    make_directories,
+    sync,
+    write_tensors,
+)
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
-from unisono.checkpoint.manifest import SHARDS, STATE, Manifest, new_manifest
+from unisono.checkpoint.manifest import STATE, Manifest, new_manifest, shard_name
 from unisono.checkpoint.objects import (
     Copy,
     Objects,
@@ -42,7 +51,6 @@ from unisono.comm.operations import HOST
 from unisono.errors import NoCheckpointError
 from unisono.launch.gloo_output import suppress_greetings
 from unisono.outcome import Outcome, add_note_once
-from unisono.parallel.strategies.shard_files import ShardGroup
 from unisono.parallel.strategies.sharded import is_sharded
 from unisono.parallel.strategies.states import broadcast_entries
 from unisono.parallel.strategies.zero1 import is_divided
@@ -78,13 +86,12 @@ class Restored(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """What is to be written, in main memory: what only this rank has; on rank zero the contents of `state.pt`; if all
-    ranks write concurrently, this rank's shards, and the entries among them that are not tensors."""
+    """What is to be written, in main memory: this rank's own state; on rank zero the contents of `state.pt`; if all
+    ranks write concurrently, this rank's part."""
 
     own: dict[str, Any]
     contents: dict[str, Any]
-    parts: dict[str, torch.Tensor] | None = None
-    values: dict[str, dict[Any, Any]] | None = None
+    part: dict[str, Any] | None = None
 
 
 class Saver:
@@ -93,7 +100,7 @@ class Saver:
     def __init__(self, world: World) -> None:
         self.world = world
         self._memory, self._writer = HostMemory(), Writer()
-        self._group: ShardGroup | None = None
+        self._group: Any = None  # of the threads that write
         self._is_writing = False  # on some rank, perhaps; the same on all
 
     # Saves in progress.
@@ -164,18 +171,18 @@ class Saver:
             outcome = Outcome.capture(self._copy_states, objects, facts, held, copy, is_shared)
             # The copies are only submitted so far, and the writer reads host memory without waiting for the device.
             world.backend.synchronize(world.device)
-            contents, parts = self._agreed_copy(outcome)
+            contents, part = self._agreed_copy(outcome)
         except BaseException:
             if world.rank == 0 and choose is not None:
                 chosen.folder.discard(mark)
             raise
         manifest = new_manifest(step, score, world.world_size, kinds_of(objects))
-        write = partial(self._write_checkpoint, chosen, contents, parts, manifest, mark)
+        write = partial(self._write_checkpoint, chosen, contents, part, manifest, mark)
         if not is_async:
             raise_together(Outcome.capture(write).error, world)
         else:
             self._is_writing = True
-            if contents is not None or parts is not None:
+            if contents is not None or part is not None:
                 self._writer.start(write, f"saving {chosen.folder} at step {step}")
         return chosen.folder.location
 
@@ -186,15 +193,17 @@ class Saver:
         world = self.world
         part = {"states": own_states(objects), "generators": generator_states(world), "extra": facts}
         own: dict[str, Any] = as_plain(part, f"the state of rank {world.rank}", torch.Tensor.cpu)
-        contents: dict[str, Any] = {"kinds": kinds_of(objects), "held": None}
+        contents: dict[str, Any] = {"kinds": kinds_of(objects), "held": None, "is_divided": False}
         if is_shared and self._is_divided(objects):
             # Created at the first use, by all ranks together: `new_group` is a collective.
             if self._group is None:
                 with suppress_greetings():
-                    self._group = ShardGroup()
-            contents["states"], parts, values = divided_states(objects, world, copy)
-            parts.update((f"{HELD}/{world.rank}/{name}", copy(each)) for name, each in (held or {}).items())
-            return _Copied(own, contents, parts, values)
+                    self._group = dist.new_group(backend="gloo")
+            states = divided_states(objects, world, copy)
+            rest = {name: each for name, each in objects.items() if name not in states}
+            contents |= {"states": whole_states(rest, world, copy), "is_divided": True}
+            held = {name: copy(each) for name, each in (held or {}).items()}
+            return _Copied(own, contents, {"states": states, "held": held})
         if held is not None:
             contents["held"] = self._gather_held(held, copy)
         contents["states"] = whole_states(objects, world, copy)
@@ -217,61 +226,56 @@ class Saver:
             return False
         return sum(each.numel() * each.element_size() for module in modules for each in module.parameters()) > SMALL
 
-    def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
-        """The contents of `state.pt`, on rank zero, and this rank's shards; raises on all ranks if one could not
-        copy."""
-        copied = outcome.value
-        exchanged = None if copied is None else (copied.own, copied.values)
-        found = self.world.comm.all_gather_object((encode_error(outcome.error), exchanged))
+    def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The contents of `state.pt`, on rank zero, and this rank's part; raises on all ranks if one could not copy."""
+        own = outcome.value and outcome.value.own
+        found = self.world.comm.all_gather_object((encode_error(outcome.error), own))
         raise_any([failed for failed, _ in found], outcome.error)
-        own, contents, parts, _ = outcome.unwrap()
+        own, contents, part = outcome.unwrap()
         keep_device_generator(own["generators"], self.world)
-        contents["ranks"] = [each for _, (each, _) in found]
-        if parts is not None:
-            contents["values"] = [values for _, (_, values) in found]
-        return (contents if self.world.rank == 0 else None), parts
+        contents["ranks"] = [each for _, each in found]
+        return (contents if self.world.rank == 0 else None), part
 
     def _write_checkpoint(
-        self,
-        place: Place,
-        contents: dict[str, Any] | None,
-        parts: dict[str, torch.Tensor] | None,
-        manifest: Manifest,
-        mark: str,
+        self, place: Place, contents: dict[str, Any] | None, part: dict[str, Any] | None, manifest: Manifest, mark: str
     ) -> None:
         """Do this rank's part of the writing; on rank zero, make the checkpoint."""
-        group = self._group if parts is not None else None
-        if contents is None:
-            if parts is not None and group is not None:
-                group.write(parts, Path(place.folder.location) / mark / SHARDS)
-            return
-        has_met = False
-
-        def write(directory: Path) -> dict[str, Checksum]:
-            nonlocal has_met
-            if parts is not None and group is not None:
-                # Before the group meets: the other ranks write into it once they have met.
-                os.mkdir(directory / SHARDS)
-                # From here on a failure reaches the other ranks through the group.
-                has_met = True
-                group.write(parts, directory / SHARDS)
-            files: dict[str, Checksum] = {}
-            for path in sorted(directory.rglob("*")):  # shards, and files of hooks
-                sync(path)
-                if path.is_file():
-                    files[str(path.relative_to(directory))] = checksum_of(path)
-            files[STATE] = write_tensors(directory / STATE, contents)
-            return files
-
+        write = partial(self._write_files, place.folder, contents, part, mark)
         try:
-            commit(place, write, manifest, mark)
-        except BaseException as error:
-            if group is not None and not has_met:
-                # The other ranks are waiting in `group.write` for this one.
-                group.abandon()
-            if isinstance(error, OSError):  # its own message names no path if the disk is full
-                add_note_once(error, f"while writing {place.folder.location}; the checkpoint before it is as it was")
+            if contents is None:
+                write()
+            else:
+                commit(place, write, manifest, mark)
+        except OSError as error:  # its own message names no path if the disk is full
+            add_note_once(error, f"while writing {place.folder}; the checkpoint before it is as it was")
             raise
+
+    def _write_files(
+        self, folder: Folder, contents: dict[str, Any] | None, part: dict[str, Any] | None, mark: str
+    ) -> dict[str, Checksum]:
+        """Write this rank's files; returns the checksums of all on rank zero."""
+        files: dict[str, Checksum] = {}
+        if part is not None:
+            # All ranks meet here, whatever happens to one: in the threads that write, so in a group of their own.
+            outcome = Outcome.capture(self._write_part, folder, part, mark)
+            found: list[Any] = [None] * self.world.world_size
+            dist.all_gather_object(found, (encode_error(outcome.error), outcome.value), self._group)
+            raise_any([failed for failed, _ in found], outcome.error)
+            files = {shard_name(rank): checksum for rank, (_, checksum) in enumerate(found)}
+        if contents is None:
+            return files
+        directory = folder.draft(mark)
+        for path in sorted(directory.rglob("*")):  # parts, and files of hooks
+            sync(path)
+            if path.is_file() and (name := path.relative_to(directory).as_posix()) not in files:
+                files[name] = checksum_of(path)
+        files[STATE] = write_tensors(directory / STATE, contents)
+        return files
+
+    def _write_part(self, folder: Folder, part: dict[str, Any], mark: str) -> Checksum:
+        path = folder.draft(mark) / shard_name(self.world.rank)
+        make_directories(path.parent)
+        return write_tensors(path, part)
 
     # Loading.
 
