@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, Checkpointer, DataParallel, ParallelLoader, current_world
 from unisono.checkpoint.checkpointer import load, save
+from unisono.checkpoint.directory import Manifest
 from unisono.checkpoint.folders import checksum_of, folder_at
-from unisono.checkpoint.manifest import Manifest
 from unisono.errors import (
     BrokenWorldError,
     CheckpointError,
@@ -258,8 +258,8 @@ def test_another_model_is_named_by_its_first_differences(tmp_path: Path) -> None
     before = other[0].weight.detach().clone()
     with pytest.raises(CheckpointMismatchError) as caught:
         load(tmp_path / "one", model=other)
-    assert "missing in the checkpoint: 1.running_mean, 1.running_var, 1.num_batches_tracked" in str(caught.value)
-    assert "of another shape: 0.weight (saved [3, 2], here [4, 2])" in str(caught.value)
+    assert "7 names differ, 0.weight (saved: shape [3, 2], here: shape [4, 2])" in str(caught.value)
+    assert "1.running_mean (saved: missing, here: shape [4])" in str(caught.value)
     assert torch.equal(other[0].weight, before)
     with pytest.raises(CheckpointMismatchError, match=r"has no network: it holds model, optimizer"):
         load(tmp_path / "one", network=saved)
@@ -273,7 +273,7 @@ def rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, version: int, files: 
     """Replace a manifest by one of that version that names those files."""
     manifest = Manifest(1, None, 1, 0.0, {}, {}, files)
     with monkeypatch.context() as patched:
-        patched.setattr("unisono.checkpoint.manifest.VERSION", version)
+        patched.setattr("unisono.checkpoint.directory.VERSION", version)
         (path / "manifest.json").write_bytes(manifest.to_bytes())
 
 

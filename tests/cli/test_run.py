@@ -456,10 +456,7 @@ def machines(*arguments: str, place: AgentPlace | None = None) -> dict[str, obje
     command.add_parser(parser.add_subparsers())
     parsed = parser.parse_args(["run", *arguments, "train.py"])
     found = command._machine_options(parsed, place)
-    if found is None:
-        return None
-    numbers = {"nproc": command._number_from(parsed, place, "nproc")}
-    return {**asdict(found), **numbers, "max_restarts": command._max_restarts(parsed, found, place)}
+    return found and {**asdict(found), "nproc": parsed.nproc, "max_restarts": parsed.max_restarts or 0}
 
 
 STEP = AgentPlace("the SLURM step", "2", 1, "node07:21000", "777.1")

@@ -19,7 +19,7 @@ from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 
 from unisono import Accelerator, Tracker
 from unisono.errors import UnisonoError
-from unisono.tracking.jsonl import JsonLines
+from unisono.tracking.libraries import JsonLines
 
 ALL = pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 
@@ -178,7 +178,7 @@ def test_a_tracker_that_fails_reaches_the_user_and_hides_no_other(tmp_path: Path
 
 def test_a_full_disk_is_an_error_and_spoils_one_line_only(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path, "digits", {})
-    before = lines.path.stat().st_size
+    before = lines.tracker.stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
@@ -188,7 +188,7 @@ def test_a_full_disk_is_an_error_and_spoils_one_line_only(tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     lines.log({"loss": 2.0}, 2)
     lines.close()
-    head, torn, last = lines.path.read_text().splitlines()
+    head, torn, last = lines.tracker.read_text().splitlines()
     assert len(torn) == 10
     assert (json.loads(head)["project"], json.loads(last)["values"]) == ("digits", {"loss": 2.0})
 

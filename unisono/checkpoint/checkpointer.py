@@ -86,28 +86,23 @@ class Checkpointer:
         Args:
             path: a separate path, for example for the best model; this checkpoint is not numbered, and stays until it
                 is replaced. None uses `checkpoint_{num_steps}` in the directory.
-            score: save only if it is higher than the score of the checkpoint at that path; rank zero's score counts.
-                For a loss, pass `score=-loss`.
+            score: as for `Accelerator.save_state`: save only if it is higher than that of the checkpoint at that path.
 
         Returns:
             The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
 
         Raises:
             Exception: the error of an earlier save.
-            CollectiveMismatchError: other ranks do not save, or are at another step.
-            OSError: the checkpoint cannot be written; what was there before is intact.
+            CollectiveMismatchError, OSError, TypeError: as for `Accelerator.save_state`.
             FileExistsError: the path is a directory with other contents.
-            TypeError: a state is not plain data.
         """
         self._check_open()
         place = Place.numbered(self._directory, self.num_steps, self._keep) if path is None else Place(folder_at(path))
         return self._saver.save(place, self._objects, self.num_steps, score, self._is_async)
 
     def load(self, path: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
-        """Load a checkpoint: the one that `latest` in this directory names, or the one at `path`. All ranks must call
-        it.
-
-        Damaged checkpoints are skipped with a warning if there is another one.
+        """Load a checkpoint: the one that `latest` in this directory names, or the one at `path`. Raises as
+        `Accelerator.load_state`. All ranks must call it.
 
         Args:
             path: a checkpoint, or a directory of checkpoints; None uses this Checkpointer's directory.
@@ -115,11 +110,6 @@ class Checkpointer:
 
         Returns:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
-
-        Raises:
-            NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: there is no checkpoint that can be
-                loaded.
-            CheckpointMismatchError: the checkpoint holds other objects; nothing was changed.
         """
         self._check_open()
         folder = self._directory if path is None else folder_at(path)
@@ -135,8 +125,7 @@ class Checkpointer:
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait for the save in progress, raise its error on the rank where it failed, and accept no further saves.
-        Idempotent."""
+        """Wait for the save in progress, raise its error on the rank where it failed; accept no other. Idempotent."""
         self._is_closed = True
         self._saver.close()
 

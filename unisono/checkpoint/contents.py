@@ -17,9 +17,8 @@ from typing import Any, Literal
 import torch
 
 from unisono.backends import CPU
-from unisono.checkpoint.directory import find
+from unisono.checkpoint.directory import STATE, Manifest, find, shard_name, verify
 from unisono.checkpoint.folders import Folder, Location, replace_file, write_file, write_tensors
-from unisono.checkpoint.manifest import STATE, Manifest, shard_name, verify
 from unisono.checkpoint.objects import joined_state
 from unisono.errors import CheckpointError, DamagedCheckpointError
 
@@ -28,15 +27,9 @@ Format = Literal["torch", "safetensors"]
 
 @dataclass
 class Contents:
-    """The contents of a checkpoint.
-
-    Attributes:
-        path, manifest: the checkpoint's.
-        kinds: of each object, its kind and class.
-        states: of each object, in plain form, on the host.
-        ranks: of each rank that has saved: "states" of its loaders, "generators", "extra".
-        held: each rank's gradients of an unfinished step; None between steps.
-    """
+    """The contents of a checkpoint: of each object its kind and class, and its state in plain form, on the host; of
+    each rank that has saved, "states" of its loaders, "generators", "extra", and the gradients that it held of an
+    unfinished step (None between steps)."""
 
     path: Location
     manifest: Manifest

@@ -12,6 +12,9 @@ which have neither renames nor links.
         checkpoint_100/save-3f2a91c05b7e/ state.pt, and for large sharded states shards/
         checkpoint_200/
 
+The manifest is a JSON file with the names, sizes and checksums of the other files, facts for people and tools, and a
+checksum of its own, so that a flipped bit in it is detected, too.
+
 *Threads:* one at a time for each directory; one process of a run writes.
 
 Invariants:
@@ -22,21 +25,30 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
-from unisono.checkpoint.folders import MANIFEST, Checksum, Folder
-from unisono.checkpoint.manifest import FORMAT, Manifest, read_manifest
-from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+import torch
+
+from unisono.checkpoint.folders import MANIFEST, Checksum, Folder, checksum_of
+from unisono.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, NoCheckpointError
 
 logger = logging.getLogger(__name__)
 
+FORMAT = "unisono checkpoint"
+VERSION = 2
+STATE = "state.pt"
 LATEST = "latest"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OF_A_SAVE = re.compile(rf"save-[0-9a-f]{{12}}|\.{MANIFEST}\.new")
@@ -46,14 +58,99 @@ Write = Callable[[], dict[str, Checksum]]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a checkpoint is saved.
+class Manifest:
+    """What a checkpoint consists of: its training step, as the caller counts it, the score and the number of ranks that
+    it was saved with, seconds since 1970; the kind and class of each object, versions of unisono and torch; of each
+    file, by its path in the checkpoint, size and CRC-32."""
 
-    Attributes:
-        folder: its own.
-        keep: the number of numbered checkpoints to keep, including this one; None keeps all.
-        is_numbered: whether it is one of several in its directory, which has a `latest`.
+    step: int
+    score: float | None
+    world_size: int
+    created: float
+    objects: Mapping[str, list[str]]
+    versions: Mapping[str, str]
+    files: Mapping[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> str:
+        """The directory of the files, in the checkpoint."""
+        return str(next((PurePosixPath(name).parent for name in self.files if PurePosixPath(name).name == STATE), ""))
+
+    def to_bytes(self) -> bytes:
+        """The contents of its file."""
+        known = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps({**known, "crc": _crc(known)}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Manifest:
+        """Parse a manifest's file. DamagedCheckpointError if it is not what was written, CheckpointVersionError if a
+        newer unisono has written it."""
+        try:
+            known = json.loads(data)
+            is_ours = isinstance(known, dict) and known.get("format") == FORMAT
+        except ValueError:
+            is_ours = False
+        if not is_ours or known.pop("crc", None) != _crc(known):
+            raise DamagedCheckpointError(f"{path}: its {MANIFEST} is not what was written ({len(data)} bytes)")
+        if known["version"] > VERSION:
+            raise CheckpointVersionError(
+                f"{path} has version {known['version']} of the format, and this version of unisono reads up to "
+                f"version {VERSION}: load it with unisono {known.get('versions', {}).get('unisono')}, which wrote it"
+            )
+        for name in known["files"]:  # a forged manifest could otherwise name files outside the checkpoint
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise DamagedCheckpointError(f"{path}: its {MANIFEST} names {name!r}, which is not in the checkpoint")
+        return cls(**{each.name: known[each.name] for each in fields(cls)})
+
+
+def shard_name(rank: int) -> str:
+    """The file of what that rank writes of large sharded states."""
+    return f"shards/{rank}.pt"
+
+
+def new_manifest(step: int, score: float | None, world_size: int, objects: dict[str, list[str]]) -> Manifest:
+    """Make a manifest, complete except for its files."""
+    versions = {"torch": str(torch.__version__), "unisono": version("unisono")}
+    return Manifest(step, score, world_size, time.time(), objects, versions)
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """Read the manifest of a checkpoint, without checking its other files. Raises as `Manifest.from_bytes`; and OSError
+    if it cannot be read: a store that does not answer has not damaged its checkpoints."""
+    try:
+        data = folder.read(MANIFEST)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{folder} has no {MANIFEST}") from error
+    return Manifest.from_bytes(data, str(folder))
+
+
+def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
+    """Read the whole checkpoint, if it is in a store into that directory, and compare it with its manifest. Returns the
+    directory that has its files, and the manifest. DamagedCheckpointError names the file that is not what was written.
     """
+    manifest = read_manifest(folder)
+    local = folder.fetch(manifest.files, into)
+    for name, (size, crc) in manifest.files.items():
+        try:
+            found = checksum_of(local / name)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
+        if found != Checksum(size, crc):
+            raise DamagedCheckpointError(
+                f"{folder}: {name} has other contents than those written: {found.size} bytes of {size}, or another "
+                "CRC-32"
+            )
+    return local / manifest.directory, manifest
+
+
+def _crc(known: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(known, sort_keys=True).encode())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is saved: its folder; and if that is one of several in its directory, which has a `latest`,
+    how many are kept, including this one; None keeps all."""
 
     folder: Folder
     keep: int | None = None

@@ -1,14 +1,8 @@
 """Folders that hold checkpoints, on a file system, or in an object store (any URL that fsspec supports); and files that
 exist completely after a crash, or not at all.
 
-All that a checkpoint asks of a folder is four verbs, and a way to write and read large files:
-
-    entries   what is in the folder
-    read      a small file
-    write     a small file, completely or not at all
-    remove    a file, or a folder with all that is in it
-
-This relies on the store: it has what it has acknowledged, and shows it to later readers (S3 and GCS do).
+A checkpoint asks four verbs of a folder: entries, read, write (completely or not at all), remove; and large files are
+written as a draft that is published. A store must have what it has acknowledged, and show it to later readers.
 
 *Threads:* any; nothing is shared.
 

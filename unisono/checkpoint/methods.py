@@ -136,8 +136,7 @@ class PreparedStates:
         return self._named_objects([any(model is each for each in remaining) for model in models])
 
     def _check_optimizers(self) -> None:
-        """Refuse to leave out the state of an optimizer that trains one of the models; CheckpointError if there is such
-        an optimizer."""
+        """Refuse to leave out the state of an optimizer that trains one of the models, by a CheckpointError."""
         for engine in self._prepared_engines():
             for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_unprepared):
                 if each is not None and not any(each is other for other in self._registered):
@@ -236,12 +235,7 @@ class CheckpointMethods:
         with self.world.timeline.loop().named(SAVE):
             return self._states.save(output_dir, score, is_async)
 
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        *,
-        must_exist: bool = True,
-    ) -> Loaded | None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
         """Load what `save_state` has saved, on any number of ranks, under any strategy.
 
         Every rank must call it, with the same things prepared and registered, in the same order.
@@ -262,8 +256,7 @@ class CheckpointMethods:
         return self._states.load(input_dir, must_exist)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Accelerate's `register_save_state_pre_hook`: "a function to be called in `Accelerator.save_state` before
-        `save_checkpoint`", with the signature `hook(models, weights, output_dir)`. Every rank calls it.
+        """Call `hook(models, weights, output_dir)` on every rank before each save, as Accelerate does.
 
         `models` are the prepared models; `weights` their states, as of `Accelerator.state_dict`. A model whose state
         rank zero removes from `weights` is not saved. Files that a hook writes into `output_dir`, a directory on its
@@ -275,9 +268,8 @@ class CheckpointMethods:
         return _add_hook(self._states.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Accelerate's `register_load_state_pre_hook`: "a function to be called in `Accelerator.load_state` before
-        `load_checkpoint`", with the signature `hook(models, input_dir)`. Every rank calls it, once the checkpoint was
-        found and verified, and before anything is loaded.
+        """Call `hook(models, input_dir)` on every rank before each load, as Accelerate does, once the checkpoint was
+        found and verified.
 
         `models` are the prepared models; one that rank zero removes from the list is not loaded. `input_dir` is the
         checkpoint's directory; in a store, its address.
@@ -290,12 +282,12 @@ class CheckpointMethods:
     def save_model(
         self, model: nn.Module, save_directory: str | os.PathLike[str], *, safe_serialization: bool = True
     ) -> None:
-        """Accelerate's `save_model`: "Save a model so that it can be re-loaded using load_checkpoint_in_model", for
-        inference elsewhere; one file of any size. Every rank must call it, and it returns once the file is written.
+        """Save a model for inference elsewhere, as Accelerate does, in one file. Every rank must call it, and has it
+        then.
 
         Args:
-            model: "The model can be wrapped or unwrapped."
-            save_directory: "Will be created if it doesn't exist."
+            model: prepared or not.
+            save_directory: made if it does not exist.
             safe_serialization: write `model.safetensors`; otherwise `pytorch_model.bin`, by `torch.save`.
 
         Raises:

@@ -187,24 +187,20 @@ def check_fit(objects: Objects, states: Mapping[str, Any], saved: Mapping[str, S
 
 
 def _check_model(what: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    own = {plain_name(model, key): value for key, value in model.state_dict().items()}
-    shapes = {key: (_shape_of(saved[key]), _shape_of(own[key])) for key in own if key in saved}
-    wrong = {
-        "missing in the checkpoint": [key for key in own if key not in saved],
-        "unexpected in the checkpoint": [key for key in saved if key not in own],
-        "of another shape": [f"{key} (saved {a}, here {b})" for key, (a, b) in shapes.items() if a != b],
-    }
-    if any(wrong.values()):
-        # The first few of each.
-        shown = [f"{how}: {', '.join(found[:3])}{', ...' * (len(found) > 3)}" for how, found in wrong.items() if found]
+    own = {plain_name(model, key): _form_of(value) for key, value in model.state_dict().items()}
+    there = {key: _form_of(value) for key, value in saved.items()}
+    names = [key for key in {**own, **there} if own.get(key) != there.get(key)]
+    if names:
+        shown = [f"{key} (saved: {there.get(key, 'missing')}, here: {own.get(key, 'missing')})" for key in names[:5]]
         raise CheckpointMismatchError(
-            f"{what} is of another model than this {type(model).__name__}: {'; '.join(shown)}; build the model that "
-            "was saved, or load the tensors that fit from `unisono checkpoint export`"
+            f"{what} is of another model than this {type(model).__name__}: {len(names)} names differ, "
+            f"{', '.join(shown)}; build the model that was saved, or load the tensors that fit from `unisono "
+            "checkpoint export`"
         )
 
 
-def _shape_of(value: Any) -> list[int] | None:
-    return list(value.shape) if isinstance(value, torch.Tensor) else None
+def _form_of(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "a value"
 
 
 def restore(

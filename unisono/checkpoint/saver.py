@@ -22,7 +22,16 @@ import torch.distributed as dist
 from unisono.checkpoint.agreement import agree_on, encode_error, raise_any, raise_together
 from unisono.checkpoint.background import HostMemory, Writer, host_view
 from unisono.checkpoint.contents import Contents, read_contents
-from unisono.checkpoint.directory import Place, choose_place, commit, new_mark
+from unisono.checkpoint.directory import (
+    STATE,
+    Manifest,
+    Place,
+    choose_place,
+    commit,
+    new_manifest,
+    new_mark,
+    shard_name,
+)
 from unisono.checkpoint.folders import (
     Checksum,
     Folder,
@@ -34,7 +43,6 @@ from unisono.checkpoint.folders import (
     write_tensors,
 )
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
-from unisono.checkpoint.manifest import STATE, Manifest, new_manifest, shard_name
 from unisono.checkpoint.objects import (
     Copy,
     Objects,
@@ -142,15 +150,10 @@ class Saver:
         held: Mapping[str, torch.Tensor] | None = None,
         choose: Callable[[Path], Objects] | None = None,
     ) -> Location | None:
-        """Save the objects; returns and raises as `Checkpointer.save`, on all ranks. A collective.
-
-        Args:
-            place: the destination; if it is a function, rank zero calls it.
-            facts: plain data of this rank, to be saved with the states.
-            held: its gradients of a step that has begun.
-            choose: called on all ranks with a directory, rank zero's, whose files become part of the checkpoint;
-                returns the objects to save in place of all.
-        """
+        """Save the objects, and the `facts` and `held` gradients of this rank; returns and raises as
+        `Checkpointer.save`, on all ranks. A collective. `place` may be a function, which rank zero calls. `choose` is
+        called on all ranks with a directory, rank zero's, whose files become part of the checkpoint, and returns the
+        objects to save in place of all."""
         world = self.world
         world.comm.announce(f"save_state at step {step}")
         self.wait()
@@ -286,12 +289,8 @@ class Saver:
         must_exist: bool = True,
         choose: Callable[[str], Objects] | None = None,
     ) -> Restored | None:
-        """Load the objects. A collective. Rank zero's folder counts. Raises as `Checkpointer.load`.
-
-        Args:
-            choose: called with the place of the files of the checkpoint that was found; returns the objects to load in
-                place of all.
-        """
+        """Load the objects. A collective. Rank zero's folder counts. Raises as `Checkpointer.load`. `choose` is called
+        with the place of the files that were found, and returns the objects to load in place of all."""
         world = self.world
         world.comm.announce("load_state")
         self.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from unisono.world import current_world
 WORKERS_LIMIT_S = 120.0
 _SHARED_MEMORY = Path("/dev/shm")
 _MIB, _GIB = 1 << 20, 1 << 30
-_CONNECT_S = 3.0
 _LARGE_BYTES = 64 << 20
 
 
@@ -50,8 +48,11 @@ def check_devices() -> Iterator[Finding]:
             yield Finding("devices", "warning", what, advice)
 
 
-def check_memory() -> Iterator[Finding]:
-    """How much memory there is before processes are killed, and how much of it they can share."""
+def check_resources() -> Iterator[Finding]:
+    """How much memory there is before processes are killed, and how much of it they can share; open files, and space
+    for temporary ones."""
+    import resource  # not on Windows
+
     limit, owner = memory_limit()
     free = psutil.virtual_memory().available
     text = f"the limit {owner} is {_amount(limit)}; {_amount(free)} of the machine's are free"
@@ -65,20 +66,9 @@ def check_memory() -> Iterator[Finding]:
             "(or --ipc=host); in Kubernetes an emptyDir with medium: Memory mounted there; else num_workers=0"
         )
         yield warning_if(min(usage.total - 1, usage.free) < 64 * _MIB, "shared memory", text, advice)
-
-
-def check_limits() -> Iterator[Finding]:
-    """How many files a process of this user may have open."""
-    import resource  # not on Windows
-
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = "loader workers send one for each tensor: ulimit -n 65536"
-    yield warning_if(0 <= limit < 1025, "limits", f"open files: {shown}", advice)
-
-
-def check_temporary_files() -> Iterator[Finding]:
-    """Where the workers of a group meet."""
+    yield warning_if(0 <= limit < 1025, "limits", f"open files: {limit if limit >= 0 else 'unlimited'}", advice)
     place = tempfile.gettempdir()
     free = shutil.disk_usage(place).free
     yield warning_if(free < _GIB, "temporary", f"{place}, {_amount(free)} free", "clear it up, or set TMPDIR")
@@ -132,32 +122,23 @@ def _try_collectives(family: Backend) -> Iterator[Finding]:
     start_s = max(each[0] for each in results) - began
     advice = "torch is imported once for all workers, which is slow over a network: install it on a local disk"
     yield warning_if(start_s > 20, "workers", f"2 on {family.name}: first barrier after {start_s:.2f} s", advice)
-    _, latency_s, large_s = results[0]
-    yield Finding(
-        "collectives",
-        "ok",
-        f"all_reduce by {group_backend(family)} between 2 on {family.name}: 4 B in {latency_s * 1e3:.2f} ms, "
-        f"{_LARGE_BYTES >> 20} MiB at {_LARGE_BYTES / large_s / 1e9:.2f} GB/s",
-    )
+    rate = f"{_LARGE_BYTES >> 20} MiB at {_LARGE_BYTES / results[0][1] / 1e9:.2f} GB/s"
+    yield Finding("collectives", "ok", f"all_reduce by {group_backend(family)} between 2 on {family.name}: {rate}")
 
 
-def measure_collectives(rank: int) -> tuple[float, float, float]:
-    """In a worker that has passed its first barrier: the time, and the seconds of a small and a large all_reduce."""
+def measure_collectives(rank: int) -> tuple[float, float]:
+    """In a worker that has passed its first barrier: the time, and the seconds of an all_reduce."""
     began = time.monotonic()
-    return began, _time_all_reduce(1, 50), _time_all_reduce(_LARGE_BYTES // 4, 5)
-
-
-def _time_all_reduce(count: int, repeats: int) -> float:
     world = current_world()
-    tensor = torch.zeros(count, device=world.device)
+    tensor = torch.zeros(_LARGE_BYTES // 4, device=world.device)
     taken = []
-    for _ in range(repeats + 1):  # the first one opens connections
+    for _ in range(6):  # the first one opens connections
         world.backend.synchronize(world.device)
-        began = time.monotonic()
+        start = time.monotonic()
         all_reduce(tensor)
         world.backend.synchronize(world.device)
-        taken.append(time.monotonic() - began)
-    return statistics.median(taken[1:])
+        taken.append(time.monotonic() - start)
+    return began, min(taken)
 
 
 def check_endpoint(host: str, port: int) -> Iterator[Finding]:
@@ -175,7 +156,7 @@ def check_endpoint(host: str, port: int) -> Iterator[Finding]:
     except OSError as error:
         bound = error.strerror
     try:
-        socket.create_connection((address, port), _CONNECT_S).close()
+        socket.create_connection((address, port), 3.0).close()
         yield Finding("endpoint", "ok", f"{place} answers; whatever listens there should be your rendezvous")
     except ConnectionRefusedError:
         advice = "the host is reached, but nothing listens there (yet): start the agent of that machine"

@@ -1,7 +1,6 @@
 """`unisono doctor`: examines this machine as a run would find it, and says what has to be repaired.
 
-*Threads:* each check (`checks.py`) runs in a daemon, `unisono-check`, for a limited time: one that never returns (a
-dead name server, a hanging file system) is abandoned, and the program ends without it.
+*Threads:* each check (`checks.py`) runs in a daemon, `unisono-check`, for a limited time, after which it is abandoned.
 """
 
 from __future__ import annotations
@@ -31,20 +30,13 @@ examples:
   unisono doctor --endpoint host1:29400      can a rendezvous be hosted, or reached, there?
 """
 
-
 Severity = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of examining the machine.
-
-    Attributes:
-        name: what was examined.
-        state: "ok"; "warning" will hurt some runs; "problem" prevents runs from working.
-        text: what was found, in one line.
-        advice: what to do about it, if anything.
-    """
+    """One result of examining the machine: what was examined and found, in one line, and what to do about it. A warning
+    will hurt some runs; a problem prevents runs from working."""
 
     name: str
     state: Severity
@@ -107,9 +99,8 @@ def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Fi
         yield Finding("import", "problem", str(error))
         return
     yield from examine("devices", checks.check_devices, 30, "the driver does not answer: try its own tool")
-    yield from examine("memory", checks.check_memory)
-    yield from examine("limits", checks.check_limits)
-    yield from examine("temporary", checks.check_temporary_files, advice_if_late="its file system hangs: set TMPDIR")
+    advice = "the file system of temporary files hangs: set TMPDIR"
+    yield from examine("resources", checks.check_resources, advice_if_late=advice)
     yield from examine("environment", checks.check_environment)
     if not is_quick:
         advice = "a worker or a collective hangs; py-spy dump --pid PID shows where"

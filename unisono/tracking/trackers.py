@@ -21,8 +21,7 @@ from typing import Any
 from unisono.arguments import check_type
 from unisono.errors import UnisonoError
 from unisono.timeline import LOG
-from unisono.tracking.jsonl import JsonLines
-from unisono.tracking.libraries import LIBRARIES, is_installed
+from unisono.tracking.libraries import LIBRARIES, JsonLines, is_installed
 from unisono.tracking.tracker import Tracker, name_of, plain_step, plain_values
 from unisono.world import World
 
@@ -32,13 +31,8 @@ LogWith = str | Tracker | Sequence[str | Tracker] | None
 
 
 class Trackers:
-    """The trackers of one Accelerator, those in `opened` while they are open.
-
-    Args:
-        log_with: the user's choice; TypeError, ValueError or ImportError if it is none.
-        project_dir: where they write; None is "runs".
-        is_main_process: whether this rank has trackers.
-    """
+    """The trackers of one Accelerator, those in `opened` while they are open. TypeError, ValueError or ImportError if
+    `log_with` names none."""
 
     def __init__(self, log_with: LogWith, project_dir: str | os.PathLike[str] | None, is_main_process: bool) -> None:
         self._names, self._own = _choose(log_with)
