@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import socket
@@ -14,7 +13,7 @@ import time
 import pytest
 
 from unisono.cli.checks import check_endpoint, check_environment, check_workers
-from unisono.cli.doctor import Finding, add_parser, examine
+from unisono.cli.doctor import Finding, examine
 
 MAIN = """
 import argparse, sys
@@ -105,22 +104,19 @@ def test_a_check_that_fails_or_does_not_come_back_is_a_finding_in_time():
 
 def test_an_endpoint_is_free_or_answers():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        [found] = check_endpoint("127.0.0.1", port)
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        [found] = check_endpoint(endpoint)
         assert found.state == "ok"
         assert "answers" in found.text
-    [found] = check_endpoint("127.0.0.1", port)
-    assert (found.state, found.text) == ("ok", f"127.0.0.1:{port} is free here, and can be bound")
+    [found] = check_endpoint(endpoint)
+    assert (found.state, found.text) == ("ok", f"{endpoint} is on this machine, and free")
 
 
 @pytest.mark.parametrize("text", ["host", "host:port", "host:65536"])
-def test_what_is_no_endpoint_is_refused_with_the_way_to_write_it(text: str, capsys: pytest.CaptureFixture[str]):
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    with pytest.raises(SystemExit) as exit_:
-        parser.parse_args(["doctor", "--endpoint", text])
-    assert exit_.value.code == 2
-    assert "write HOST:PORT" in capsys.readouterr().err
+def test_what_is_no_endpoint_is_a_problem_that_names_it(text: str):
+    [found] = examine("endpoint", lambda: check_endpoint(text))
+    assert found.state == "problem"
+    assert f"'{text}' is not an endpoint; pass host:port" in found.text
 
 
 def test_no_worker_is_started_where_a_launcher_has_started_this_process(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,6 @@ from unisono.checkpoint.directory import Place
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.objects import kinds_of
 from unisono.checkpoint.saver import Loaded, Saver
-from unisono.errors import ClosedError
 from unisono.world import World, current_world
 
 
@@ -61,18 +60,9 @@ class Checkpointer:
         self._directory, self._keep, self._every, self._is_async = folder_at(directory), keep, every, is_async
         self._objects = objects
         self._saver = Saver(world or current_world())
-        self._is_closed = False
 
     def step(self) -> bool:
-        """Count a step of the loop, and save if a checkpoint is due.
-
-        Returns:
-            Whether it saved.
-
-        Raises:
-            Exception: as for `save`; or the error of an earlier save.
-        """
-        self._check_open()
+        """Count a step of the loop, and save if a checkpoint is due; return whether it saved. Raises as `save`."""
         self.num_steps += 1
         if self._every is not None and self.num_steps % self._every == 0:
             self.save()
@@ -96,7 +86,6 @@ class Checkpointer:
             CollectiveMismatchError, OSError, TypeError: as for `Accelerator.save_state`.
             FileExistsError: the path is a directory with other contents.
         """
-        self._check_open()
         place = Place.numbered(self._directory, self.num_steps, self._keep) if path is None else Place(folder_at(path))
         return self._saver.save(place, self._objects, self.num_steps, score, self._is_async)
 
@@ -111,7 +100,6 @@ class Checkpointer:
         Returns:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
         """
-        self._check_open()
         folder = self._directory if path is None else folder_at(path)
         restored = self._saver.load(folder, self._objects, must_exist)
         if restored is None:
@@ -125,8 +113,7 @@ class Checkpointer:
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait for the save in progress, raise its error on the rank where it failed; accept no other. Idempotent."""
-        self._is_closed = True
+        """Wait for the save in progress, and raise its error on the rank where it failed."""
         self._saver.close()
 
     def __enter__(self) -> Checkpointer:
@@ -134,10 +121,6 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError("this Checkpointer is closed; make another one")
 
 
 def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = None, **objects: Any) -> Location:

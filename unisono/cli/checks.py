@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ import torch
 from unisono.backends import family_names, get_backend
 from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
-from unisono.launch.hosts.addresses import unknown_interfaces
+from unisono.launch.hosts.addresses import addresses_of, is_this_machine, unknown_interfaces
+from unisono.launch.hosts.endpoint import is_served, split_endpoint
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import memory_limit
@@ -141,29 +141,18 @@ def measure_collectives(rank: int) -> tuple[float, float]:
     return began, min(taken)
 
 
-def check_endpoint(host: str, port: int) -> Iterator[Finding]:
-    """Whether a rendezvous at `host:port` can be served by this machine, or reached from it."""
-    place = f"{host}:{port}"
-    try:
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        yield Finding("endpoint", "problem", f"{place}: the name has no address: {error}", "name a host that is known")
-        return
-    try:
-        with socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
-            yield Finding("endpoint", "ok", f"{place} is free here, and can be bound")
-            return
-    except OSError as error:
-        bound = error.strerror
-    try:
-        socket.create_connection((address, port), 3.0).close()
-        yield Finding("endpoint", "ok", f"{place} answers; whatever listens there should be your rendezvous")
-    except ConnectionRefusedError:
-        advice = "the host is reached, but nothing listens there (yet): start the agent of that machine"
-        yield Finding("endpoint", "warning", f"{place} refuses the connection ({bound})", advice)
-    except OSError as error:
-        advice = "the host is down, or a firewall drops what comes to that port: open it, or choose another"
-        yield Finding("endpoint", "problem", f"{place} cannot be bound ({bound}), nor reached ({error})", advice)
+def check_endpoint(endpoint: str) -> Iterator[Finding]:
+    """Whether a rendezvous can be served by this machine, or reached from it."""
+    host, port = split_endpoint(endpoint)
+    if not addresses_of(host):
+        yield Finding("endpoint", "problem", f"{endpoint}: the host has no address", "name a host that is known")
+    elif is_served(host, port):
+        yield Finding("endpoint", "ok", f"{endpoint} answers; whatever listens there should be your rendezvous")
+    elif is_this_machine(host):
+        yield Finding("endpoint", "ok", f"{endpoint} is on this machine, and free")
+    else:
+        advice = "start the agent of that machine first; else it is down, or a firewall drops what comes to that port"
+        yield Finding("endpoint", "warning", f"{endpoint} does not answer", advice)
 
 
 def _amount(count: int) -> str:

@@ -60,9 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="start no workers")
-    parser.add_argument(
-        "--endpoint", type=_parse_endpoint, metavar="HOST:PORT", help="a rendezvous endpoint, to be bound or reached"
-    )
+    parser.add_argument("--endpoint", metavar="HOST:PORT", help="a rendezvous endpoint, to be served or reached")
     parser.set_defaults(run=run_doctor)
 
 
@@ -89,7 +87,7 @@ def check_versions() -> Iterator[Finding]:
         yield Finding("packages", "problem", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
 
 
-def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Finding]:
+def examine_all(is_quick: bool, endpoint: str | None) -> Iterator[Finding]:
     """Run the checks in their order. They are imported here: `unisono --help` does not need torch, and where a part of
     it is missing, the versions are still reported."""
     yield from examine("versions", check_versions)
@@ -107,7 +105,7 @@ def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Fi
         yield from examine("workers", checks.check_workers, checks.WORKERS_LIMIT_S, advice)
     if endpoint is not None:
         advice = "its name is not resolved; give an address"
-        yield from examine("endpoint", partial(checks.check_endpoint, *endpoint), advice_if_late=advice)
+        yield from examine("endpoint", partial(checks.check_endpoint, endpoint), advice_if_late=advice)
 
 
 def examine(
@@ -128,13 +126,6 @@ def examine(
 def _run_check(check: Callable[[], Iterable[Finding]], found: list[Outcome[list[Finding]]]) -> None:
     """Body of a check's thread: adds exactly one outcome."""
     found.append(Outcome.capture(lambda: list(check())))
-
-
-def _parse_endpoint(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an endpoint; write HOST:PORT, with a port from 1 to 65535")
-    return host.strip("[]"), int(port)
 
 
 def _print_lines(found: Iterable[Finding]) -> Counter[Severity]:
