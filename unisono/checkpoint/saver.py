@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from unisono.checkpoint.agreement import agree_on, encode_error, raise_any, raise_together
 from unisono.checkpoint.background import HostMemory, Writer, host_view
@@ -59,7 +58,7 @@ from unisono.comm.operations import HOST
 from unisono.errors import NoCheckpointError
 from unisono.launch.gloo_output import suppress_greetings
 from unisono.outcome import Outcome, add_note_once
-from unisono.parallel.strategies.sharded import is_sharded
+from unisono.parallel.strategies.sharded import SideGroup, is_sharded
 from unisono.parallel.strategies.states import broadcast_entries
 from unisono.parallel.strategies.zero1 import is_divided
 from unisono.world import World
@@ -108,7 +107,7 @@ class Saver:
     def __init__(self, world: World) -> None:
         self.world = world
         self._memory, self._writer = HostMemory(), Writer()
-        self._group: Any = None  # of the threads that write
+        self._group: SideGroup | None = None  # of the threads that write
         self._is_writing = False  # on some rank, perhaps; the same on all
 
     # Saves in progress.
@@ -201,7 +200,7 @@ class Saver:
             # Created at the first use, by all ranks together: `new_group` is a collective.
             if self._group is None:
                 with suppress_greetings():
-                    self._group = dist.new_group(backend="gloo")
+                    self._group = SideGroup()
             states = divided_states(objects, world, copy)
             rest = {name: each for name, each in objects.items() if name not in states}
             contents |= {"states": whole_states(rest, world, copy), "is_divided": True}
@@ -258,11 +257,11 @@ class Saver:
     ) -> dict[str, Checksum]:
         """Write this rank's files; returns the checksums of all on rank zero."""
         files: dict[str, Checksum] = {}
-        if part is not None:
+        if part is not None and self._group is not None:
             # All ranks meet here, whatever happens to one: in the threads that write, so in a group of their own.
             outcome = Outcome.capture(self._write_part, folder, part, mark)
-            found: list[Any] = [None] * self.world.world_size
-            dist.all_gather_object(found, (encode_error(outcome.error), outcome.value), self._group)
+            written = encode_error(outcome.error), outcome.value
+            found = self._group.all_gather_object(written, self.world.world_size)
             raise_any([failed for failed, _ in found], outcome.error)
             files = {shard_name(rank): checksum for rank, (_, checksum) in enumerate(found)}
         if contents is None:

@@ -262,6 +262,23 @@ def is_first(tensor: DTensor) -> bool:
     return not any(place for place, placement in places if placement.is_replicate())
 
 
+class SideGroup:
+    """A process group for threads of the ranks that work next to their loops. All ranks create it together."""
+
+    def __init__(self) -> None:
+        from torch.distributed import new_group
+
+        self._group = new_group(backend="gloo")
+
+    def all_gather_object(self, value: Any, size: int) -> list[Any]:
+        """The values of all `size` ranks."""
+        from torch.distributed import all_gather_object
+
+        found: list[Any] = [None] * size
+        all_gather_object(found, value, self._group)
+        return found
+
+
 def loaded_class(module: str, name: str) -> Any:
     """The class, for `isinstance`; an empty tuple if its module is not imported, so that no instance can exist."""
     return getattr(sys.modules.get(module), name, ())
