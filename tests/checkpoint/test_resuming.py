@@ -12,14 +12,12 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting
 from preemptions import hits_of
-from resumable import EPOCHS, SAMPLES, Anything, Ledger, Points, Run, assert_each_once, drawn_batch, leave_after
+from resumable import Anything, Run, assert_each_once, drawn_batch, leave_after
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-from unisono import Accelerator, current_world, should_stop, spawn
+from unisono import Accelerator, current_world, spawn
 from unisono.checkpoint import saver
-from unisono.errors import CheckpointError, StoppedError, WorkerDiedError
+from unisono.errors import CheckpointError, WorkerDiedError
 from unisono.strategies import FSDP
 
 PROCESSES_4 = Mode("processes", 4)
@@ -163,70 +161,6 @@ def live(index: int, root: Path) -> int:
 def test_kills_at_random_moments_leave_a_whole_checkpoint_of_what_all_ranks_write(tmp_path: Path) -> None:
     first, second = spawn(live, args=(tmp_path,), nprocs=2, cores=1, max_restarts=LIVES)
     assert first == second > LIVES
-
-
-def evaluate(index: int, path: Path, stops: bool) -> tuple[list[int], list[int]]:
-    """Train and evaluate for two epochs, counting; SIGTERM comes in the second evaluation, and a checkpoint is made."""
-    should_stop()
-    torch.manual_seed(0)
-    accelerator, seen = Accelerator(seed=0, project_dir=path), Ledger()
-    model = nn.Linear(6, 1).double()
-    loaders = [DataLoader(Points(False), 12, shuffle=True, num_workers=1), DataLoader(Points(False), 12, num_workers=1)]
-    model, optimizer, loader, tests = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), *loaders)
-    trained = Ledger()
-    accelerator.register_for_checkpointing(seen, trained)
-    accelerator.load_state(must_exist=False)
-    while tests.epoch < EPOCHS:
-        if loader.epoch == tests.epoch:
-            epoch = loader.epoch
-            for points, targets, numbers in loader:
-                optimizer.zero_grad()
-                F.mse_loss(model(points), targets).backward()
-                optimizer.step()
-                trained.seen[epoch] += accelerator.gather_for_metrics(numbers).tolist()
-        epoch = tests.epoch
-        for step, (_, _, numbers) in enumerate(tests):
-            seen.seen[epoch] += accelerator.gather_for_metrics(numbers).tolist()
-            if stops and (epoch, step, index) == (1, 1, 1):
-                os.kill(os.getpid(), signal.SIGTERM)
-            if should_stop():
-                accelerator.save_state()
-                return seen.seen, trained.seen
-    return seen.seen, trained.seen
-
-
-@pytest.mark.slow
-def test_a_run_that_is_asked_to_stop_while_it_evaluates_goes_on_there(tmp_path: Path) -> None:
-    with pytest.raises(StoppedError) as stopped:
-        spawn(evaluate, args=(tmp_path, True), nprocs=2, cores=1)
-    seen, _ = stopped.value.results[0]
-    assert len(seen[0]) == SAMPLES > len(seen[1]) > 0
-    found = spawn(evaluate, args=(tmp_path, False), nprocs=2, cores=1)
-    for each in found[0]:
-        assert [sorted(numbers) for numbers in each] == [list(range(SAMPLES))] * EPOCHS
-    assert found[0] == found[1]
-
-
-@pytest.mark.slow
-def test_sigterm_to_a_worker_ends_all_with_one_checkpoint_from_which_they_go_on(tmp_path: Path) -> None:
-    def after(accelerator: Accelerator, count: int) -> bool:
-        if count == 3 and accelerator.process_index == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if is_over := should_stop():
-            accelerator.save_state()
-        return is_over
-
-    weights, ledger = first(PROCESSES_2.run(Run(tmp_path / "whole", dropout=0.5)))
-    run = Run(tmp_path / "parts", dropout=0.5, after=after)
-    should = lambda _: (should_stop(), run())[1]  # noqa: E731
-    with pytest.raises(StoppedError) as stopped:
-        spawn(should, nprocs=2, cores=1)
-    _, left = stopped.value.results[0]
-    assert 3 <= len(left.losses) <= 4
-    resumed, own = first(PROCESSES_2.run(Run(tmp_path / "parts", dropout=0.5)))
-    assert_each_once(own, EPOCHS)
-    assert own.losses == ledger.losses
-    torch.testing.assert_close(resumed, weights, **EXACTLY)
 
 
 @pytest.mark.slow
