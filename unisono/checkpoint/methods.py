@@ -170,6 +170,7 @@ class PreparedStates:
             "optimizer": [each.optimizer for each in self._prepared.steppers()],
             "scheduler": self._prepared.schedulers(),
             "loader": self._prepared.loaders(),
+            "mean": self._prepared.means(),
             "registered": self._registered,
         }
         named: dict[str, Any] = {f"model_{place}": each for place, each in models.items()}
