@@ -51,10 +51,11 @@ def kind_of(name: str, each: Any) -> str:
         return "loader"
     if isinstance(each, Optimizer):
         return "optimizer"
-    if is_metric(each) and not each.state_dict():
-        raise TypeError(f"{name} is a metric whose state_dict is empty; call {name}.persistent(True) before saving it")
-    if isinstance(each, nn.Module) and not is_metric(each):
-        return "model"
+    if isinstance(each, nn.Module):
+        if not is_metric(each):
+            return "model"
+        if not each.state_dict():
+            raise TypeError(f"{name} is a metric without a state; call {name}.persistent(True) before saving it")
     if isinstance(each, torch.Generator):
         return "generator"
     if is_stateful(each):

@@ -24,7 +24,6 @@ from unisono.protocols import Backend
 from unisono.world import current_world
 
 WORKERS_LIMIT_S = 120.0
-_SHARED_MEMORY = Path("/dev/shm")
 _MIB, _GIB = 1 << 20, 1 << 30
 _LARGE_BYTES = 64 << 20
 
@@ -58,9 +57,9 @@ def check_resources() -> Iterator[Finding]:
     text = f"the limit {owner} is {_amount(limit)}; {_amount(free)} of the machine's are free"
     advice = "a worker needs about 0.2 GiB before it holds any data: make room, or start fewer"
     yield warning_if(min(limit, free) < _GIB, "memory", text, advice)
-    if _SHARED_MEMORY.is_dir():
-        usage = shutil.disk_usage(_SHARED_MEMORY)
-        text = f"{_SHARED_MEMORY} has {_amount(usage.total)}, of which {_amount(usage.free)} are free"
+    if Path("/dev/shm").is_dir():
+        usage = shutil.disk_usage("/dev/shm")
+        text = f"/dev/shm has {_amount(usage.total)}, of which {_amount(usage.free)} are free"
         advice = (
             "loader workers leave batches there, and are killed by SIGBUS when it is full: docker run --shm-size=8g "
             "(or --ipc=host); in Kubernetes an emptyDir with medium: Memory mounted there; else num_workers=0"
