@@ -185,13 +185,6 @@ def test_what_a_script_of_another_framework_becomes_trains(title: str, directory
     assert {path.name for path in directory.iterdir()} & {"model.pt", "model", "state"}, "it saves what it has trained"
 
 
-def test_of_the_scripts_that_need_torch_alone_both_sides_run(directory: Path) -> None:
-    """On the CPU, torch's DataParallel calls the module, so the script on one device is the same."""
-    scope = given(directory)
-    exec(compile(DIFFS["nn.DataParallel"][0], "before", "exec"), scope)
-    assert (directory / "model.pt").exists()
-
-
 @pytest.mark.slow
 def test_the_script_for_torchs_own_ddp_runs_as_it_is(directory: Path) -> None:
     prelude = (
@@ -232,8 +225,3 @@ def test_a_command_line_is_one_that_unisono_takes(page: str, command: str) -> No
     parsed, unknown = parser.parse_known_args(shlex.split(command)[1:])
     assert not unknown
     assert callable(parsed.run)
-
-
-def test_the_tests_of_pages_elsewhere_are_there() -> None:
-    assert all((Path(__file__).parent / test).exists() for test in ELSEWHERE.values())
-    assert set(ELSEWHERE) <= set(WITH_PYTHON)

@@ -20,9 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.arguments import check_type, explain_unknown_names
-from unisono.checkpoint.methods import CheckpointMethods
+from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
 from unisono.checkpoint.objects import user_module
-from unisono.checkpoint.prepared_states import PreparedStates
 from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
@@ -42,8 +41,7 @@ from unisono.parallel.strategies.states import load_model_state, load_optimizer_
 from unisono.parallel.strategies.strategy import options_of, strategy_class, strategy_in
 from unisono.protocols import ReduceOp
 from unisono.strategies import Choice
-from unisono.tracking.tracked import Tracked
-from unisono.tracking.trackers import LogWith, Trackers
+from unisono.tracking.trackers import LogWith, Tracked, Trackers
 from unisono.world import World, current_world
 
 

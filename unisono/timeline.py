@@ -6,9 +6,9 @@ phase where they are entered and left, so the phases tile the loop's time withou
 gradients are off is for "evaluate"; and the user names blocks (`phase("augmentation")`): all time in a block has that
 name. A helper thread (a transfer, for example) works next to the loop and has its own track.
 
-An accelerator runs asynchronously to the thread that submits to it: while the thread reduces, or waits, the backward
-pass may still run. So if a device has a clock, each switch leaves a stamp in its work, and the "device" track has the
-phases as the device went through them. A stamp is read about two steps later, and nothing waits for it.
+An accelerator runs asynchronously to the thread that submits to it. So if a device has a clock, each switch leaves a
+stamp in its work, and the "device" track has the phases as the device went through them. A stamp is read about two
+steps later, and nothing waits for it.
 
 The causes of waiting are counted besides the phases (`Waits`): "wait_source_ns" and so on. The other counters are
 "samples", "batches", "steps"; "bytes" of the batches; "repeated" samples in them, which only repeat others; and

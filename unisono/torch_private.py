@@ -146,14 +146,10 @@ NAMES = {  # ours: (torch's, what we do by it)
         "orders additions",
     ),
     "push_rebuilt_parameters": ("torch.distributed.Reducer._push_all_rebuilt_params", "fixes the order of additions"),
+    "FSDP_CONTEXT": ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx", "outlives failed passes"),
     "rebuild_buckets": ("torch.distributed.Reducer._rebuild_buckets", "fixes the order of additions"),
     "GradBucket": ("torch._C._distributed_c10d.GradBucket", "weights gradients in torch's communication hooks"),
     "FSDP_STATE": ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "goes on after a forward pass that failed"),
-    "FSDP_CONTEXT": ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx", "outlives failed passes"),
-    "DTENSOR_SPEC": ("torch.distributed.tensor.DTensor._spec", "saves and loads shards with strategy='fsdp'"),
-    "STORAGE_INFO": ("torch.distributed.checkpoint.filesystem._StorageInfo", "reads checkpoints of strategy='fsdp'"),
-    "GET_LAYOUT": ("torch.serialization._get_layout", "reads checkpoints of strategy='fsdp'"),
-    "MEMORY_FORMATS": ("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "reads fsdp's files"),
 }
 INSTEAD = {
     "set_lru_cache": "torch 2.9: ranks that are threads compile no models",

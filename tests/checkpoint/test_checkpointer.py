@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import enum
-import importlib
 import logging
 import pickle
 import random
@@ -18,7 +15,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from file_faults import at_each_operation, end_save, fail_at
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from resumable import Anything
@@ -27,21 +23,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, Checkpointer, DataParallel, ParallelLoader, current_world
 from unisono.checkpoint.checkpointer import load, save
-from unisono.checkpoint.files import checksum_of
-from unisono.checkpoint.folders import folder_at
-from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.directory import Manifest
+from unisono.checkpoint.folders import checksum_of, folder_at
 from unisono.errors import (
     BrokenWorldError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointVersionError,
-    ClosedError,
     CollectiveMismatchError,
     DamagedCheckpointError,
     NoCheckpointError,
-    StateError,
 )
-from unisono.parallel.strategies.shard_files import read_shards
 
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
 
@@ -71,8 +63,6 @@ def test_the_last_few_are_kept_and_latest_says_which_one_is_taken(root: Any) -> 
             thing.state = number
             assert checkpointer.step() == (number % 3 == 0)
     assert names_in(root) == ["checkpoint_6", "checkpoint_9", "latest"]
-    with pytest.raises(ClosedError):
-        checkpointer.step()
     assert (load(root, thing=thing).step, thing.state) == (9, 9)
     folder_at(root).write("latest", b"checkpoint_6")
     assert (load(root, thing=thing).step, thing.state) == (6, 6)
@@ -181,7 +171,7 @@ def test_the_best_is_kept(root: Any, mode: Mode) -> None:
                 kept.state = float(score)
                 found.append(checkpointer.save(below(root, "best"), score=score) is not None)
             assert checkpointer.load(below(root, "best")).score == 2.0
-            with pytest.raises(TypeError, match=r"score=\[1\] is of type list; pass one number"):
+            with pytest.raises(TypeError, match="list"):
                 checkpointer.save(below(root, "best"), score=[1])  # type: ignore[arg-type]
         return found
 
@@ -205,16 +195,6 @@ def test_what_is_no_checkpoint_stays_and_does_not_count(root: Any) -> None:
         checkpointer.save()
     with pytest.raises(FileExistsError, match=r"holds numbered checkpoints.*/best"):
         save(root, model=nn.Linear(2, 2))
-
-
-def test_the_last_ones_are_kept_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointer = Checkpointer(tmp_path, keep=2, is_async=False, model=nn.Linear(2, 2))
-    for checkpointer.num_steps, now in [(1, 2e9), (2, 2e9), (3, 1e9), (4, 0.5e9)]:
-        monkeypatch.setattr("time.time", lambda now=now: now)
-        checkpointer.save()
-    assert names_in(tmp_path) == ["checkpoint_3", "checkpoint_4", "latest"]
-    (tmp_path / "latest").unlink()
-    assert checkpointer.load().step == 4
 
 
 def test_a_link_stays_a_link_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
@@ -274,8 +254,8 @@ def test_another_model_is_named_by_its_first_differences(tmp_path: Path) -> None
     before = other[0].weight.detach().clone()
     with pytest.raises(CheckpointMismatchError) as caught:
         load(tmp_path / "one", model=other)
-    assert "missing in the checkpoint: 1.running_mean, 1.running_var, 1.num_batches_tracked" in str(caught.value)
-    assert "of another shape: 0.weight (saved [3, 2], here [4, 2])" in str(caught.value)
+    assert "7 names differ, 0.weight (saved: shape [3, 2], here: shape [4, 2])" in str(caught.value)
+    assert "1.running_mean (saved: missing, here: shape [4])" in str(caught.value)
     assert torch.equal(other[0].weight, before)
     with pytest.raises(CheckpointMismatchError, match=r"has no network: it holds model, optimizer"):
         load(tmp_path / "one", network=saved)
@@ -287,30 +267,23 @@ def test_another_model_is_named_by_its_first_differences(tmp_path: Path) -> None
 
 def rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, version: int, files: dict[str, list[int]]) -> None:
     """Replace a manifest by one of that version that names those files."""
-    manifest = Manifest.from_bytes((path / "manifest.json").read_bytes(), str(path))
+    manifest = Manifest(1, None, 1, 0.0, {}, {}, files)
     with monkeypatch.context() as patched:
-        patched.setattr("unisono.checkpoint.manifest.VERSION", version)
-        (path / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).to_bytes())
+        patched.setattr("unisono.checkpoint.directory.VERSION", version)
+        (path / "manifest.json").write_bytes(manifest.to_bytes())
 
 
-def test_a_manifest_of_an_older_version_is_read_and_a_newer_or_forged_one_refused(
+def test_a_manifest_of_a_newer_version_or_a_forged_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Anything()
     save(tmp_path / "one", thing=Anything(1))
-    (file,) = (tmp_path / "one").rglob("state.pt")
-    file.rename(tmp_path / "one" / "state.pt")
-    rewritten(tmp_path / "one", monkeypatch, 1, {"state.pt": list(checksum_of(tmp_path / "one" / "state.pt"))})
-    load(tmp_path / "one", thing=found)
-    assert found.state == 1
     rewritten(tmp_path / "one", monkeypatch, 3, {})
     with pytest.raises(CheckpointVersionError, match=r"version 3 of the format.*reads up to version 2"):
-        load(tmp_path / "one", thing=found)
-    for place, name in enumerate(("../elsewhere", "/etc/passwd", "shards/../../x")):
-        save(tmp_path / f"forged-{place}", thing=Anything(1))
-        rewritten(tmp_path / f"forged-{place}", monkeypatch, 2, {name: [1, 1]})
+        load(tmp_path / "one", thing=Anything())
+    for name in ("../elsewhere", "/etc/passwd", "shards/../../x"):
+        rewritten(tmp_path / "one", monkeypatch, 2, {name: [1, 1]})
         with pytest.raises(DamagedCheckpointError, match="which is not in the checkpoint"):
-            load(tmp_path / f"forged-{place}", thing=found)
+            load(tmp_path / "one", thing=Anything())
 
 
 class Evil:
@@ -330,63 +303,11 @@ def test_a_file_that_would_run_code_is_refused(
     assert "run" not in capsys.readouterr().out
 
 
-def test_metadata_of_parts_that_would_run_code_are_refused(tmp_path: Path) -> None:
-    def named(text: str) -> bytes:
-        return b"\x8c" + bytes([len(text)]) + text.encode()
-
-    for module, name in (
-        ("torch.distributed.checkpoint.metadata", "os.system"),  # which that module has imported
-        ("torch", "os.system"),
-        ("os", "system"),
-    ):
-        call = b"\x80\x04" + named(module) + named(name) + b"\x93" + named(f"touch {tmp_path / 'run'}") + b"\x85R."
-        (tmp_path / ".metadata").write_bytes(call)
-        with pytest.raises(DamagedCheckpointError, match=f"names {module}.{name}, which is not executed"):
-            read_shards(tmp_path)
-    call = pickle.dumps(GetAttribute("torch.distributed.checkpoint.metadata", "Metadata", "__init__"))
-    (tmp_path / ".metadata").write_bytes(call)
-    with pytest.raises(DamagedCheckpointError, match=r"'__init__' of .*Metadata'>, which is not an enum"):
-        read_shards(tmp_path)
-    assert names_in(tmp_path) == [".metadata"]
-
-
-class GetAttribute:
-    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enum: by getattr."""
-
-    def __init__(self, module: str, owner: str, name: str) -> None:
-        self._found = getattr(importlib.import_module(module), owner), name
-
-    def __reduce__(self) -> Any:
-        return getattr, self._found
-
-
-def test_metadata_of_parts_are_read_as_each_version_of_python_writes_them(tmp_path: Path) -> None:
-    parts = {"weight": torch.arange(6.0).reshape(2, 3)}
-    dcp.save(parts, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    kind = "torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, enum.Enum):
-                return GetAttribute(*kind, obj.name).__reduce__()
-            return NotImplemented
-
-    with (tmp_path / ".metadata").open("wb") as file:
-        Pickler(file, protocol=3).dump(metadata)  # in which names of modules are plain text
-    as_in_3_11_0 = (tmp_path / ".metadata").read_bytes().replace(b"cpathlib._local\n", b"cpathlib\n")
-    assert b"cbuiltins\ngetattr\n" in as_in_3_11_0
-    as_in_3_13 = as_in_3_11_0.replace(b"cpathlib\n", b"cpathlib._local\n")
-    for written in (as_in_3_11_0, as_in_3_13):
-        (tmp_path / ".metadata").write_bytes(written)
-        assert torch.equal(read_shards(tmp_path)["weight"], parts["weight"])
-
-
 @pytest.mark.parametrize(
     ("state", "words"),
     [
         ({"net": Evil()}, r"thing.state_dict\(\)\['net'\] is a test_checkpointer.Evil"),
-        ({"a": [1, {2: numpy.ones(3)}]}, r"\['a'\]\[1\]\[2\] is a numpy array"),
+        ({"a": [1, {2: numpy.ones(3)}]}, r"\['a'\]\[1\]\[2\] is a numpy\.ndarray"),
         ({"f": len}, "builtin_function_or_method"),
     ],
 )
@@ -433,8 +354,7 @@ def test_generators_that_cannot_mean_the_same_are_told_of(tmp_path: Path, caplog
     THREADS_3.run(lambda: save(tmp_path / "one", thing=Anything(1)))
     with caplog.at_level(logging.WARNING):
         load(tmp_path / "one", thing=Anything())
-    assert "saved by 3 ranks, loaded by 1" in caplog.text
-    assert "those of ranks [1, 2] are left out" in caplog.text
+    assert "saved by 3 ranks on cpu, loaded by 1 on cpu: random numbers (dropout) will differ" in caplog.text
     save(tmp_path / "two", thing=Anything(1))
 
     def drawn() -> float:
@@ -444,14 +364,6 @@ def test_generators_that_cannot_mean_the_same_are_told_of(tmp_path: Path, caplog
     first, second = THREADS_2.run(drawn), THREADS_2.run(drawn)
     assert first == second, "the new seeds are the same each time"
     assert len(set(first)) == 2
-    assert "the random generators of rank 1 start with new seeds" in caplog.text
-
-
-def test_a_loader_of_another_order_is_refused(tmp_path: Path) -> None:
-    data = DataLoader(TensorDataset(torch.arange(8.0)), 2)
-    save(tmp_path / "one", loader=ParallelLoader(data, ["cpu:0"], seed=1))
-    with pytest.raises(StateError, match="seed 1"):
-        load(tmp_path / "one", loader=ParallelLoader(data, ["cpu:0"], seed=2))
 
 
 def test_on_threads_each_replica_saves_in_its_loop(tmp_path: Path) -> None:
@@ -509,21 +421,16 @@ def test_loading_amid_an_accumulation_drops_what_it_has_so_far(tmp_path: Path) -
     assert torch.equal(step(), expected)
 
 
-@pytest.mark.parametrize("other", ["SGD", "Adam"])
-def test_the_state_of_an_optimizer_of_another_class_is_refused_unless_it_is_meant(other: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["SGD", "Adam", "Adamax"])
+def test_the_state_of_an_optimizer_of_another_class_is_refused(other: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
     saved, made = torch.optim.AdamW(model.parameters(), lr=0.5), getattr(torch.optim, other)(model.parameters(), lr=0.1)
     saved.step()
     save(tmp_path / "one", model=model, optimizer=saved)
-    with pytest.raises(
-        CheckpointMismatchError, match=rf"is the state of AdamW, and this is {other}, .* make AdamW, or "
-    ):
+    with pytest.raises(CheckpointMismatchError, match=rf"is the state of AdamW, and this is {other}, .* make AdamW"):
         load(tmp_path / "one", model=model, optimizer=made)
     assert made.param_groups[0]["lr"] == 0.1
-    load(tmp_path / "one", model=model, optimizer=made, allow_other_optimizer=True)
-    assert made.param_groups[0]["lr"] == 0.5
-    made.step()
     accelerator = Accelerator()
     _, prepared = accelerator.prepare(model, getattr(torch.optim, other)(model.parameters(), lr=0.1))
     with pytest.raises(CheckpointMismatchError, match=f"of an optimizer of another class than {other}"):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from torch import nn
 from unisono import Accelerator, spawn
 from unisono.checkpoint import saver
 from unisono.checkpoint.checkpointer import Checkpointer, load, save
-from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from unisono.errors import CheckpointError, NoCheckpointError
 from unisono.outcome import Outcome
 
 
@@ -156,22 +154,6 @@ def test_an_error_of_the_disk_is_raised_and_what_was_there_still_loads(tmp_path:
         assert loaded(root / place) == 3
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
-def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", tmp_path], capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
-        number = 0
-        with pytest.raises(OSError, match="No space left on device"):
-            while True:
-                save_numbered(tmp_path, number + 1, keep=None)
-                number += 1
-        assert loaded(tmp_path) == number > 1
-        assert len(list(tmp_path.iterdir())) == number + 1, "it gives back what it has taken"
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
-
-
 def step_on_after_a_failed_save(
     index: int, root: Path, strategy: str, failing: int, is_async: bool
 ) -> tuple[int, str, list[str]]:
@@ -222,28 +204,6 @@ def test_what_a_save_fails_with_is_raised_by_all_ranks_at_one_step_and_they_go_o
     assert taken.step == 5, "the step that raised was not taken"
 
 
-def test_a_directory_that_may_not_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
-    save_numbered(tmp_path, 1)
-    tmp_path.chmod(0o555)
-
-    def refused() -> None:
-        if os.geteuid() == 0:
-            os.setuid(65534)
-        with pytest.raises(PermissionError, match="checkpoint_2"):
-            save_numbered(tmp_path, 2)
-
-    closed = [each for each in tmp_path.parents if not each.stat().st_mode & 0o001]  # to whom is not the owner
-    for each in closed:
-        each.chmod(each.stat().st_mode | 0o011)
-    try:
-        assert in_child(refused) == 0
-        assert loaded(tmp_path) == 1
-    finally:
-        for each in closed:
-            each.chmod(each.stat().st_mode & ~0o011)
-        tmp_path.chmod(0o755)
-
-
 def damage(path: Path, draw: random.Random, how: str) -> None:
     data = bytearray(path.read_bytes())
     if how == "flip":
@@ -268,50 +228,27 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
             (path,) = (tmp_path / f"checkpoint_{number}").rglob(file)
             damage(path, draw, how)
             assert loaded(tmp_path) == number - 1
-            told = [each.getMessage() for each in caplog.records]
-            assert f"checkpoint_{number}" in told[0]
-            assert file in told[0]
-            assert f"took {tmp_path}/checkpoint_{number - 1} instead" in told[1]
+            (told,) = [each.getMessage() for each in caplog.records]
+            assert f"checkpoint_{number}" in told
+            assert file in told
+            assert f"took {tmp_path}/checkpoint_{number - 1} instead" in told
             with pytest.raises(CheckpointError, match=f"checkpoint_{number}.*{file}"):
                 loaded(tmp_path / f"checkpoint_{number}")
             save_numbered(tmp_path, number, keep=2)
 
 
-def test_a_checkpoint_that_has_lost_its_manifest_is_no_interrupted_save(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 1)
-    Checkpointer(tmp_path, is_async=False, model=model).save()
-    (manifest,) = tmp_path.rglob("manifest.json")
-    manifest.unlink()
-    (tmp_path / "latest").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"has lost its manifest\.json"):
-        Checkpointer(tmp_path, model=model).load(must_exist=False)
-
-
-@pytest.mark.parametrize("has_locks", [True, False])
 def test_of_two_saves_at_one_place_one_is_whole_and_the_other_an_error(
-    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, place, written = torch.nn.Linear(2, 1), tmp_path / "best", saver.write_tensors
-    second: list[Outcome[Any]] = []
-
-    def flock(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     def write(path: Path, contents: Any) -> Any:
         found = written(path, contents)
         monkeypatch.setattr(saver, "write_tensors", written)
-        second.append(Outcome.capture(save, place, step=2, model=model))
+        save(place, step=2, model=model)
         return found
 
     monkeypatch.setattr(saver, "write_tensors", write)
-    if not has_locks:
-        monkeypatch.setattr("fcntl.flock", flock)
-    first = Outcome.capture(save, place, step=1, model=model).error
-    if has_locks:
-        assert first is None
-        with pytest.raises(FileExistsError, match="best is in progress; give each run its own place"):
-            second[0].unwrap()
-    else:  # the later one has removed the files of the earlier one, which notices it
-        assert second[0].error is None
-        assert isinstance(first, FileNotFoundError)
-    assert load(place, model=model).step == (1 if has_locks else 2)
+    with pytest.raises(FileNotFoundError, match="has removed this one's files; give each run its own place"):
+        save(place, step=1, model=model)
+    assert load(place, model=model).step == 2

@@ -13,7 +13,6 @@ from torch import nn
 
 from unisono.checkpoint.checkpointer import Checkpointer, load, save
 from unisono.checkpoint.folders import folder_at
-from unisono.errors import NoCheckpointError
 
 fsspec = pytest.importorskip("fsspec")
 ROOT = "memory://unisono"
@@ -100,13 +99,6 @@ def test_wherever_putting_stops_the_one_before_or_the_new_one_is_there(
         assert len(store.ls(f"/unisono/best-{stop_at}")) == 2, "the manifest, and the files that it names"
     assert found == sorted(found)
     assert set(found) == {1, 2}
-
-
-def test_an_upload_that_was_killed_is_no_checkpoint(store: Any) -> None:
-    store.pipe_file("/unisono/run/checkpoint_0/0123456789ab/state.pt", b"a save that was killed")
-    assert load(f"{ROOT}/run", must_exist=False, model=filled(0)) is None
-    with pytest.raises(NoCheckpointError):
-        load(f"{ROOT}/run", model=filled(0))
 
 
 @pytest.mark.parametrize("operation", ["ls", "cat_file"])

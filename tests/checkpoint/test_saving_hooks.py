@@ -60,7 +60,7 @@ def test_a_hook_saves_a_model_its_own_way_and_another_loads_it(mode: Mode, is_as
         assert met == [[2, [2, 2]]] * 2
         assert values == [[1.0, 1.0], [5.0], [2.0, 2.0]]
     assert [each.name for each in tmp_path.iterdir()] == ["one"], "nothing is left beside the checkpoint"
-    assert sorted(each.name for each in files_of(tmp_path / "one").iterdir()) == ["complete", "own", "state.pt"]
+    assert sorted(each.name for each in files_of(tmp_path / "one").iterdir()) == ["own", "state.pt"]
 
 
 def test_files_of_hooks_are_verified_with_the_checkpoint(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_what_a_hook_may_not_do_is_refused_and_nothing_is_saved(tmp_path: Path) 
 
     for hook, error, words in [
         (changes, ValueError, "a hook has changed the state of model 0"),
-        (takes_a_name, FileExistsError, "a hook has written 'state.pt'"),
+        (takes_a_name, FileExistsError, r"File exists: .*state\.pt"),
     ]:
         handle = accelerator.register_save_state_pre_hook(hook)
         with pytest.raises(error, match=words):

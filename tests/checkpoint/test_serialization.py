@@ -30,24 +30,25 @@ class Pair(NamedTuple):
     second: Any
 
 
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad and type(a) is type(b)
-        return same and torch.equal(
-            a.float() if a.dtype.itemsize == 1 else a, b.float() if b.dtype.itemsize == 1 else b
-        )
-    if isinstance(a, dict):
-        return type(a) is type(b) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
-    return type(a) is type(b) and (a == b or (a != a and b != b))
+def check_equal(found: Any, value: Any) -> None:
+    assert type(found) is type(value)
+    if isinstance(value, torch.Tensor):
+        assert found.requires_grad == value.requires_grad
+        torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(value, dict | list | tuple):
+        assert not isinstance(value, dict) or list(found) == list(value)
+        pairs = zip(*(each.values() if isinstance(each, dict) else each for each in (found, value)), strict=True)
+        for own, expected in pairs:
+            check_equal(own, expected)
+    else:
+        assert found == value or found != found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)], ids=str)
-def test_a_tensor_of_any_type_and_shape_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (torch.rand(shape) * 3).to(dtype)
-    assert equal(tensor, deserialize(serialize(tensor)))
+def test_a_tensor_of_any_type_and_shape_comes_back(dtype: torch.dtype) -> None:
+    for shape in ((), (0, 3), (2, 3)):
+        tensor = (torch.rand(shape) * 3).to(dtype)
+        check_equal(deserialize(serialize(tensor)), tensor)
 
 
 def test_containers_keep_their_types_order_and_sharing() -> None:
@@ -60,7 +61,7 @@ def test_containers_keep_their_types_order_and_sharing() -> None:
         "strided": torch.arange(12.0).reshape(3, 4).T[::2],
     }
     found = deserialize(serialize(value))
-    assert equal(found, value)
+    check_equal(found, value)
     assert found["a"][0][0] is found["a"][1][0]
     assert found["a"][1][0].is_leaf
 
@@ -109,7 +110,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
 
 
 def test_wrong_bytes_and_newer_ones_are_told_apart() -> None:
-    with pytest.raises(DamagedCheckpointError, match="do not begin with UNISONO"):
+    with pytest.raises(DamagedCheckpointError, match="which lack its b'UNISONO'"):
         deserialize(b"something else that is long enough")
     with pytest.raises(TypeError, match="is of type str; pass the bytes"):
         deserialize("text")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import sklearn.datasets  # noqa: F401 - here, since it sets environment variables
 import torch
-import warm_scripts
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "accelerate_style.py"
@@ -29,11 +28,3 @@ def test_any_ranks_and_batches_train_what_one_device_does(
     for found, own in mode.run(lambda: body(largest)):
         assert found == pytest.approx(accuracy, abs=0.01)
         torch.testing.assert_close(dict(own), dict(weights), rtol=0, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_the_script_runs_in_workers(tmp_path: Path) -> None:
-    (command := tmp_path / "unisono.py").write_text(warm_scripts.COMMAND)
-    code, output, errors = warm_scripts.complete(command, "run", "-n", "2", str(SCRIPT), "--num_epochs", "1", "--cpu")
-    assert code == 0, errors
-    assert output.count("epoch 0: ") == 1, "rank zero alone prints"

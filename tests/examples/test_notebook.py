@@ -28,8 +28,3 @@ def test_its_cells_run_and_two_workers_train_what_one_device_does(
         exec(compile(cell, f"cell {number}", "exec"), scope)
     assert scope["first"][-1] < scope["first"][0]
     assert "rank " in capsys.readouterr().out.splitlines()[-1], "the note of the worker's error"
-
-
-def test_it_is_kept_without_its_outputs() -> None:
-    found = json.loads(NOTEBOOK.read_text())["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found)

@@ -13,10 +13,6 @@ import warm_scripts
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "resume.py"
 
 
-def test_it_has_fewer_than_70_lines() -> None:
-    assert len(SCRIPT.read_text().splitlines()) < 70
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "then"),

@@ -7,8 +7,6 @@ import importlib
 import importlib.util
 import os
 import re
-import runpy
-import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -125,14 +123,9 @@ def test_on_two_devices_with_half_the_batch_each_a_script_has_the_losses_of_one(
 
 
 @pytest.mark.slow
-def test_the_native_run_trains_as_plain_torch_does() -> None:
+def test_the_native_run_trains_as_plain_torch_does_and_made_up_data_are_learnt_at_once() -> None:
     assert_as_plain_torch(run(THREADS, 1, "cpu", "--num_cores=0"))
-
-
-@pytest.mark.slow
-def test_made_up_data_are_learnt_at_once() -> None:
-    epochs = epochs_in(run(SINGLE, 1, "cpu", "--fake_data"))
-    assert epochs[-1] == (pytest.approx(0, abs=1e-3), 1)
+    assert epochs_in(run(SINGLE, 1, "cpu", "--fake_data"))[-1] == (pytest.approx(0, abs=1e-3), 1)
 
 
 @pytest.mark.slow
@@ -152,20 +145,6 @@ def test_with_the_original_import_lines_a_script_has_the_same_losses(script: str
     for path in FOLDER.glob("*.py"):
         (tmp_path / path.name).write_text(path.read_text().replace("unisono.compat.torch_xla", "torch_xla"))
     assert_as_plain_torch(run(script, 1, "xla", folder=tmp_path))
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_tells_its_options(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "mnist", raising=False)
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(FOLDER / script), run_name="__main__")
-    words = capsys.readouterr().out
-    assert "--fake_data" in words
-    assert ("--num_cores" in words) == (script in COUNTED)
 
 
 def test_the_migration_page_names_modules_and_names_that_exist() -> None:

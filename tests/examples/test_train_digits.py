@@ -112,24 +112,3 @@ def test_the_script_trains_and_leaves_a_picture(mode: str, tmp_path: Path) -> No
     for words in ("waiting", "moving", "body", "reducing", "stepping", "samples/s", "test accuracy", str(picture)):
         assert words in output
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--devices", "3"], "does not divide the global batch of 64"),
-        (["--devices", "-2"], "does not divide"),
-        (["--devices", "0"], "--devices 0 does not divide"),
-        (["--devices", "two"], "invalid int value"),
-        (["--mode", "rings"], "invalid choice"),
-        (["--epochs", "0"], "trains nothing"),
-        (["--mode", "solo", "--devices", "2"], "runs on one device"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_words(
-    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_digits.py", *arguments])
-    with pytest.raises(SystemExit):
-        EXAMPLE.main()
-    assert words in capsys.readouterr().err

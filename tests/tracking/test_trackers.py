@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 
-from unisono import Accelerator, Tracker
-from unisono.errors import ClosedError, UnisonoError
-from unisono.tracking.jsonl import JsonLines
+from unisono import Accelerator
+from unisono.errors import UnisonoError
+from unisono.tracking import libraries
+from unisono.tracking.libraries import JsonLines
 
 ALL = pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 
@@ -105,16 +107,15 @@ def test_numbers_texts_and_tensors_of_one_element_are_logged_as_plain_values(tmp
 @pytest.mark.parametrize(
     ("values", "error", "words"),
     [
-        ({"fine": 1, "loss": torch.ones(3)}, ValueError, r"'loss' with 3 elements, of shape \(3,\).*loss\.mean\(\)"),
-        ({"loss": torch.ones(0)}, ValueError, "'loss' with 0 elements"),
+        ({"fine": 1, "loss": torch.ones(3)}, ValueError, r"'loss' of shape \(3,\).*loss\.mean\(\)"),
+        ({"loss": np.ones(0)}, ValueError, r"'loss' of shape \(0,\)"),
         ({"loss": None}, TypeError, "'loss' of type NoneType"),
         ({"loss": {"train": 1.0}}, TypeError, "'loss' of type dict.*its own key"),
-        ({"loss": 1j}, TypeError, "'loss' of type complex"),
         ({"loss": torch.tensor(1j)}, TypeError, "'loss' of type complex"),
-        ({3: 1.0}, TypeError, "the key 3, a int"),
-        ([("loss", 1.0)], TypeError, "a mapping from names to values, and got a list"),
+        ({3: 1.0}, TypeError, "key=3 is of type int; keys are strings"),
+        ([("loss", 1.0)], TypeError, "is of type list; pass a mapping from names to values"),
     ],
-    ids=["many", "none", "None", "dict", "complex", "complex tensor", "key", "no mapping"],
+    ids=["many", "none", "None", "dict", "complex", "key", "no mapping"],
 )
 def test_what_cannot_be_logged_is_refused_by_its_key_and_nothing_is_written(
     values: Any, error: type[Exception], words: str, tmp_path: Path
@@ -133,21 +134,20 @@ def test_what_cannot_be_logged_is_refused_by_its_key_and_nothing_is_written(
 def test_calls_out_of_order_are_errors_that_say_what_to_call(tmp_path: Path) -> None:
     accelerator = Accelerator(project_dir=tmp_path)
     accelerator.end_training()
-    for call in (lambda: accelerator.log({"loss": 1.0}), lambda: accelerator.get_tracker("jsonl")):
-        with pytest.raises(UnisonoError, match=r"before init_trackers\(\); call accelerator\.init_trackers"):
-            call()
-    accelerator.init_trackers("digits")
-    with pytest.raises(UnisonoError, match=r"trackers are open already; end their run by end_training\(\)"):
+    for _ in range(2):  # before the first run, and after it
+        for call in (lambda: accelerator.log({"loss": 1.0}), lambda: accelerator.get_tracker("jsonl")):
+            with pytest.raises(UnisonoError, match=r"outside a run; call accelerator\.init_trackers"):
+                call()
         accelerator.init_trackers("digits")
-    with pytest.raises(ValueError, match="there is no tracker 'wandb'; there are 'jsonl'"):
-        accelerator.get_tracker("wandb")
-    accelerator.end_training()
-    accelerator.end_training()
-    with pytest.raises(ClosedError, match=r"log after end_training\(\); call init_trackers"):
-        accelerator.log({"loss": 1.0})
+        with pytest.raises(UnisonoError, match=r"trackers are open already; end their run by end_training\(\)"):
+            accelerator.init_trackers("digits")
+        with pytest.raises(ValueError, match="there is no tracker 'wandb'; there are jsonl"):
+            accelerator.get_tracker("wandb")
+        accelerator.end_training()
+        accelerator.end_training()
 
 
-def test_another_run_has_a_file_of_its_own_and_needs_trackers_that_are_not_closed(tmp_path: Path) -> None:
+def test_another_run_has_a_file_of_its_own(tmp_path: Path) -> None:
     accelerator = begun(tmp_path)
     accelerator.log({"run": 1})
     accelerator.end_training()
@@ -156,10 +156,6 @@ def test_another_run_has_a_file_of_its_own_and_needs_trackers_that_are_not_close
     accelerator.end_training()
     assert records(tmp_path / "digits")[1]["values"] == {"run": 1}
     assert [each["config"] for each in records(tmp_path / "digits", "metrics-2.jsonl")] == [{"run": 2}]
-    closed = begun(tmp_path, Noting())
-    closed.end_training()
-    with pytest.raises(ClosedError, match=r"end_training\(\) has closed noting; pass new ones"):
-        closed.init_trackers("digits")
 
 
 def test_a_tracker_that_fails_reaches_the_user_and_hides_no_other(tmp_path: Path) -> None:
@@ -184,7 +180,7 @@ def test_a_tracker_that_fails_reaches_the_user_and_hides_no_other(tmp_path: Path
 
 def test_a_full_disk_is_an_error_and_spoils_one_line_only(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path, "digits", {})
-    before = lines.path.stat().st_size
+    before = lines.tracker.stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
@@ -194,7 +190,7 @@ def test_a_full_disk_is_an_error_and_spoils_one_line_only(tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     lines.log({"loss": 2.0}, 2)
     lines.close()
-    head, torn, last = lines.path.read_text().splitlines()
+    head, torn, last = lines.tracker.read_text().splitlines()
     assert len(torn) == 10
     assert (json.loads(head)["project"], json.loads(last)["values"]) == ("digits", {"loss": 2.0})
 
@@ -238,14 +234,12 @@ class Half:
 @pytest.mark.parametrize(
     ("log_with", "error", "words"),
     [
-        ("comet_ml", ValueError, "'comet_ml' is unknown; pass 'tensorboard', 'wandb', 'mlflow', 'jsonl', 'all', or an"),
-        (Half(), TypeError, r"holds a Half; .*log\(values, step\) and close\(\)"),
-        ([Noting], TypeError, "holds the class Noting"),
-        ([Noting("a"), Noting("a")], ValueError, "two trackers called 'a'"),
-        (Noting("jsonl"), ValueError, "two trackers called 'jsonl'"),
-        (3, TypeError, "holds a int"),
+        ("comet_ml", ValueError, "'comet_ml' is no tracker; pass tensorboard, wandb, mlflow, jsonl, all, or an"),
+        (Half(), TypeError, r"Half.* is no tracker; .*log\(values, step\) and close\(\)"),
+        ([Noting], TypeError, "Noting'> is no tracker"),
+        (3, TypeError, "3 is no tracker"),
     ],
-    ids=["unknown", "half of one", "a class", "two of a name", "a taken name", "a number"],
+    ids=["unknown", "half of one", "a class", "a number"],
 )
 def test_what_is_no_tracker_is_refused_when_the_accelerator_is_made(
     log_with: Any, error: type[Exception], words: str
@@ -254,39 +248,24 @@ def test_what_is_no_tracker_is_refused_when_the_accelerator_is_made(
         Accelerator(log_with=log_with)
 
 
-@pytest.mark.slow
-def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
-    script = """
-import sys
-from unisono import Accelerator
-try:
-    Accelerator(log_with=["jsonl", "wandb"], cpu=True)
-except ImportError as error:
-    print(error)
-Accelerator(log_with="all", cpu=True)
-"""
-    (tmp_path / "wandb").mkdir()  # as W&B leaves it where it has run: no package
-    blocked = f"""
-import importlib.util
-found = importlib.util.find_spec
-def without(name, *more):
-    spec = found(name, *more)
-    return None if name in ("wandb", "mlflow", "tensorboard") and spec is not None and spec.origin else spec
-importlib.util.find_spec = without
-{script}"""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run(
-        [sys.executable, "-c", blocked], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environ
-    )
-    assert run.stdout == "log_with='wandb' needs a package that is not installed; pip install wandb\n", run.stderr
+def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What is found is a directory of that name, as W&B leaves it where it has run: no package.
+    monkeypatch.setattr(libraries, "find_spec", lambda name: ModuleSpec(name, None))
+    with pytest.raises(
+        ImportError, match=r"^log_with='wandb' needs a package that is not installed; pip install wandb$"
+    ):
+        Accelerator(log_with=["jsonl", "wandb"])
+    assert Accelerator(log_with="all").trackers == []
 
 
 def test_a_run_is_described_by_a_mapping_and_options_are_for_libraries(tmp_path: Path) -> None:
     accelerator = Accelerator(project_dir=tmp_path)
-    with pytest.raises(TypeError, match=r"config is of type list; pass a mapping: vars\(config\)"):
+    with pytest.raises(TypeError, match=r"config=\[1\] is of type list; pass a mapping: vars\(config\)"):
         accelerator.init_trackers("digits", [1])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="project_name=''"):
-        accelerator.init_trackers("")
+    with pytest.raises(TypeError, match="project_name=3"):
+        accelerator.init_trackers(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="init_kwargs has options for 'wandv'"):
         accelerator.init_trackers("digits", init_kwargs={"wandv": {}})
     assert not list(tmp_path.iterdir())
@@ -301,18 +280,6 @@ def test_a_library_that_cannot_begin_leaves_nothing_open(tmp_path: Path) -> None
     assert (accelerator.trackers, own.seen) == ([], [])
     accelerator.init_trackers("digits")
     accelerator.end_training()
-
-
-def test_a_library_that_is_installed_and_fails_to_import_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorboard")
-    accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ImportError, match=r"^log_with='tensorboard' is installed, but its import fails, ModuleNotFound"
-    ):
-        accelerator.init_trackers("digits")
 
 
 CONFIG = {"lr": 0.1, "optimizer": {"name": "sgd", "betas": [0.9, 0.99]}, "device": torch.device("cpu")}
@@ -385,8 +352,3 @@ def test_mlflow_keeps_what_was_logged(tmp_path: Path) -> None:
     assert (run / "params" / "optimizer.betas").read_text() == "[0.9, 0.99]"
     assert "name: digits" in (run.parent / "meta.yaml").read_text()
     assert "status: 3" in (run / "meta.yaml").read_text(), "it has finished"
-
-
-def test_a_tracker_is_known_by_its_two_methods() -> None:
-    assert isinstance(Noting(), Tracker)
-    assert not isinstance(Half(), Tracker)

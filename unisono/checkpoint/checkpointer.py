@@ -19,7 +19,6 @@ from unisono.checkpoint.directory import Place
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.objects import kinds_of
 from unisono.checkpoint.saver import Loaded, Saver
-from unisono.errors import ClosedError
 from unisono.world import World, current_world
 
 
@@ -61,18 +60,9 @@ class Checkpointer:
         self._directory, self._keep, self._every, self._is_async = folder_at(directory), keep, every, is_async
         self._objects = objects
         self._saver = Saver(world or current_world())
-        self._is_closed = False
 
     def step(self) -> bool:
-        """Count a step of the loop, and save if a checkpoint is due.
-
-        Returns:
-            Whether it saved.
-
-        Raises:
-            Exception: as for `save`; or the error of an earlier save.
-        """
-        self._check_open()
+        """Count a step of the loop, and save if a checkpoint is due; return whether it saved. Raises as `save`."""
         self.num_steps += 1
         if self._every is not None and self.num_steps % self._every == 0:
             self.save()
@@ -86,52 +76,32 @@ class Checkpointer:
         Args:
             path: a separate path, for example for the best model; this checkpoint is not numbered, and stays until it
                 is replaced. None uses `checkpoint_{num_steps}` in the directory.
-            score: save only if it is higher than the score of the checkpoint at that path; rank zero's score counts.
-                For a loss, pass `score=-loss`.
+            score: as for `Accelerator.save_state`: save only if it is higher than that of the checkpoint at that path.
 
         Returns:
             The checkpoint's path; None if the existing checkpoint has at least that score, or `score` is NaN.
 
         Raises:
             Exception: the error of an earlier save.
-            CollectiveMismatchError: other ranks do not save, or are at another step.
-            OSError: the checkpoint cannot be written; what was there before is intact.
+            CollectiveMismatchError, OSError, TypeError: as for `Accelerator.save_state`.
             FileExistsError: the path is a directory with other contents.
-            TypeError: a state is not plain data.
         """
-        self._check_open()
         place = Place.numbered(self._directory, self.num_steps, self._keep) if path is None else Place(folder_at(path))
         return self._saver.save(place, self._objects, self.num_steps, score, self._is_async)
 
-    def load(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        must_exist: bool = True,
-        allow_other_optimizer: bool = False,
-    ) -> Loaded | None:
-        """Load a checkpoint: the one that `latest` in this directory names, or the one at `path`. All ranks must call
-        it.
-
-        Damaged checkpoints are skipped with a warning if there is another one.
+    def load(self, path: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
+        """Load a checkpoint: the one that `latest` in this directory names, or the one at `path`. Raises as
+        `Accelerator.load_state`. All ranks must call it.
 
         Args:
             path: a checkpoint, or a directory of checkpoints; None uses this Checkpointer's directory.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
-            allow_other_optimizer: load what fits of the state of an optimizer of another class, which is an error
-                otherwise: options that it lacks stay, and parameters for which it lacks values begin without any.
 
         Returns:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
-
-        Raises:
-            NoCheckpointError, DamagedCheckpointError, CheckpointVersionError: there is no checkpoint that can be
-                loaded.
-            CheckpointMismatchError: the checkpoint holds other objects; nothing was changed.
         """
-        self._check_open()
         folder = self._directory if path is None else folder_at(path)
-        restored = self._saver.load(folder, self._objects, must_exist, allow_other_optimizer)
+        restored = self._saver.load(folder, self._objects, must_exist)
         if restored is None:
             return None
         self.num_steps = restored.loaded.step
@@ -143,9 +113,7 @@ class Checkpointer:
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait for the save in progress, raise its error on the rank where it failed, and accept no further saves.
-        Idempotent."""
-        self._is_closed = True
+        """Wait for the save in progress, and raise its error on the rank where it failed."""
         self._saver.close()
 
     def __enter__(self) -> Checkpointer:
@@ -153,10 +121,6 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError("this Checkpointer is closed; make another one")
 
 
 def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = None, **objects: Any) -> Location:
@@ -178,25 +142,16 @@ def save(path: str | os.PathLike[str], *, step: int = 0, world: World | None = N
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    must_exist: bool = True,
-    allow_other_optimizer: bool = False,
-    world: World | None = None,
-    **objects: Any,
+    path: str | os.PathLike[str], *, must_exist: bool = True, world: World | None = None, **objects: Any
 ) -> Loaded | None:
-    """Load objects, like `Checkpointer.load`. All ranks must call it.
+    """Load objects; returns and raises as `Checkpointer.load`. All ranks must call it.
 
     Args:
         path: a checkpoint, or a directory of checkpoints; or a URL.
         must_exist: whether a missing checkpoint is an error; if False, None is returned.
-        allow_other_optimizer: as for `Checkpointer.load`.
         objects: under the names by which they were saved.
-
-    Returns:
-        What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
     """
-    restored = Saver(world or current_world()).load(folder_at(path), objects, must_exist, allow_other_optimizer)
+    restored = Saver(world or current_world()).load(folder_at(path), objects, must_exist)
     return None if restored is None else restored.loaded
 
 

@@ -1,4 +1,5 @@
-"""What is in a checkpoint, read by one process, whichever ranks have written it.
+"""What is in a checkpoint, read by one process, whichever ranks have written it; and one of its objects as a file for
+plain torch or for safetensors.
 
 *Threads:* any.
 """
@@ -9,34 +10,26 @@ import pickle
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from unisono.backends import CPU
-from unisono.checkpoint.directory import find
-from unisono.checkpoint.folders import Folder, Location
-from unisono.checkpoint.manifest import SHARDS, STATE, Manifest, verify
-from unisono.checkpoint.objects import DIVIDED, part_name
-from unisono.errors import DamagedCheckpointError
-from unisono.parallel.strategies.shard_files import read_shards
-from unisono.parallel.strategies.states import by_parameter
+from unisono.checkpoint.directory import STATE, Manifest, find, shard_name, verify
+from unisono.checkpoint.folders import Folder, Location, replace_file, write_file, write_tensors
+from unisono.checkpoint.objects import joined_state
+from unisono.errors import CheckpointError, DamagedCheckpointError
 
-HELD = "held gradients"  # cannot be an object's name, since it has a space
+Format = Literal["torch", "safetensors"]
 
 
 @dataclass
 class Contents:
-    """The contents of a checkpoint.
-
-    Attributes:
-        path, manifest: the checkpoint's.
-        kinds: of each object, its kind and class.
-        states: of each object, in plain form, on the host.
-        ranks: of each rank that has saved: "states" of its loaders, "generators", "extra".
-        held: each rank's gradients of an unfinished step; None between steps.
-    """
+    """The contents of a checkpoint: of each object its kind and class, and its state in plain form, on the host; of
+    each rank that has saved, "states" of its loaders, "generators", "extra", and the gradients that it held of an
+    unfinished step (None between steps)."""
 
     path: Location
     manifest: Manifest
@@ -51,43 +44,62 @@ def read_contents(folder: Folder) -> Contents:
     `directory.find`."""
     with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
         found, (local, manifest) = find(folder, lambda each: verify(each, Path(directory) / each.name))
-        try:
-            saved = torch.load(local / STATE, map_location=CPU, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise DamagedCheckpointError(f"{found}: {STATE} holds data that is not plain: {error}") from error
-        contents = Contents(
-            found.location, manifest, saved["kinds"], saved["states"], saved["ranks"], saved.get("held")
-        )
-        if "values" in saved:
-            _join_parts(contents, read_shards(local / SHARDS), saved["values"])
-    return contents
+        saved = _load(local / STATE)
+        states, held = saved["states"], saved["held"]
+        if saved["is_divided"]:
+            parts = [_load(local / shard_name(rank)) for rank in range(manifest.world_size)]
+            for name in parts[0]["states"]:
+                states[name] = joined_state([each["states"][name] for each in parts])
+            held = [each["held"] for each in parts] if any(each["held"] for each in parts) else None
+    return Contents(found.location, manifest, saved["kinds"], states, saved["ranks"], held)
 
 
-def _join_parts(contents: Contents, parts: dict[str, torch.Tensor], values: Sequence[Mapping[str, Any]]) -> None:
-    """Merge what all ranks have written into the plain states."""
-    held: list[dict[str, torch.Tensor]] = [{} for _ in contents.ranks]
-    keys: dict[str, dict[Any, Any]] = {name: {} for name, (kind, _) in contents.kinds.items() if kind in DIVIDED}
-    for name in [each for each in parts if each.startswith(f"{HELD}/")]:
-        _, rank, rest = name.split("/", 2)
-        held[int(rank)][rest] = parts.pop(name)
-    for full, each in parts.items():
-        # With its slash, so that model_1 does not take what belongs to model_10.
-        name = next(name for name in keys if full.startswith(part_name(name, "")))
-        keys[name][_parse_key(full[len(name) + 1 :], contents.kinds[name][0])] = each
-    for own in values:
-        for name, more in own.items():
-            keys[name].update(more)
-    for name, (kind, _) in contents.kinds.items():
-        if kind == "model":
-            # So far this is the list of names, in the model's order.
-            contents.states[name] = {key: keys[name][key] for key in contents.states[name]}
-        elif kind == "optimizer":
-            contents.states[name]["state"] = by_parameter(dict(sorted(keys[name].items())))
-    contents.held = held if any(held) else None
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location=CPU, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise DamagedCheckpointError(f"{path} holds data that is not plain: {error}") from error
 
 
-def _parse_key(text: str, kind: str) -> Any:
-    if kind == "model":
-        return text
-    number, _, name = text.partition("/")
-    return int(number), name
+def export(folder: Folder, out: Path, name: str | None = None, file_format: Format = "torch") -> tuple[Location, str]:
+    """Write the complete state of one object, on the CPU, as `torch.save(object.state_dict(), out)` does; return the
+    checkpoint, and the object's name.
+
+    Args:
+        folder: a checkpoint, or a directory of numbered ones, of which the latest is used.
+        name: None uses the only model.
+        file_format: "safetensors" supports tensors only.
+
+    Raises:
+        CheckpointError: as for loading; or there is no such object, or it contains more than tensors.
+        ImportError: safetensors is not installed.
+        OSError: the file cannot be written.
+    """
+    contents = read_contents(folder)
+    models = [each for each, (kind, _) in contents.kinds.items() if kind == "model"]
+    if name is None and len(models) == 1:
+        name = models[0]
+    if name not in contents.states:
+        what = f"holds {len(models)} models" if name is None else f"has no {name!r} with one state"
+        raise CheckpointError(f"{contents.path} {what}; name the object that you mean: {', '.join(contents.states)}")
+    write_state(contents.states[name], out, file_format, name)
+    return contents.path, name
+
+
+def write_state(state: Any, out: Path, file_format: Format, name: str) -> None:
+    """Write a state on the CPU as one file, complete or not at all; `name` is for errors, those of `export`."""
+    if file_format == "torch":
+        replace_file(out, lambda new: write_tensors(new, state))
+        return
+    try:
+        save = import_module("safetensors.torch").save
+    except ImportError as error:
+        raise ImportError("safetensors is not installed; pip install 'unisono[export]'") from error
+    if not isinstance(state, Mapping) or not all(isinstance(each, torch.Tensor) for each in state.values()):
+        raise CheckpointError(f"{name} has more than tensors, and safetensors files hold tensors only; use torch's")
+    seen: set[int] = set()
+    apart = {}
+    for key, each in state.items():  # safetensors refuses tensors that share memory
+        apart[key] = each.contiguous().clone() if each.untyped_storage().data_ptr() in seen else each.contiguous()
+        seen.add(each.untyped_storage().data_ptr())
+    replace_file(out, lambda new: write_file(new, save(apart, metadata={"format": "pt"})))

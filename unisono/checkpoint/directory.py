@@ -9,8 +9,11 @@ which have neither renames nor links.
     runs/checkpoints/
         latest                            "checkpoint_200"
         checkpoint_100/manifest.json      names the files, with their checksums
-        checkpoint_100/save-3f2a91c05b7e/ state.pt, for large sharded states shards/, and at last complete
+        checkpoint_100/save-3f2a91c05b7e/ state.pt, and for large sharded states shards/
         checkpoint_200/
+
+The manifest is a JSON file with the names, sizes and checksums of the other files, facts for people and tools, and a
+checksum of its own, so that a flipped bit in it is detected, too.
 
 *Threads:* one at a time for each directory; one process of a run writes.
 
@@ -22,41 +25,132 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
-from unisono.checkpoint.files import Checksum
-from unisono.checkpoint.folders import MANIFEST, Folder
-from unisono.checkpoint.manifest import FORMAT, Manifest, read_manifest
-from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+import torch
+
+from unisono.checkpoint.folders import MANIFEST, Checksum, Folder, checksum_of
+from unisono.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, NoCheckpointError
 
 logger = logging.getLogger(__name__)
 
+FORMAT = "unisono checkpoint"
+VERSION = 2
+STATE = "state.pt"
 LATEST = "latest"
-COMPLETE = "complete"  # beside the files of a save, once its manifest is there: so a manifest that was lost is noticed
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OF_A_SAVE = re.compile(rf"save-[0-9a-f]{{12}}|\.{MANIFEST}\.new")
 
-Write = Callable[[Path], dict[str, Checksum]]
-"""Writes a checkpoint's files into a new directory; returns their checksums, by name."""
+Write = Callable[[], dict[str, Checksum]]
+"""Writes a checkpoint's files into its draft; returns their checksums, by name."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of: its training step, as the caller counts it, the score and the number of ranks that
+    it was saved with, seconds since 1970; the kind and class of each object, versions of unisono and torch; of each
+    file, by its path in the checkpoint, size and CRC-32."""
+
+    step: int
+    score: float | None
+    world_size: int
+    created: float
+    objects: Mapping[str, list[str]]
+    versions: Mapping[str, str]
+    files: Mapping[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> str:
+        """The directory of the files, in the checkpoint."""
+        return str(next((PurePosixPath(name).parent for name in self.files if PurePosixPath(name).name == STATE), ""))
+
+    def to_bytes(self) -> bytes:
+        """The contents of its file."""
+        known = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps({**known, "crc": _crc(known)}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Manifest:
+        """Parse a manifest's file. DamagedCheckpointError if it is not what was written, CheckpointVersionError if a
+        newer unisono has written it."""
+        try:
+            known = json.loads(data)
+            is_ours = isinstance(known, dict) and known.get("format") == FORMAT
+        except ValueError:
+            is_ours = False
+        if not is_ours or known.pop("crc", None) != _crc(known):
+            raise DamagedCheckpointError(f"{path}: its {MANIFEST} is not what was written ({len(data)} bytes)")
+        if known["version"] > VERSION:
+            raise CheckpointVersionError(
+                f"{path} has version {known['version']} of the format, and this version of unisono reads up to "
+                f"version {VERSION}: load it with unisono {known.get('versions', {}).get('unisono')}, which wrote it"
+            )
+        for name in known["files"]:  # a forged manifest could otherwise name files outside the checkpoint
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise DamagedCheckpointError(f"{path}: its {MANIFEST} names {name!r}, which is not in the checkpoint")
+        return cls(**{each.name: known[each.name] for each in fields(cls)})
+
+
+def shard_name(rank: int) -> str:
+    """The file of what that rank writes of large sharded states."""
+    return f"shards/{rank}.pt"
+
+
+def new_manifest(step: int, score: float | None, world_size: int, objects: dict[str, list[str]]) -> Manifest:
+    """Make a manifest, complete except for its files."""
+    versions = {"torch": str(torch.__version__), "unisono": version("unisono")}
+    return Manifest(step, score, world_size, time.time(), objects, versions)
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """Read the manifest of a checkpoint, without checking its other files. Raises as `Manifest.from_bytes`; and OSError
+    if it cannot be read: a store that does not answer has not damaged its checkpoints."""
+    try:
+        data = folder.read(MANIFEST)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{folder} has no {MANIFEST}") from error
+    return Manifest.from_bytes(data, str(folder))
+
+
+def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
+    """Read the whole checkpoint, if it is in a store into that directory, and compare it with its manifest. Returns the
+    directory that has its files, and the manifest. DamagedCheckpointError names the file that is not what was written.
+    """
+    manifest = read_manifest(folder)
+    local = folder.fetch(manifest.files, into)
+    for name, (size, crc) in manifest.files.items():
+        try:
+            found = checksum_of(local / name)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
+        if found != Checksum(size, crc):
+            raise DamagedCheckpointError(
+                f"{folder}: {name} has other contents than those written: {found.size} bytes of {size}, or another "
+                "CRC-32"
+            )
+    return local / manifest.directory, manifest
+
+
+def _crc(known: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(known, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is saved.
-
-    Attributes:
-        folder: its own.
-        keep: the number of numbered checkpoints to keep, including this one; None keeps all.
-        is_numbered: whether it is one of several in its directory, which has a `latest`.
-    """
+    """Where a checkpoint is saved: its folder; and if that is one of several in its directory, which has a `latest`,
+    how many are kept, including this one; None keeps all."""
 
     folder: Folder
     keep: int | None = None
@@ -68,16 +162,23 @@ class Place:
         return cls(root / f"checkpoint_{number}", keep, True)
 
 
-def check_place(place: Place) -> None:
-    """Check that the folder, whose contents would be replaced, holds nothing but a checkpoint; FileExistsError if it is
-    not a checkpoint."""
-    folder = place.folder
+def choose_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
+    """Where the checkpoint goes; None if the existing one has at least that score, or `score` is NaN. FileExistsError
+    if the folder, whose contents would be replaced, holds anything but a checkpoint."""
+    chosen = place() if callable(place) else place
+    folder = chosen.folder
     if not _is_ours(folder):
         what = "holds numbered checkpoints" if list(numbered_in(folder)) else "is no checkpoint"
         raise FileExistsError(
             f"{folder} {what}, and a checkpoint would replace it; pass an unused path, or that of a checkpoint, such "
             f"as {folder / 'best'}"
         )
+    if score is None:
+        return chosen
+    known = None
+    with suppress(CheckpointError):
+        known = read_manifest(folder).score  # nothing more is read, since the loop is waiting
+    return chosen if not math.isnan(score) and (known is None or score > known) else None
 
 
 def _is_ours(folder: Folder) -> bool:
@@ -99,39 +200,29 @@ def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
     complete except for its files; `mark` is from `new_mark`."""
     folder = place.folder
     try:
-        with folder.new_files(mark) as directory:
-            files = {f"{mark}/{name}": list(checksum) for name, checksum in write(directory).items()}
-        created = _created_after_latest(manifest.created, folder.parent) if place.is_numbered else manifest.created
+        files = {f"{mark}/{name}": list(checksum) for name, checksum in write().items()}
+        folder.publish(mark)
         if mark not in folder.entries():
             raise FileNotFoundError(
                 f"another save to {folder} has removed this one's files; give each run its own place"
             )
         replaced = _files_of(folder)
-        folder.write(MANIFEST, replace(manifest, files=files, created=created).to_bytes())
+        folder.write(MANIFEST, replace(manifest, files=files).to_bytes())
     except BaseException:
         with suppress(OSError):
-            _give_back(folder, mark)
+            if mark not in _files_of(folder):
+                folder.discard(mark)
         raise
-    with suppress(OSError):  # the checkpoint is there
-        folder.write(f"{mark}/{COMPLETE}", b"")
     if place.is_numbered:
         folder.parent.write(LATEST, folder.name.encode())
     try:
-        _remove_old_files(folder, mark, replaced)
+        for name in folder.entries():
+            if name != mark and (_OF_A_SAVE.fullmatch(name) or name in replaced):
+                folder.remove(name)
         for each in outdated(place):
             each.parent.remove(each.name)
     except OSError as error:
         logger.warning("what is no longer needed at %s cannot be removed: %s", folder.parent, error)
-
-
-def _give_back(folder: Folder, mark: str) -> None:
-    """Remove the files of a failed save, unless its manifest has been written; and the folder, if it was new."""
-    with suppress(CheckpointError):
-        if any(name.startswith(mark) for name in read_manifest(folder).files):
-            return
-    folder.remove(mark)
-    if not folder.entries():
-        folder.parent.remove(folder.name)
 
 
 def _files_of(folder: Folder) -> set[str]:
@@ -141,32 +232,12 @@ def _files_of(folder: Folder) -> set[str]:
     return set()
 
 
-def _remove_old_files(folder: Folder, mark: str, replaced: set[str]) -> None:
-    """Remove the files of the checkpoint that was replaced, and of interrupted saves."""
-    for name in folder.entries():
-        if name != mark and (_OF_A_SAVE.fullmatch(name) or name in replaced):
-            folder.remove(name)
-
-
-def _created_after_latest(created: float, root: Folder) -> float:
-    """The time of a new checkpoint: later than the latest's even if clocks are set back, since it defines the order of
-    saves."""
-    with suppress(OSError, UnicodeDecodeError, CheckpointError):
-        return max(created, math.nextafter(read_manifest(_latest_in(root)).created, math.inf))
-    return created
-
-
-def _latest_in(root: Folder) -> Folder:
-    """The checkpoint that `latest` names."""
-    return root / root.read(LATEST).decode().strip()
-
-
 def outdated(place: Place) -> list[Folder]:
     """The checkpoints that are not to be kept once this one has been saved."""
     if not place.is_numbered or place.keep is None:
         return []
     older = [each for each in newest_first(place.folder.parent) if _is_ours(each)][place.keep :]
-    # Never the new one, even if checkpoints of a newer version, which sort first, leave no room for it.
+    # Never the new one, even if the clock was set back, or newer versions, which sort first, leave no room for it.
     return [each for each in older if each != place.folder]
 
 
@@ -195,7 +266,7 @@ def newest_first(root: Folder) -> list[Folder]:
 
 def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
     """Find the checkpoint at a place; among numbered ones, the one that `latest` names, or else the newest. Returns it
-    with what `check` has read of it: all (`verify`), or only its manifest (`read_manifest`).
+    with what `check` has read of it.
 
     Damaged ones are skipped with a warning each, if there is another one.
 
@@ -212,19 +283,16 @@ def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
             damaged.append(str(error))
             continue
         for text in damaged:
-            logger.warning("skipped a damaged checkpoint: %s", text)
-        if damaged:
-            logger.warning("took %s instead", candidate)
+            logger.warning("skipped a damaged checkpoint: %s; took %s instead", text, candidate)
         return candidate, checked
     if damaged:
         raise DamagedCheckpointError(f"no checkpoint at {folder} is intact: {'; '.join(damaged)}")
-    unfinished = [each for each in (folder, *(each for _, each in numbered_in(folder))) if holds_files(each)]
-    if lost := [str(each) for each in unfinished if _was_complete(each)]:
-        raise DamagedCheckpointError(f"{', '.join(lost)} has lost its {MANIFEST}, without which nothing verifies it")
-    for each in unfinished:
-        logger.warning("%s has no %s: its save was interrupted", each, MANIFEST)
-    left = f"; {', '.join(map(str, unfinished))} has no {MANIFEST}" if unfinished else ""
-    raise NoCheckpointError(f"there is no checkpoint at {folder}{left}")
+    text = f"there is no checkpoint at {folder}"
+    for each in (folder, *(each for _, each in numbered_in(folder))):
+        if is_unfinished(each):
+            text += f"; {each} has no {MANIFEST}: its save was interrupted"
+            logger.warning("%s has no %s: its save was interrupted", each, MANIFEST)
+    raise NoCheckpointError(text)
 
 
 def _candidates(folder: Folder) -> list[Folder]:
@@ -233,21 +301,12 @@ def _candidates(folder: Folder) -> list[Folder]:
         return [folder]
     named = None
     with suppress(FileNotFoundError, UnicodeDecodeError):
-        named = _latest_in(folder)
+        named = folder / folder.read(LATEST).decode().strip()
     numbered = [each for each in newest_first(folder) if each == named or MANIFEST in each.entries()]
     return sorted(numbered, key=lambda each: each != named)  # the sort is stable: the others stay newest first
 
 
 def is_unfinished(folder: Folder) -> bool:
     """Whether there are files of a save that was interrupted, and no checkpoint."""
-    return MANIFEST not in folder.entries() and holds_files(folder) and not _was_complete(folder)
-
-
-def holds_files(folder: Folder) -> bool:
-    """Whether there are files of a save, whether it was interrupted or not."""
-    return any(map(_OF_A_SAVE.fullmatch, folder.entries()))
-
-
-def _was_complete(folder: Folder) -> bool:
-    names = [name for name, is_folder in folder.entries().items() if is_folder and _OF_A_SAVE.fullmatch(name)]
-    return any(COMPLETE in (folder / name).entries() for name in names)
+    entries = folder.entries()
+    return MANIFEST not in entries and any(map(_OF_A_SAVE.fullmatch, entries))

@@ -1,15 +1,12 @@
-"""Folders that hold checkpoints: on a file system, or in an object store (any URL that fsspec supports).
+"""Folders that hold checkpoints, on a file system, or in an object store (any URL that fsspec supports); and files that
+exist completely after a crash, or not at all.
 
-All that a checkpoint asks of either is four verbs, and a way to write and read large files:
+A checkpoint asks four verbs of a folder: entries, read, write (completely or not at all), remove; and large files are
+written as a draft that is published. A store must have what it has acknowledged, and show it to later readers.
 
-    entries   what is in the folder
-    read      a small file
-    write     a small file, completely or not at all
-    remove    a file, or a folder with all that is in it
+*Threads:* any; nothing is shared.
 
-This relies on the store: it has what it has acknowledged, and shows it to later readers (S3 and GCS do).
-
-*Threads:* any.
+Invariant: once `write_file` or `write_tensors` has returned, the contents are on disk; the name is after `sync`.
 """
 
 from __future__ import annotations
@@ -18,26 +15,28 @@ import os
 import re
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from unisono.checkpoint.files import lock_directory, make_directories, replace_file, sync
+import torch
 
 Location = Path | str
 """A folder as the user sees it: a path, or the URL of a store."""
 
 MANIFEST = "manifest.json"
 _WAS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+_PIECE = 1 << 22  # bytes per read
 
 
 @dataclass(frozen=True)
-class Folder(ABC):
-    """A folder, which need not exist; `url` is its absolute path, or its URL, without a slash at the end."""
+class Folder:
+    """A directory, which need not exist; `url` is its absolute path, or the URL of a `RemoteFolder`, without a slash at
+    the end."""
 
     url: str
 
@@ -60,60 +59,25 @@ class Folder(ABC):
     @property
     def location(self) -> Location:
         """As the user sees it."""
-        return self.url
-
-    @abstractmethod
-    def entries(self) -> dict[str, bool]:
-        """What is in the folder, by name, and whether that is a folder; nothing if there is no such folder."""
-
-    @abstractmethod
-    def read(self, name: str) -> bytes:
-        """The content of a file; FileNotFoundError if there is none."""
-
-    @abstractmethod
-    def write(self, name: str, data: bytes) -> None:
-        """Create or replace a file, completely or not at all."""
-
-    @abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it, its manifest first; nothing if there is none."""
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other saves out of the folder, where it has locks; a store has none. FileExistsError if another one is
-        in progress."""
-        yield
-
-    @abstractmethod
-    def new_files(self, name: str) -> AbstractContextManager[Path]:
-        """An empty directory for large files. Once the block has ended, they are in the folder, under that name."""
-
-    @abstractmethod
-    def fetch(self, names: Iterable[str], into: Path) -> Path:
-        """Return a directory with these files of the folder, those that exist; `into` serves if they are elsewhere."""
-
-
-class LocalFolder(Folder):
-    """A directory."""
-
-    @property
-    def location(self) -> Path:
         return Path(self.url)
 
     def entries(self) -> dict[str, bool]:
-        if not self.location.exists():
-            return {}
-        return {each.name: each.is_dir() for each in self.location.iterdir()}
+        """What is in the folder, by name, and whether that is a folder; nothing if there is no such folder."""
+        directory = Path(self.url)
+        return {each.name: each.is_dir() for each in directory.iterdir()} if directory.exists() else {}
 
     def read(self, name: str) -> bytes:
-        return (self.location / name).read_bytes()
+        """The content of a file; FileNotFoundError if there is none."""
+        return Path(self.url, name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        make_directories(self.location)
-        replace_file(self.location / name, data)
+        """Create or replace a file, completely or not at all."""
+        make_directories(Path(self.url))
+        replace_file(Path(self.url, name), lambda new: write_file(new, data))
 
     def remove(self, name: str) -> None:
-        path = self.location / name
+        """Remove a file, or a folder with all that is in it, its manifest first; nothing if there is none."""
+        path = Path(self.url, name)
         if not path.is_dir() or path.is_symlink():
             path.unlink(missing_ok=True)
             return
@@ -122,29 +86,33 @@ class LocalFolder(Folder):
         sync(path)
         shutil.rmtree(path)
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        try:
-            make_directories(self.location)
-        except OSError:
-            with suppress(OSError):
-                self.location.rmdir()  # an empty one, which could not be synced
-            raise
-        with lock_directory(self.location):
-            yield
+    def draft(self, name: str) -> Path:
+        """The directory for the large files of this name, which exists then; `publish` puts them into the folder."""
+        make_directories(Path(self.url, name))
+        return Path(self.url, name)
 
-    @contextmanager
-    def new_files(self, name: str) -> Iterator[Path]:
-        make_directories(self.location / name)
-        yield self.location / name
-        sync(self.location / name)
+    def publish(self, name: str) -> None:
+        """See `draft`."""
+        with suppress(FileNotFoundError):  # another save has removed it, as `commit` notices
+            sync(Path(self.url, name))
+
+    def discard(self, name: str) -> None:
+        """Remove a draft, and the folder, if that is all that was in it."""
+        self.remove(name)
+        if not self.entries():
+            self.parent.remove(self.name)
 
     def fetch(self, names: Iterable[str], into: Path) -> Path:
-        return self.location
+        """Return a directory with these files of the folder, those that exist; `into` serves if they are elsewhere."""
+        return Path(self.url)
 
 
 class RemoteFolder(Folder):
     """A place in a store. Stores have no empty folders."""
+
+    @property
+    def location(self) -> str:
+        return self.url
 
     def entries(self) -> dict[str, bool]:
         store, place = self._store()
@@ -169,16 +137,23 @@ class RemoteFolder(Folder):
             with suppress(FileNotFoundError, NotADirectoryError):
                 store.rm(each, recursive=True)
 
-    @contextmanager
-    def new_files(self, name: str) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
-            local = Path(directory)
-            yield local
-            store, place = self._store()
-            for each in [path for path in local.rglob("*") if path.is_file()]:
-                target = f"{place}/{name}/{each.relative_to(local).as_posix()}"
-                store.makedirs(target.rpartition("/")[0], exist_ok=True)
-                store.put_file(str(each), target)
+    def draft(self, name: str) -> Path:
+        local = Path(tempfile.gettempdir(), f"unisono-{name}")
+        local.mkdir(mode=0o700, exist_ok=True)
+        return local
+
+    def publish(self, name: str) -> None:
+        store, place = self._store()
+        local = self.draft(name)
+        for each in [path for path in local.rglob("*") if path.is_file()]:
+            target = f"{place}/{name}/{each.relative_to(local).as_posix()}"
+            store.makedirs(target.rpartition("/")[0], exist_ok=True)
+            store.put_file(str(each), target)
+        shutil.rmtree(local)
+
+    def discard(self, name: str) -> None:
+        shutil.rmtree(self.draft(name))
+        super().discard(name)
 
     def fetch(self, names: Iterable[str], into: Path) -> Path:
         store, place = self._store()
@@ -189,8 +164,7 @@ class RemoteFolder(Folder):
         return into
 
     def _store(self) -> tuple[Any, str]:
-        """The file system, and the place in it; ImportError if fsspec, or what it needs for this store, is not
-        installed."""
+        """The file system, and the place in it; ImportError if fsspec, or what it needs for this store, is missing."""
         try:
             core = import_module("fsspec.core")
         except ImportError as error:
@@ -212,4 +186,120 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
             raise ValueError(f"{text!r} is a chain of file systems; pass the URL of the store itself")
         scheme, _, place = text.partition("://")
         return RemoteFolder(f"{scheme}://{place.rstrip('/')}")
-    return LocalFolder(str(Path(text.removeprefix("file://")).resolve()))
+    return Folder(str(Path(text.removeprefix("file://")).resolve()))
+
+
+# Files.
+
+
+class Checksum(NamedTuple):
+    """The size in bytes and the CRC-32 of a file's contents."""
+
+    size: int = 0
+    crc: int = 0
+
+    def of_more(self, data: bytes | memoryview) -> Checksum:
+        """The checksum with these bytes appended."""
+        return Checksum(self.size + len(data), zlib.crc32(data, self.crc))
+
+
+class CheckedFile:
+    """An open file that computes its checksum as it is written; has what `torch.save` needs. `failure` is the first
+    error of the system."""
+
+    def __init__(self, file: int) -> None:
+        self.checksum = Checksum()
+        self.failure: OSError | None = None
+        self._file = file
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write all of the data."""
+        rest = memoryview(data).cast("B")
+        self.checksum = self.checksum.of_more(rest)
+        size = len(rest)
+        try:
+            while rest:
+                # A write may be short: Linux takes 2 GiB at most.
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: there is no buffer."""
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[CheckedFile]:
+    """A new file for the block, on disk when that ends."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield CheckedFile(file)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def write_file(path: Path, data: bytes) -> Checksum:
+    """Create a file with that content, on disk."""
+    with _new_file(path) as file:
+        file.write(data)
+    return file.checksum
+
+
+def write_tensors(path: Path, value: Any) -> Checksum:
+    """Create a file as `torch.save` writes it, on disk."""
+    with _new_file(path) as file:
+        try:
+            torch.save(value, file)  # type: ignore[arg-type] # it writes, and that is all that is asked
+        except RuntimeError as error:
+            raise file.failure or error from None  # torch's own error only says what it then failed to clean up
+    return file.checksum
+
+
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Create or replace a file atomically, on disk, by `write` of another one. What a kill leaves is overwritten by the
+    next call."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    try:
+        write(new)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync(path.absolute().parent)
+
+
+def make_directories(path: Path) -> None:
+    """Create the directory and its parents, each one synced to disk."""
+    if path.is_dir():
+        return
+    make_directories(path.parent)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        # Another process may have created it in the meantime.
+        if not path.is_dir():
+            raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when the content of a file, or the names in a directory, are on disk."""
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def checksum_of(path: Path) -> Checksum:
+    """The checksum of an existing file; reads all of it."""
+    checksum = Checksum()
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(_PIECE))
+        while count := file.readinto(buffer):
+            checksum = checksum.of_more(buffer[:count])
+    return checksum

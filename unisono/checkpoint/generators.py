@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from unisono.comm.operations import name_ranks
+from unisono.backends import CPU
 from unisono.randomness import seed_of
 from unisono.world import World
 
@@ -49,13 +49,13 @@ def keep_device_generator(states: Mapping[str, Any], world: World) -> None:
 def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None:
     """Continue this rank's generators from the saved state of the rank with the same number.
 
-    On another number of ranks, or another kind of device, the run cannot be the same: a log line says which generators
-    are reseeded, or dropped.
+    On another number of ranks, or another kind of device, the run cannot be the same, as a log line says: the others
+    are reseeded.
     """
     own = saved[world.rank] if world.rank < len(saved) else None
     # Derived from the saved state, so that each resumption continues alike.
     seed = seed_of("resumed", zlib.crc32(bytes((own or saved[0])["torch"].tolist())), world.rank)
-    if _owns_process(world):
+    if world.is_of_processes or world.local_rank == 0:  # among threads these generators belong to the first
         _restore_process(own, seed)
     torch.set_rng_state(torch.Generator().manual_seed(seed).get_state() if own is None else own["torch"])
     kind, state = (own or {}).get("device", (None, None))
@@ -64,13 +64,11 @@ def restore_generators(saved: Sequence[Mapping[str, Any]], world: World) -> None
         state = world.backend.seeded_state(seed, world.device)
     if state is not None:
         world.backend.set_rng_state(state, world.device)
-    if world.rank == 0 and len(saved) != world.world_size:
-        logger.warning("%s", _describe_change(len(saved), world.world_size))
-    if world.rank == 0 and not is_same_kind and (kind or state is not None):
+    if world.rank == 0 and (len(saved) != world.world_size or (not is_same_kind and (kind or state is not None))):
         logger.warning(
-            "saved on %s, loaded on %s: the devices' random generators differ, and start with new seeds",
-            kind or "a device that draws from torch's",
-            world.device.type,
+            "saved by %d ranks on %s, loaded by %d on %s: random numbers (dropout) will differ from here on; random "
+            "generators that were not saved start with new seeds",
+            *(len(saved), kind or CPU, world.world_size, world.device.type),
         )
 
 
@@ -87,16 +85,3 @@ def _restore_process(own: Mapping[str, Any] | None, seed: int) -> None:
     if numpy is not None and "numpy" in own:
         name, keys, place, has_gauss, cached = own["numpy"]
         numpy.random.set_state((name, keys.numpy().astype("uint32"), int(place), int(has_gauss), cached))
-
-
-def _describe_change(saved: int, now: int) -> str:
-    ranks = "1 rank" if saved == 1 else f"{saved} ranks"
-    text = f"saved by {ranks}, loaded by {now}: random numbers (dropout) will differ from here on; "
-    if now > saved:
-        return text + f"the random generators of {name_ranks(range(saved, now))} start with new seeds"
-    return text + f"those of {name_ranks(range(now, saved))} are left out"
-
-
-def _owns_process(world: World) -> bool:
-    """Whether Python's and NumPy's generators are this rank's: among threads they belong to the first."""
-    return world.is_of_processes or world.local_rank == 0

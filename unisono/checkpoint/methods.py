@@ -1,9 +1,16 @@
-"""The methods of an Accelerator that save and load."""
+"""The methods of an Accelerator that save and load, and what its checkpoints hold: everything it has prepared, what was
+registered, and the position of its loop; without the models that a hook saves or loads itself.
+
+Which models are left out is rank zero's choice: scripts often act on that rank only.
+
+*Threads:* the rank's own.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +18,27 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.agreement import agree_on
-from unisono.checkpoint.export import Format, write_state
-from unisono.checkpoint.folders import Location
-from unisono.checkpoint.hooks import add_hook
-from unisono.checkpoint.objects import user_module
-from unisono.checkpoint.prepared_states import PreparedStates
-from unisono.checkpoint.saver import Loaded
+from unisono.checkpoint.checkpointer import check_count
+from unisono.checkpoint.contents import Format, write_state
+from unisono.checkpoint.directory import Place, numbered_in
+from unisono.checkpoint.folders import Location, folder_at
+from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
+from unisono.checkpoint.objects import kind_of, user_module
+from unisono.checkpoint.saver import Loaded, Saver
+from unisono.errors import CheckpointError
+from unisono.launch.messages import say_once
+from unisono.parallel.prepared.prepared_objects import PreparedObjects
+from unisono.parallel.prepared.scaler import LossScaler
+from unisono.parallel.prepared.stepper import Taken
+from unisono.parallel.steps import Steps
+from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.states import model_state, on_host
 from unisono.timeline import SAVE
+from unisono.torch_private import STEP_WRAPPED
 from unisono.world import World
 
+Hooks = OrderedDict[int, Callable[..., None]]
+"""By the ids of their handles, in the order in which they were registered."""
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
 
@@ -28,6 +46,147 @@ _FILES: dict[bool, tuple[str, Format]] = {
     True: ("model.safetensors", "safetensors"),
     False: ("pytorch_model.bin", "torch"),
 }
+
+
+class PreparedStates:
+    """The state of one Accelerator, as saved in its checkpoints."""
+
+    def __init__(
+        self,
+        prepared: PreparedObjects,
+        steps: Steps,
+        scaler: LossScaler | None,
+        project_dir: str | os.PathLike[str] | None,
+        total_limit: int | None,
+    ) -> None:
+        check_count(total_limit, "total_limit")
+        self._prepared, self._steps, self._scaler = prepared, steps, scaler
+        self._root, self._limit = folder_at(project_dir or "runs") / "checkpoints", total_limit
+        self._registered: list[Any] = []
+        self.save_hooks, self.load_hooks = Hooks(), Hooks()
+        self._saver = Saver(steps.world)
+
+    def register(self, objects: Sequence[Any]) -> None:
+        for place, each in enumerate(objects):
+            kind_of(f"object {place}", each)
+        self._registered += [each for each in objects if not any(each is other for other in self._registered)]
+
+    def save(self, directory: str | os.PathLike[str] | None, score: float | None, is_async: bool) -> Location | None:
+        """See `Accelerator.save_state`."""
+        self._check_optimizers()
+        self._warn_of_schedulers()
+        place = self._next_place if directory is None else Place(folder_at(directory))
+        if is_async:
+            self._poll_in_steps()
+        claims = claims_of(self._steps, self._prepared_engines())
+        taken = [list(each.taken) for each in self._prepared.steppers()]
+        held = None if claims is None else held_gradients(self._prepared_engines())
+        facts, step = {"taken": taken, "claims": claims}, max((steps for steps, *_ in taken), default=0)
+        choose = self._run_save_hooks if self.save_hooks else None
+        return self._saver.save(place, self._named_objects(), step, score, is_async, facts, held, choose)
+
+    def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
+        """See `Accelerator.load_state`."""
+        folder = self._root if directory is None else folder_at(directory)
+        choose = self._run_load_hooks if self.load_hooks else None
+        restored = self._saver.load(folder, self._named_objects(), must_exist, choose)
+        if restored is None:
+            return None
+        facts = [each or {"taken": [], "claims": None} for each in restored.facts]  # a Checkpointer saves no facts
+        for stepper, taken in zip(self._prepared.steppers(), facts[0]["taken"], strict=False):
+            stepper.taken = Taken(*taken)
+        for scheduler in self._prepared.schedulers():
+            scheduler.follow()
+        self._steps.restart()
+        for engine in self._prepared_engines():  # gradients of this run do not belong to a step of the loaded one
+            for each in [*engine.trained(), *engine.leaves()]:
+                each.grad = None
+            engine.forget()
+        if facts[0]["claims"] is not None:
+            claims = [each["claims"] for each in facts]
+            resume_step(claims, restored.held, self._steps, self._prepared_engines())
+        return restored.loaded
+
+    def close(self) -> None:
+        """Wait for the save in progress, and raise its error if it failed."""
+        self._saver.close()
+
+    def _run_save_hooks(self, directory: Path) -> dict[str, Any]:
+        """Call the hooks of a save; returns what is still to be saved. ValueError if a hook has changed a state."""
+        models = self._prepared.models()
+        states = [model_state(each, self._steps.world) for each in self._prepared.modules()]
+        weights, before = list(states), [dict(each) if each else {} for each in states]
+        for hook in list(self.save_hooks.values()):
+            hook(list(models), weights, str(directory))
+        kept = [any(state is each for each in weights) for state in states]
+        for place, (is_kept, state, was) in enumerate(zip(kept, states, before, strict=True)):
+            if is_kept and was and (state.keys() != was.keys() or any(state[key] is not was[key] for key in was)):
+                raise ValueError(
+                    f"a hook has changed the state of model {place}, and what is saved is the model's; remove the "
+                    "state from `weights`, and write a file of your own into `output_dir`"
+                )
+        return self._named_objects(kept)
+
+    def _run_load_hooks(self, files: str) -> dict[str, Any]:
+        """Call the hooks of a load; returns what is still to be loaded."""
+        models = self._prepared.models()
+        remaining = list(models)
+        for hook in list(self.load_hooks.values()):
+            hook(remaining, files)
+        return self._named_objects([any(model is each for each in remaining) for model in models])
+
+    def _check_optimizers(self) -> None:
+        """Refuse to leave out the state of an optimizer that trains one of the models, by a CheckpointError."""
+        for engine in self._prepared_engines():
+            for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_unprepared):
+                if each is not None and not any(each is other for other in self._registered):
+                    raise CheckpointError(
+                        f"save_state would leave out the {type(each).__name__} that has stepped for the {engine.name}, "
+                        "since it was not prepared, and a resumed run would lose its state; prepare it, or pass it to "
+                        "register_for_checkpointing"
+                    )
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn once of a prepared optimizer that has a scheduler, none of which is known."""
+        known = [*self._prepared.schedulers(), *self._registered]
+        followed = {id(getattr(each, "optimizer", None)) for each in known}
+        for each in [stepper.optimizer for stepper in self._prepared.steppers()]:
+            if hasattr(each.step, STEP_WRAPPED) and id(each) not in followed and self._steps.world.rank == 0:
+                say_once(
+                    f"save_state leaves out the scheduler of the {type(each).__name__}, which was not prepared: a "
+                    "resumed run would begin its schedule again; prepare it, or pass it to register_for_checkpointing"
+                )
+
+    def _prepared_engines(self) -> list[Engine]:
+        return [each.engine for each in self._prepared.models()]
+
+    def _named_objects(self, kept: Sequence[bool] | None = None) -> dict[str, Any]:
+        """Everything that is saved, by name; of the models, if `kept` is given, those that rank zero keeps."""
+        models = dict(enumerate(self._prepared.models()))
+        if kept is not None:
+            agreed = self._steps.world.comm.broadcast_object(kept)
+            models = {place: each for place, each in models.items() if agreed[place]}
+        others: dict[str, Sequence[Any]] = {
+            "optimizer": [each.optimizer for each in self._prepared.steppers()],
+            "scheduler": self._prepared.schedulers(),
+            "loader": self._prepared.loaders(),
+            "mean": self._prepared.means(),
+            "mean": self._prepared.means(),
+            "registered": self._registered,
+        }
+        named: dict[str, Any] = {f"model_{place}": each for place, each in models.items()}
+        named |= {f"{kind}_{place}": each for kind, found in others.items() for place, each in enumerate(found)}
+        return named if self._scaler is None else {**named, "scaler": self._scaler}
+
+    def _next_place(self) -> Place:
+        number = max((number for number, _ in numbered_in(self._root)), default=-1) + 1
+        return Place.numbered(self._root, number, self._limit)
+
+    def _poll_in_steps(self) -> None:
+        """Make the next step raise the error of an asynchronous save that failed."""
+        for stepper in self._prepared.steppers():
+            if self._saver.poll not in stepper.checks:
+                stepper.checks.append(self._saver.poll)
 
 
 class CheckpointMethods:
@@ -78,13 +237,7 @@ class CheckpointMethods:
         with self.world.timeline.loop().named(SAVE):
             return self._states.save(output_dir, score, is_async)
 
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        *,
-        must_exist: bool = True,
-        allow_other_optimizer: bool = False,
-    ) -> Loaded | None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
         """Load what `save_state` has saved, on any number of ranks, under any strategy.
 
         Every rank must call it, with the same things prepared and registered, in the same order.
@@ -93,8 +246,6 @@ class CheckpointMethods:
             input_dir: a checkpoint, or a directory of numbered ones, of which the latest is used; None uses
                 `project_dir/checkpoints`. Damaged ones are skipped with a warning.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
-            allow_other_optimizer: load what fits of the state of an optimizer of another class, which is an error
-                otherwise: options that it lacks stay, and parameters for which it lacks values begin without any.
 
         Returns:
             What was loaded, with its step; None if there is no checkpoint and `must_exist` is False.
@@ -104,11 +255,10 @@ class CheckpointMethods:
                 loaded.
             CheckpointMismatchError: the checkpoint holds other objects; nothing was changed.
         """
-        return self._states.load(input_dir, must_exist, allow_other_optimizer)
+        return self._states.load(input_dir, must_exist)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Accelerate's `register_save_state_pre_hook`: "a function to be called in `Accelerator.save_state` before
-        `save_checkpoint`", with the signature `hook(models, weights, output_dir)`. Every rank calls it.
+        """Call `hook(models, weights, output_dir)` on every rank before each save, as Accelerate does.
 
         `models` are the prepared models; `weights` their states, as of `Accelerator.state_dict`. A model whose state
         rank zero removes from `weights` is not saved. Files that a hook writes into `output_dir`, a directory on its
@@ -117,12 +267,11 @@ class CheckpointMethods:
         Returns:
             A handle, whose `remove()` takes the hook out again.
         """
-        return add_hook(self._states.save_hooks, hook)
+        return _add_hook(self._states.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Accelerate's `register_load_state_pre_hook`: "a function to be called in `Accelerator.load_state` before
-        `load_checkpoint`", with the signature `hook(models, input_dir)`. Every rank calls it, once the checkpoint was
-        found and verified, and before anything is loaded.
+        """Call `hook(models, input_dir)` on every rank before each load, as Accelerate does, once the checkpoint was
+        found and verified.
 
         `models` are the prepared models; one that rank zero removes from the list is not loaded. `input_dir` is the
         checkpoint's directory; in a store, its address.
@@ -130,17 +279,17 @@ class CheckpointMethods:
         Returns:
             A handle, whose `remove()` takes the hook out again.
         """
-        return add_hook(self._states.load_hooks, hook)
+        return _add_hook(self._states.load_hooks, hook)
 
     def save_model(
         self, model: nn.Module, save_directory: str | os.PathLike[str], *, safe_serialization: bool = True
     ) -> None:
-        """Accelerate's `save_model`: "Save a model so that it can be re-loaded using load_checkpoint_in_model", for
-        inference elsewhere; one file of any size. Every rank must call it, and it returns once the file is written.
+        """Save a model for inference elsewhere, as Accelerate does, in one file. Every rank must call it, and has it
+        then.
 
         Args:
-            model: "The model can be wrapped or unwrapped."
-            save_directory: "Will be created if it doesn't exist."
+            model: prepared or not.
+            save_directory: made if it does not exist.
             safe_serialization: write `model.safetensors`; otherwise `pytorch_model.bin`, by `torch.save`.
 
         Raises:
@@ -158,3 +307,9 @@ class CheckpointMethods:
             write_state(state, directory / name, file_format, type(model).__name__)
 
         agree_on(write, self.world)
+
+
+def _add_hook(hooks: Hooks, hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -16,14 +16,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint.plain_data import as_plain
+from unisono.checkpoint.serialization import as_plain
 from unisono.errors import CheckpointMismatchError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.loaders.sources import is_stateful
 from unisono.parallel.prepared.metrics import is_metric
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.strategies.sharded import cut_of, is_distributed, is_first
 from unisono.parallel.strategies.states import (
+    by_parameter,
     groups_of,
     load_model_state,
     load_optimizer_state,
@@ -40,8 +42,6 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 
 DIVIDED = ("model", "optimizer")
 OF_EACH_RANK = ("loader", "generator")
-_SHOWN = 3
-_OF_ZERO1 = "ZeroRedundancyOptimizer"  # the class in checkpoints that earlier versions wrote under "zero1"
 
 
 def kind_of(name: str, each: Any) -> str:
@@ -51,10 +51,11 @@ def kind_of(name: str, each: Any) -> str:
         return "loader"
     if isinstance(each, Optimizer):
         return "optimizer"
-    if is_metric(each) and not each.state_dict():
-        raise TypeError(f"{name} is a metric whose state_dict is empty; call {name}.persistent(True) before saving it")
-    if isinstance(each, nn.Module) and not is_metric(each):
-        return "model"
+    if isinstance(each, nn.Module):
+        if not is_metric(each):
+            return "model"
+        if not each.state_dict():
+            raise TypeError(f"{name} is a metric without a state; call {name}.persistent(True) before saving it")
     if isinstance(each, torch.Generator):
         return "generator"
     if is_stateful(each):
@@ -110,73 +111,53 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
             states[name] = optimizer_state(each, world, own_copy)
         elif kind == "state":
             states[name] = each.state_dict()  # on every rank: it may be a collective
-    # Only after the loop, in which the states are gathered by collectives, which copies those of models and optimizers.
-    copies = {name: copy if kind_of(name, objects[name]) == "state" else _as_it_is for name in states}
     if world.rank != 0:
         return {}
-    return {name: as_plain(state, f"{name}.state_dict()", copies[name]) for name, state in states.items()}
+    # Only after the loop, in which the states are gathered by collectives, which copies those of models and optimizers.
+    for name, state in states.items():
+        is_copied = kind_of(name, objects[name]) in DIVIDED
+        states[name] = as_plain(state, f"{name}.state_dict()", (lambda each: each) if is_copied else copy)
+    return states
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def divided_states(
-    objects: Objects, world: World, copy: Copy
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, dict[Any, Any]]]:
-    """Like `whole_states`, if all ranks write concurrently.
-
-    Returns:
-        The states on rank zero, without tensors of models and optimizers; this rank's parts of these, by names such as
-        "model/0.weight" and "optimizer/3/exp_avg"; and the values among them that are not tensors.
-    """
-    states: dict[str, Any] = {}
-    parts: dict[str, torch.Tensor] = {}
-    values: dict[str, dict[Any, Any]] = {}
+def divided_states(objects: Objects, world: World, copy: Copy) -> dict[str, dict[str, Any]]:
+    """Copies of this rank's part of the states of models and optimizers, if all ranks write: of each object its
+    "names", or its "groups"; "values" that are whole; and "cuts" of sharded tensors: the shape of the whole, where the
+    cut begins in it, and the cut."""
+    parts: dict[str, dict[str, Any]] = {}
     for name, each in objects.items():
-        kind, found = kind_of(name, each), dict[Any, Any]()
+        kind = kind_of(name, each)
         if kind == "model":
-            found = model_parts(user_module(each), world)
-            states[name] = list(found)
+            found: dict[Any, Any] = dict(model_parts(user_module(each), world))
+            part: dict[str, Any] = {"names": list(found)}
         elif kind == "optimizer":
-            found = optimizer_parts(each, world)
-            states[name] = {"param_groups": as_plain(groups_of(each), f"{name}.param_groups", copy)}
-        elif kind == "state":
-            states[name] = as_plain(each.state_dict(), f"{name}.state_dict()", copy)
-        tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
-        parts.update((part_name(name, key), copy(value)) for key, value in tensors.items())
-        others = {key: value for key, value in found.items() if key not in tensors}
-        if kind in DIVIDED:
-            values[name] = as_plain(others, f"{name}.state_dict()", copy)
-    return states if world.rank == 0 else {}, parts, values
+            found, part = dict(optimizer_parts(each, world)), {"groups": groups_of(each)}
+        else:
+            continue
+        part["values"] = {key: value for key, value in found.items() if not is_distributed(value)}
+        part["cuts"] = {key: cut_of(value) for key, value in found.items() if is_distributed(value) and is_first(value)}
+        parts[name] = as_plain(part, f"{name}.state_dict()", copy)
+    return parts
 
 
-def part_name(name: str, key: Any) -> str:
-    """The name of a tensor among those that all ranks write."""
-    return f"{name}/{key}" if isinstance(key, str) else f"{name}/{key[0]}/{key[1]}"
+def joined_state(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole state, of which all ranks have a part."""
+    found: dict[Any, Any] = {}
+    for part in parts:
+        found.update(part["values"])
+        for key, (shape, offsets, cut) in part["cuts"].items():
+            whole = found[key] if key in found else torch.empty(shape, dtype=cut.dtype)
+            whole[tuple(slice(start, start + size) for start, size in zip(offsets, cut.shape, strict=True))] = cut
+            found[key] = whole
+    if "names" in parts[0]:
+        return {key: found[key] for key in parts[0]["names"]}
+    return {"state": by_parameter(dict(sorted(found.items()))), "param_groups": parts[0]["groups"]}
 
 
 # Loading.
 
 
-def describe(states: Mapping[str, Any], kinds: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """What must match: the shapes of each model, the sizes of each optimizer's groups."""
-    found: dict[str, Any] = {}
-    for name, state in states.items():
-        if kinds[name][0] == "model":
-            found[name] = {key: _shape_of(value) for key, value in state.items()}
-        elif kinds[name][0] == "optimizer":
-            found[name] = [len(group["params"]) for group in state["param_groups"]]
-    return found
-
-
-def check_fit(
-    objects: Objects,
-    saved: Mapping[str, Sequence[str]],
-    described: Mapping[str, Any],
-    where: str,
-    allow_other_optimizer: bool = False,
-) -> None:
+def check_fit(objects: Objects, states: Mapping[str, Any], saved: Mapping[str, Sequence[str]], where: str) -> None:
     """Check that a checkpoint holds these objects, before anything is changed. A CheckpointMismatchError has the first
     names that are missing, unexpected or of another shape, or both classes of an optimizer."""
     for name, (kind, own_class) in kinds_of(objects).items():
@@ -185,49 +166,42 @@ def check_fit(
                 f"{where} has no {name}: it holds {', '.join(saved)}; load the objects that were saved, under the same "
                 "names and in the same order"
             )
-        if saved[name][0] != kind:
-            raise CheckpointMismatchError(f"{name} is a {kind}, and in {where} it is a {saved[name][0]}")
+        saved_kind, saved_class = saved[name]
+        if saved_kind != kind:
+            raise CheckpointMismatchError(f"{name} is a {kind}, and in {where} it is a {saved_kind}")
         if kind == "model":
-            _check_model(name, user_module(objects[name]), described[name], saved[name][1], where)
+            _check_model(f"{name} in {where}", user_module(objects[name]), states[name])
         elif kind == "optimizer":
-            if not allow_other_optimizer and saved[name][1] not in (own_class, _OF_ZERO1):
+            if saved_class != own_class:
                 raise CheckpointMismatchError(
-                    f"{name} in {where} is the state of {saved[name][1]}, and this is {own_class}, which reads other "
-                    f"numbers in it, or misses some; make {saved[name][1]}, or load what fits: "
-                    "allow_other_optimizer=True"
+                    f"{name} in {where} is the state of {saved_class}, and this is {own_class}, which reads other "
+                    f"numbers in it, or misses some; make {saved_class}, or load what `unisono checkpoint export "
+                    f"--object {name}` writes into the plain optimizer"
                 )
             own = [len(group["params"]) for group in objects[name].param_groups]
-            if own != described[name]:
+            there = [len(group["params"]) for group in states[name]["param_groups"]]
+            if own != there:
                 raise CheckpointMismatchError(
-                    f"{name} in {where} has groups of {described[name]} parameters, and the "
-                    f"{type(objects[name]).__name__} has groups of {own}; make it for the same parameters, in the same "
-                    "groups and order"
+                    f"{name} in {where} has groups of {there} parameters, and the {own_class} has groups of {own}; "
+                    "make it for the same parameters, in the same groups and order"
                 )
 
 
-def _check_model(name: str, model: nn.Module, saved: Mapping[str, Any], kind: str, where: str) -> None:
-    own = {plain_name(model, key): _shape_of(value) for key, value in model.state_dict().items()}
-    wrong = {
-        "missing in the checkpoint": [key for key in own if key not in saved],
-        "unexpected in the checkpoint": [key for key in saved if key not in own],
-        "of another shape": [
-            f"{key} (saved {saved[key]}, here {own[key]})" for key in own if key in saved and saved[key] != own[key]
-        ],
-    }
-    if any(wrong.values()):
-        shown = [f"{what}: {', '.join(found[:_SHOWN])}{_count_rest(found)}" for what, found in wrong.items() if found]
+def _check_model(what: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    own = {plain_name(model, key): _form_of(value) for key, value in model.state_dict().items()}
+    there = {key: _form_of(value) for key, value in saved.items()}
+    names = [key for key in {**own, **there} if own.get(key) != there.get(key)]
+    if names:
+        shown = [f"{key} (saved: {there.get(key, 'missing')}, here: {own.get(key, 'missing')})" for key in names[:5]]
         raise CheckpointMismatchError(
-            f"{name} in {where} is of another model, a {kind}, than this {type(model).__name__}: {'; '.join(shown)}; "
-            "build the model that was saved, or load the tensors that fit from `unisono checkpoint export`"
+            f"{what} is of another model than this {type(model).__name__}: {len(names)} names differ, "
+            f"{', '.join(shown)}; build the model that was saved, or load the tensors that fit from `unisono "
+            "checkpoint export`"
         )
 
 
-def _count_rest(found: Sequence[str]) -> str:
-    return f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-
-
-def _shape_of(value: Any) -> list[int] | None:
-    return list(value.shape) if isinstance(value, torch.Tensor) else None
+def _form_of(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "a value"
 
 
 def restore(

@@ -1,7 +1,7 @@
 """One rank's part in saving and loading checkpoints: what all ranks agree on, what is copied, which rank writes it.
 
 Rank zero writes one file, `state.pt`; if a large model, or its optimizer's state, is sharded, all ranks also write
-their shards, by torch.distributed.checkpoint. The state of other ranks is gathered by the communicator.
+their parts, each into a file of its own. The state of other ranks is gathered by the communicator.
 
 Ownership: a `Saver` owns the host memory of its copies and the thread that writes them.
 
@@ -11,7 +11,6 @@ Ownership: a `Saver` owns the host memory of its copies and the thread that writ
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,27 +18,34 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.checkpoint.agreement import (
-    agree_on,
-    checked_score,
-    chosen_place,
-    encode_error,
+from unisono.checkpoint.agreement import agree_on, encode_error, raise_any, raise_together
+from unisono.checkpoint.background import HostMemory, Writer, host_view
+from unisono.checkpoint.contents import Contents, read_contents
+from unisono.checkpoint.directory import (
+    STATE,
+    Manifest,
+    Place,
+    choose_place,
+    commit,
     new_manifest,
-    raise_any,
-    raise_together,
+    new_mark,
+    shard_name,
 )
-from unisono.checkpoint.contents import HELD, Contents, read_contents
-from unisono.checkpoint.directory import Place, commit, new_mark
-from unisono.checkpoint.files import Checksum, checksum_of, sync, write_tensors
-from unisono.checkpoint.folders import Folder, LocalFolder, Location
+from unisono.checkpoint.folders import (
+    Checksum,
+    Folder,
+    Location,
+    RemoteFolder,
+    checksum_of,
+    make_directories,
+    sync,
+    write_tensors,
+)
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
-from unisono.checkpoint.hooks import take_files
-from unisono.checkpoint.manifest import SHARDS, STATE, Manifest
 from unisono.checkpoint.objects import (
     Copy,
     Objects,
     check_fit,
-    describe,
     divided_states,
     kinds_of,
     modules_of,
@@ -47,15 +53,12 @@ from unisono.checkpoint.objects import (
     restore,
     whole_states,
 )
-from unisono.checkpoint.plain_data import as_plain
-from unisono.checkpoint.staging import HostMemory, host_view
-from unisono.checkpoint.writer import ENDED, FAILED, Writer
+from unisono.checkpoint.serialization import as_plain
 from unisono.comm.operations import HOST
 from unisono.errors import NoCheckpointError
 from unisono.launch.process_group import suppress_greetings
 from unisono.outcome import Outcome, add_note_once
-from unisono.parallel.strategies.shard_files import ShardGroup
-from unisono.parallel.strategies.sharded import is_sharded
+from unisono.parallel.strategies.sharded import SideGroup, is_sharded
 from unisono.parallel.strategies.states import broadcast_entries
 from unisono.parallel.strategies.zero1 import is_divided
 from unisono.world import World
@@ -90,12 +93,12 @@ class Restored(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """What is to be written, in main memory: `state.pt`; if all ranks write concurrently, this rank's shards, and the
-    entries among them that are not tensors."""
+    """What is to be written, in main memory: this rank's own state; on rank zero the contents of `state.pt`; if all
+    ranks write concurrently, this rank's part."""
 
+    own: dict[str, Any]
     contents: dict[str, Any]
-    parts: dict[str, torch.Tensor] | None
-    values: dict[str, dict[Any, Any]] | None
+    part: dict[str, Any] | None = None
 
 
 class Saver:
@@ -104,7 +107,7 @@ class Saver:
     def __init__(self, world: World) -> None:
         self.world = world
         self._memory, self._writer = HostMemory(), Writer()
-        self._group: ShardGroup | None = None
+        self._group: SideGroup | None = None  # of the threads that write
         self._is_writing = False  # on some rank, perhaps; the same on all
 
     # Saves in progress.
@@ -114,10 +117,10 @@ class Saver:
         collective until the save has ended on all of them, and nothing from then on."""
         if self._is_writing:
             self.world.comm.announce("a step during a save")
-            state = torch.tensor(self._writer.state, dtype=torch.int32, device=HOST)
-            worst = int(self.world.comm.all_reduce(state, "max"))
-            self._is_writing = worst > ENDED
-            if worst == FAILED:
+            own = torch.tensor([self._writer.is_writing, self._writer.has_failed], dtype=torch.int32, device=HOST)
+            is_writing, has_failed = self.world.comm.all_reduce(own, "max").tolist()
+            self._is_writing = bool(is_writing or has_failed)
+            if has_failed:
                 raise_together(self._writer.take_failure(), self.world)
 
     def wait(self) -> None:
@@ -144,79 +147,69 @@ class Saver:
         is_async: bool = False,
         facts: Any = None,
         held: Mapping[str, torch.Tensor] | None = None,
-        hook_files: Path | None = None,
+        choose: Callable[[Path], Objects] | None = None,
     ) -> Location | None:
-        """Save the objects; returns and raises as `Checkpointer.save`, on all ranks. A collective.
-
-        Args:
-            place: the destination; if it is a function, rank zero calls it.
-            facts: plain data of this rank, to be saved with the states.
-            held: its gradients of a step that has begun.
-            hook_files: on rank zero, a directory with files of hooks, which the checkpoint takes in.
-        """
-        world, comm = self.world, self.world.comm
-        score = checked_score(score)
-        comm.announce(f"save_state at step {step}")
-        # Without raising: all ranks raise a failure together, after they have exchanged it below.
-        self._writer.wait()
-        own, failure = self._own_part(objects, facts), self._writer.take_failure()
-        ranks = comm.all_gather_object({"failure": encode_error(failure), "rank": own})
-        self._is_writing = False
-        raise_any([each["failure"] for each in ranks], failure)
-        # All ranks derive the temporary path of their shards from the same mark.
-        agreed: tuple[Place | None, str] = agree_on(lambda: (chosen_place(place, score), new_mark()), world)
+        """Save the objects, and the `facts` and `held` gradients of this rank; returns and raises as
+        `Checkpointer.save`, on all ranks. A collective. `place` may be a function, which rank zero calls. `choose` is
+        called on all ranks with a directory, rank zero's, whose files become part of the checkpoint, and returns the
+        objects to save in place of all."""
+        world = self.world
+        world.comm.announce(f"save_state at step {step}")
+        self.wait()
+        score = None if score is None else float(score)
+        # All ranks derive the path of their shards from the same mark.
+        agreed: tuple[Place | None, str] = agree_on(lambda: (choose_place(place, score), new_mark()), world)
         chosen, mark = agreed
         if chosen is None:
             return None
-        manifest = new_manifest(step, score, world, kinds_of(objects))
-        # The previous save, which was waited for above, no longer reads this memory.
-        self._memory.restart()
-        copy = self._memory.copy if is_async else host_view
-        is_shared = isinstance(chosen.folder, LocalFolder)  # whether all ranks can write to it, unlike a store
-        # Captured: a rank that raised here would leave the others waiting in `_agreed_copy`.
-        outcome = Outcome.capture(self._copy_states, objects, held, [each["rank"] for each in ranks], copy, is_shared)
-        # The copies are only submitted so far, and the writer reads host memory without waiting for the device.
-        world.backend.synchronize(world.device)
-        keep_device_generator(own["generators"], world)
-        contents, parts = self._agreed_copy(outcome)
-        write = partial(self._write_checkpoint, chosen, contents, parts, manifest, mark, hook_files)
+        try:
+            if choose is not None:
+                objects = choose(agree_on(partial(chosen.folder.draft, mark), world))
+            # The previous save, which was waited for above, no longer reads this memory.
+            self._memory.restart()
+            copy = self._memory.copy if is_async else host_view
+            is_shared = not isinstance(chosen.folder, RemoteFolder)  # whether all ranks can write to it
+            # Captured: a rank that raised here would leave the others waiting in `_agreed_copy`.
+            outcome = Outcome.capture(self._copy_states, objects, facts, held, copy, is_shared)
+            # The copies are only submitted so far, and the writer reads host memory without waiting for the device.
+            world.backend.synchronize(world.device)
+            contents, part = self._agreed_copy(outcome)
+        except BaseException:
+            if world.rank == 0 and choose is not None:
+                chosen.folder.discard(mark)
+            raise
+        manifest = new_manifest(step, score, world.world_size, kinds_of(objects))
+        write = partial(self._write_checkpoint, chosen, contents, part, manifest, mark)
         if not is_async:
             raise_together(Outcome.capture(write).error, world)
         else:
             self._is_writing = True
-            if contents is not None or parts is not None:
+            if contents is not None or part is not None:
                 self._writer.start(write, f"saving {chosen.folder} at step {step}")
         return chosen.folder.location
 
-    def _own_part(self, objects: Objects, facts: Any) -> dict[str, Any]:
-        """This rank's own state, as plain data."""
-        part = {"states": own_states(objects), "generators": generator_states(self.world), "extra": facts}
-        plain: dict[str, Any] = as_plain(part, f"the state of rank {self.world.rank}", torch.Tensor.cpu)
-        return plain
-
     def _copy_states(
-        self,
-        objects: Objects,
-        held: Mapping[str, torch.Tensor] | None,
-        ranks: list[Any],
-        copy: Copy,
-        is_shared: bool,
+        self, objects: Objects, facts: Any, held: Mapping[str, torch.Tensor] | None, copy: Copy, is_shared: bool
     ) -> _Copied:
         """Copy what is to be written to main memory."""
         world = self.world
-        contents: dict[str, Any] = {"kinds": kinds_of(objects), "ranks": ranks, "held": None}
+        part = {"states": own_states(objects), "generators": generator_states(world), "extra": facts}
+        own: dict[str, Any] = as_plain(part, f"the state of rank {world.rank}", torch.Tensor.cpu)
+        contents: dict[str, Any] = {"kinds": kinds_of(objects), "held": None, "is_divided": False}
         if is_shared and self._is_divided(objects):
             # Created at the first use, by all ranks together: `new_group` is a collective.
             if self._group is None:
                 with suppress_greetings():
-                    self._group = ShardGroup()
-            contents["states"], parts, values = divided_states(objects, world, copy)
-            parts.update((f"{HELD}/{world.rank}/{name}", copy(each)) for name, each in (held or {}).items())
-            return _Copied(contents, parts, values)
+                    self._group = SideGroup()
+            states = divided_states(objects, world, copy)
+            rest = {name: each for name, each in objects.items() if name not in states}
+            contents |= {"states": whole_states(rest, world, copy), "is_divided": True}
+            held = {name: copy(each) for name, each in (held or {}).items()}
+            return _Copied(own, contents, {"states": states, "held": held})
         if held is not None:
             contents["held"] = self._gather_held(held, copy)
         contents["states"] = whole_states(objects, world, copy)
-        return _Copied(contents, None, None)
+        return _Copied(own, contents)
 
     def _gather_held(self, held: Mapping[str, torch.Tensor], copy: Copy) -> list[dict[str, torch.Tensor]]:
         """Gather the gradients accumulated on each rank, on rank zero. A collective."""
@@ -235,57 +228,56 @@ class Saver:
             return False
         return sum(each.numel() * each.element_size() for module in modules for each in module.parameters()) > SMALL
 
-    def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None]:
-        """The contents of `state.pt`, on rank zero, and this rank's shards; raises on all ranks if one could not
-        copy."""
-        found = self.world.comm.all_gather_object((encode_error(outcome.error), outcome.value and outcome.value.values))
+    def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The contents of `state.pt`, on rank zero, and this rank's part; raises on all ranks if one could not copy."""
+        own = outcome.value and outcome.value.own
+        found = self.world.comm.all_gather_object((encode_error(outcome.error), own))
         raise_any([failed for failed, _ in found], outcome.error)
-        copied = outcome.unwrap()
-        if copied.parts is not None:
-            copied.contents["values"] = [values for _, values in found]
-        return (copied.contents if self.world.rank == 0 else None), copied.parts
+        own, contents, part = outcome.unwrap()
+        keep_device_generator(own["generators"], self.world)
+        contents["ranks"] = [each for _, each in found]
+        return (contents if self.world.rank == 0 else None), part
 
     def _write_checkpoint(
-        self,
-        place: Place,
-        contents: dict[str, Any] | None,
-        parts: dict[str, torch.Tensor] | None,
-        manifest: Manifest,
-        mark: str,
-        hook_files: Path | None,
+        self, place: Place, contents: dict[str, Any] | None, part: dict[str, Any] | None, manifest: Manifest, mark: str
     ) -> None:
         """Do this rank's part of the writing; on rank zero, make the checkpoint."""
-        group = self._group if parts is not None else None
-        if contents is None:
-            if parts is not None and group is not None:
-                group.write(parts, Path(place.folder.location) / mark / SHARDS)
-            return
-        has_met = False
-
-        def write(directory: Path) -> dict[str, Checksum]:
-            nonlocal has_met
-            files = {}
-            if parts is not None and group is not None:
-                # Before the group meets: the other ranks write into it once they have met.
-                os.mkdir(directory / SHARDS)
-                # From here on a failure reaches the other ranks through the group.
-                has_met = True
-                group.write(parts, directory / SHARDS)
-                files = {f"{SHARDS}/{each.name}": checksum_of(each) for each in (directory / SHARDS).iterdir()}
-                sync(directory / SHARDS)
-            files[STATE] = write_tensors(directory / STATE, contents)
-            return files if hook_files is None else {**files, **take_files(hook_files, directory)}
-
+        write = partial(self._write_files, place.folder, contents, part, mark)
         try:
-            with place.folder.lock():
+            if contents is None:
+                write()
+            else:
                 commit(place, write, manifest, mark)
-        except BaseException as error:
-            if group is not None and not has_met:
-                # The other ranks are waiting in `group.write` for this one.
-                group.abandon()
-            if isinstance(error, OSError):  # its own message names no path if the disk is full
-                add_note_once(error, f"while writing {place.folder.location}; the checkpoint before it is as it was")
+        except OSError as error:  # its own message names no path if the disk is full
+            add_note_once(error, f"while writing {place.folder}; the checkpoint before it is as it was")
             raise
+
+    def _write_files(
+        self, folder: Folder, contents: dict[str, Any] | None, part: dict[str, Any] | None, mark: str
+    ) -> dict[str, Checksum]:
+        """Write this rank's files; returns the checksums of all on rank zero."""
+        files: dict[str, Checksum] = {}
+        if part is not None and self._group is not None:
+            # All ranks meet here, whatever happens to one: in the threads that write, so in a group of their own.
+            outcome = Outcome.capture(self._write_part, folder, part, mark)
+            written = encode_error(outcome.error), outcome.value
+            found = self._group.all_gather_object(written, self.world.world_size)
+            raise_any([failed for failed, _ in found], outcome.error)
+            files = {shard_name(rank): checksum for rank, (_, checksum) in enumerate(found)}
+        if contents is None:
+            return files
+        directory = folder.draft(mark)
+        for path in sorted(directory.rglob("*")):  # parts, and files of hooks
+            sync(path)
+            if path.is_file() and (name := path.relative_to(directory).as_posix()) not in files:
+                files[name] = checksum_of(path)
+        files[STATE] = write_tensors(directory / STATE, contents)
+        return files
+
+    def _write_part(self, folder: Folder, part: dict[str, Any], mark: str) -> Checksum:
+        path = folder.draft(mark) / shard_name(self.world.rank)
+        make_directories(path.parent)
+        return write_tensors(path, part)
 
     # Loading.
 
@@ -294,21 +286,16 @@ class Saver:
         folder: Folder,
         objects: Objects,
         must_exist: bool = True,
-        allow_other_optimizer: bool = False,
         choose: Callable[[str], Objects] | None = None,
     ) -> Restored | None:
-        """Load the objects. A collective. Rank zero's folder counts. Raises as `Checkpointer.load`.
-
-        Args:
-            choose: called with the place of the files of the checkpoint that was found; returns the objects to load in
-                place of all.
-        """
+        """Load the objects. A collective. Rank zero's folder counts. Raises as `Checkpointer.load`. `choose` is called
+        with the place of the files that were found, and returns the objects to load in place of all."""
         world = self.world
         world.comm.announce("load_state")
         self.wait()
         contents: Contents | None = None
 
-        def read() -> dict[str, Any] | None:
+        def read() -> tuple[Location, Manifest, Sequence[Any]] | None:
             nonlocal contents
             try:
                 contents = read_contents(folder)
@@ -316,37 +303,28 @@ class Saver:
                 if must_exist:
                     raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error
                 return None
-            return _facts_for_ranks(contents)
+            return contents.path, contents.manifest, contents.ranks
 
-        facts = agree_on(read, world)
-        if facts is None:
+        def check() -> dict[str, Any]:
+            assert contents is not None
+            check_fit(objects, contents.states, contents.kinds, str(contents.path))
+            if left := [name for name in contents.kinds if name not in objects]:
+                logger.warning("%s also holds %s, which was not loaded", contents.path, ", ".join(left))
+            return {name: each for name, each in contents.states.items() if contents.kinds[name][0] == "state"}
+
+        found = agree_on(read, world)
+        if found is None:
             return None
+        path, manifest, ranks = found
         if choose is not None:
-            objects = choose(f"{facts['path']}/{facts['manifest'].directory}")
-        check_fit(objects, facts["kinds"], facts["described"], str(facts["path"]), allow_other_optimizer)
-        if world.rank == 0 and (left := [name for name in facts["kinds"] if name not in objects]):
-            logger.warning("%s also holds %s, which was not loaded", facts["path"], ", ".join(left))
-        ranks = facts["ranks"]
+            objects = choose(f"{path}/{manifest.directory}")
+        others = agree_on(check, world)
         # On another number of ranks no saved rank corresponds to this one; all take rank zero's state.
-        own = ranks[world.rank] if world.rank < len(ranks) and len(ranks) == world.world_size else ranks[0]
-        restore(objects, contents.states if contents is not None else {}, facts["others"], own["states"], world)
+        own = ranks[world.rank] if len(ranks) == world.world_size else ranks[0]
+        restore(objects, contents.states if contents is not None else {}, others, own["states"], world)
         # After everything that may draw random numbers or run a graph.
         restore_generators([each["generators"] for each in ranks], world)
-        manifest: Manifest = facts["manifest"]
         if world.rank == 0:
-            logger.info("loaded %s, of step %d", facts["path"], manifest.step)
-        loaded = Loaded(facts["path"], manifest.step, len(ranks), manifest.score)
+            logger.info("loaded %s, of step %d", path, manifest.step)
+        loaded = Loaded(path, manifest.step, len(ranks), manifest.score)
         return Restored(loaded, [each["extra"] for each in ranks], contents.held if contents is not None else None)
-
-
-def _facts_for_ranks(contents: Contents) -> dict[str, Any]:
-    """What all ranks need to know."""
-    kinds = contents.kinds
-    return {
-        "path": contents.path,
-        "manifest": contents.manifest,
-        "kinds": kinds,
-        "ranks": contents.ranks,
-        "described": describe(contents.states, kinds),
-        "others": {name: state for name, state in contents.states.items() if kinds[name][0] == "state"},
-    }

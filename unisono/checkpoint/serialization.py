@@ -1,4 +1,5 @@
-"""Objects as bytes, and back: what `torch.save` writes of plain data, with a version and a checksum. No code is run.
+"""Plain data and tensors, which load without running any code: all that a checkpoint may contain; and such objects as
+bytes, which are what `torch.save` writes, with a version and a checksum.
 
 *Threads:* any.
 """
@@ -9,19 +10,46 @@ import io
 import pickle
 import struct
 import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from unisono.arguments import check_type
 from unisono.backends import CPU
-from unisono.checkpoint.plain_data import as_plain
 from unisono.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.tree import tree_map
 
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _MAGIC, _VERSION = b"UNISONO", 2
 _HEAD = struct.Struct("<7sBI")  # the magic, the version, the CRC-32 of all that follows
+
+
+def as_plain(value: Any, where: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value, `where` in words, with copies of its tensors; containers keep their types. TypeError if it contains
+    something that is not plain data; the message says where."""
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return copy(value)
+    if kind in (list, tuple, set):
+        return kind(as_plain(each, f"{where}[{place}]", copy) for place, each in enumerate(value))
+    if kind is Counter:
+        return Counter(value)
+    if (isinstance(value, Mapping) and kind in (dict, OrderedDict)) or hasattr(value, "default_factory"):
+        pairs = [(as_plain(key, f"a key of {where}", copy), value[key]) for key in value]
+        made = OrderedDict if kind is OrderedDict else dict
+        return made((key, as_plain(each, f"{where}[{key!r}]", copy)) for key, each in pairs)
+    if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return as_plain(value.item(), where, copy)
+    raise TypeError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded safely; convert it to "
+        "plain data: numbers, strings, tensors, and lists, tuples, sets and dicts of these"
+    )
 
 
 def serialize(obj: Any) -> bytes:
@@ -39,9 +67,8 @@ def serialize(obj: Any) -> bytes:
         TypeError: `obj` contains something else; the message says where.
         RecursionError: a container contains itself.
     """
-    plain = as_plain(tree_map(_as_stored, obj), "the object", lambda tensor: tensor)
     file = io.BytesIO()
-    torch.save(plain, file)
+    torch.save(as_plain(tree_map(_as_stored, obj), "the object", lambda tensor: tensor), file)
     data = file.getvalue()
     return _HEAD.pack(_MAGIC, _VERSION, zlib.crc32(data)) + data
 
@@ -62,31 +89,28 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
         CheckpointVersionError: they were made by another version.
         CheckpointError: a tensor's device is missing.
     """
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(f"data={data!r:.80} is of type {type(data).__name__}; pass the bytes that serialize() returned")
+    check_type(data, "data", "pass the bytes that serialize() returned", bytes, bytearray, memoryview)
     view = memoryview(data).cast("B")
-    if len(view) < _HEAD.size or view[: len(_MAGIC)] != _MAGIC:
-        raise DamagedCheckpointError(
-            f"these {len(view)} bytes were not returned by serialize(): they do not begin with {_MAGIC.decode()}"
-        )
-    _, number, crc = _HEAD.unpack(view[: _HEAD.size])
+    head, rest = bytes(view[: _HEAD.size]), view[_HEAD.size :]
+    if len(head) < _HEAD.size or not head.startswith(_MAGIC):
+        raise DamagedCheckpointError(f"serialize() did not return these {len(view)} bytes, which lack its {_MAGIC!r}")
+    _, number, crc = _HEAD.unpack(head)
     if number != _VERSION:
         raise CheckpointVersionError(
             f"the bytes have version {number} of the format, and this version of unisono reads version {_VERSION}; "
             "read them with the version that wrote them"
         )
-    if zlib.crc32(view[_HEAD.size :]) != crc:
+    if zlib.crc32(rest) != crc:
         raise DamagedCheckpointError("these bytes were changed after serialize() returned them: their checksum differs")
     try:
         target = None if device is None else torch.device(device)
-        return torch.load(io.BytesIO(view[_HEAD.size :]), map_location=target, weights_only=True)
+        return torch.load(io.BytesIO(rest), map_location=target, weights_only=True)
     except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"these bytes hold what serialize() does not write: {error}") from error
     # A torch without CUDA raises AssertionError.
     except (RuntimeError, AssertionError) as error:
-        place = "the devices where they were" if device is None else device
         raise CheckpointError(
-            f"tensors cannot be made on {place} ({error}); pass a device= that exists here"
+            f"tensors cannot be made on {device or 'their devices'} ({error}); pass a device= that exists here"
         ) from error
 
 

@@ -24,38 +24,33 @@ exit codes: 0 success; 1 a checkpoint is damaged, or cannot be read or written; 
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to those of `unisono`."""
+    text = "look at checkpoints, and export a model for plain torch"
+    format_class = argparse.RawDescriptionHelpFormatter
     parser = subparsers.add_parser(
-        "checkpoint",
-        help="look at checkpoints, and export a model for plain torch",
-        description="Look at checkpoints, and export a model for plain torch.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "checkpoint", help=text, description=text, epilog=_EXAMPLES, formatter_class=format_class
     )
-    parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    shown = actions.add_parser("show", help="list checkpoints, and verify each")
-    shown.add_argument("path", help="a checkpoint, or a directory of numbered ones; or a URL")
-    shown.set_defaults(run=show)
-    exported = actions.add_parser("export", help="write the state of a model, or of another object, as one file")
-    exported.add_argument("path", help="a checkpoint, or a directory of numbered ones; or a URL")
-    exported.add_argument("out", type=Path, help="the output file; an existing one is replaced")
-    exported.add_argument(
-        "--object", metavar="NAME", help=("name of the object, as `show` prints it; by default the only model")
-    )
-    exported.add_argument("--format", choices=["torch", "safetensors"], default="torch")
-    exported.set_defaults(run=export)
+    for name, what, run in (
+        ("show", "list checkpoints, and verify each", show),
+        ("export", "write the state of a model, or of another object, as one file", export),
+    ):
+        action = actions.add_parser(name, help=what)
+        action.add_argument("path", help="a checkpoint, or a directory of numbered ones; or a URL")
+        action.set_defaults(run=run)
+    action.add_argument("out", type=Path, help="the output file; an existing one is replaced")
+    action.add_argument("--object", metavar="NAME", help="its name, as `show` prints it; by default the only model")
+    action.add_argument("--format", choices=["torch", "safetensors"], default="torch")
 
 
 def show(arguments: argparse.Namespace) -> int:
     """Print a line for each checkpoint; return 1 if one is damaged, or there is none."""
-    from unisono.checkpoint.directory import holds_files, is_unfinished, numbered_in
+    from unisono.checkpoint.directory import is_unfinished, numbered_in, verify
     from unisono.checkpoint.folders import MANIFEST, folder_at
-    from unisono.checkpoint.manifest import verify
 
     folder = folder_at(arguments.path)
     numbered = sorted(numbered_in(folder), key=lambda pair: pair[0])
     entries = folder.entries()
-    if not numbered and MANIFEST not in entries and not holds_files(folder):
+    if not numbered and MANIFEST not in entries and not is_unfinished(folder):
         hint = f"; look in {folder / 'checkpoints'}" if "checkpoints" in entries else ""
         return _refuse(NoCheckpointError(f"there is no checkpoint at {arguments.path}{hint}"))
     damaged = False
@@ -83,7 +78,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write the file, and print what it contains."""
-    from unisono.checkpoint.export import export as write
+    from unisono.checkpoint.contents import export as write
     from unisono.checkpoint.folders import folder_at
 
     try:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
-import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,10 +12,9 @@ import psutil
 import torch
 
 from unisono.backends import family_names, get_backend
-from unisono.backends.cores import allowed_cores, cpu_quota, fair_num_threads, usable_cores
 from unisono.cli.doctor import Finding, warning_if
 from unisono.comm.selection import group_backend
-from unisono.launch.hosts.endpoint import unknown_interfaces
+from unisono.launch.hosts.endpoint import addresses_of, is_served, is_this_machine, split_endpoint, unknown_interfaces
 from unisono.launch.hosts.environment import announced_agent, announced_place
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import memory_limit
@@ -27,16 +23,7 @@ from unisono.protocols import Backend
 from unisono.world import current_world
 
 WORKERS_LIMIT_S = 120.0
-RESOLVER_ADVICE = (
-    "one machine needs no name service; for more than one, each connection to the store resolves a name and waits as "
-    "long (5 s for each lost answer): fix /etc/resolv.conf, or list the hosts in /etc/hosts"
-)
-_SHARED_MEMORY = Path("/dev/shm")
 _MIB, _GIB = 1 << 20, 1 << 30
-_REMOTE = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse.")
-_LONGEST_SOCKET_PATH = 107
-_CONNECT_S = 3.0
-_SLOW_LOOKUP_S = 1.0
 _LARGE_BYTES = 64 << 20
 
 
@@ -56,95 +43,41 @@ def check_devices() -> Iterator[Finding]:
             yield Finding("devices", "ok", f"none of {name}: {family.unavailable_reason() or 'there is none here'}")
 
 
-def check_cores() -> Iterator[Finding]:
-    """How many cores there are, how many this process may use, and how workers divide them."""
-    shares = ", ".join(f"{fair_num_threads(count)} for {count}" for count in (2, 4, 8))
-    text = (
-        f"{psutil.cpu_count(logical=False)} physical, {psutil.cpu_count()} logical, {usable_cores()} usable; "
-        f"CPU threads of each worker: {shares} workers"
-    )
-    quota = cpu_quota()
-    advice = f"the quota of the control group pays for {quota:g}: docker --cpus, in Kubernetes limits.cpu"
-    yield Finding("cores", "note", text, advice) if quota < allowed_cores() else Finding("cores", "ok", text)
+def check_resources() -> Iterator[Finding]:
+    """How much memory there is before processes are killed, and how much of it they can share; open files, and space
+    for temporary ones."""
+    import resource  # not on Windows
 
-
-def check_memory() -> Iterator[Finding]:
-    """How much memory there is before processes are killed, and how much of it they can share."""
     limit, owner = memory_limit()
     free = psutil.virtual_memory().available
     text = f"the limit {owner} is {_amount(limit)}; {_amount(free)} of the machine's are free"
     advice = "a worker needs about 0.2 GiB before it holds any data: make room, or start fewer"
     yield warning_if(min(limit, free) < _GIB, "memory", text, advice)
-    if _SHARED_MEMORY.is_dir():
-        usage = shutil.disk_usage(_SHARED_MEMORY)
-        text = f"{_SHARED_MEMORY} has {_amount(usage.total)}, of which {_amount(usage.free)} are free"
+    if Path("/dev/shm").is_dir():
+        usage = shutil.disk_usage("/dev/shm")
+        text = f"/dev/shm has {_amount(usage.total)}, of which {_amount(usage.free)} are free"
         advice = (
             "loader workers leave batches there, and are killed by SIGBUS when it is full: docker run --shm-size=8g "
             "(or --ipc=host); in Kubernetes an emptyDir with medium: Memory mounted there; else num_workers=0"
         )
         yield warning_if(min(usage.total - 1, usage.free) < 64 * _MIB, "shared memory", text, advice)
-
-
-def check_limits() -> Iterator[Finding]:
-    """The limits of a process of this user."""
-    import resource  # not on Windows
-
-    for kind, what, least, advice in (
-        (
-            resource.RLIMIT_NOFILE,
-            "open files",
-            1025,
-            "loader workers send one for each tensor: ulimit -n 65536",
-        ),
-        (
-            resource.RLIMIT_NPROC,
-            "processes and threads",
-            4096,
-            "those of all programs count: ulimit -u 65536",
-        ),
-    ):
-        limit = resource.getrlimit(kind)[0]
-        shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
-        yield warning_if(0 <= limit < least, "limits", f"{what}: {shown}", advice)
-
-
-def check_temporary_files() -> Iterator[Finding]:
-    """Where the workers of a group meet."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = "loader workers send one for each tensor: ulimit -n 65536"
+    yield warning_if(0 <= limit < 1025, "limits", f"open files: {limit if limit >= 0 else 'unlimited'}", advice)
     place = tempfile.gettempdir()
-    try:
-        with tempfile.TemporaryDirectory(prefix="unisono-doctor-") as directory:
-            (Path(directory) / "probe").write_bytes(b"0" * 4096)
-    except OSError as error:
-        text = f"{place} cannot be written to: {error}"
-        yield Finding("temporary", "problem", text, "set TMPDIR to a place that can")
-        return
-    mounted = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    path = Path(place).resolve()
-    kind = next((mounted[each] for each in (path, *path.parents) if each in mounted), "unknown file system")
     free = shutil.disk_usage(place).free
-    advice = ""
-    if kind.startswith(_REMOTE):
-        advice = "workers meet in a locked file there, and not every network knows locks: set TMPDIR"
-    elif free < _GIB:
-        advice = "clear it up, or set TMPDIR"
-    elif len(place) + 32 > _LONGEST_SOCKET_PATH:  # /pymp-xxxxxxxx/listener-xxxxxxxx
-        advice = "the path is too long for the sockets of loader workers: set TMPDIR to a shorter one"
-    yield warning_if(bool(advice), "temporary", f"{place}, {_amount(free)} free, {kind}", advice)
+    yield warning_if(free < _GIB, "temporary", f"{place}, {_amount(free)} free", "clear it up, or set TMPDIR")
 
 
 def check_environment() -> Iterator[Finding]:
     """Which launcher started this process, and which environment variables affect a run."""
-    found = describe_launcher()
-    if found:
-        yield Finding("launcher", "note", found, "if these variables are left over, unset them")
-    else:
-        yield Finding("launcher", "ok", "none: a plain process, whose spawn starts the workers")
+    yield Finding("launcher", "ok", describe_launcher() or "none: a plain process, whose spawn starts the workers")
     for text in unknown_interfaces():
         yield Finding("environment", "warning", f"{text}, so workers cannot meet", "name an existing one, or unset it")
 
 
 def describe_launcher() -> str:
-    """What has given this process a place among others, and what follows, in words; empty for a plain process."""
+    """What has given this process a place among others, in words; empty for a plain process."""
     if agent := announced_agent():
         return f"{agent.launcher} tell of {agent.num_nodes} machine(s): `unisono run` starts the ranks of this one"
     if place := announced_place():
@@ -155,7 +88,8 @@ def describe_launcher() -> str:
 def check_workers() -> Iterator[Finding]:
     """Start two workers of each family that has two devices, and let them run collectives."""
     if found := describe_launcher():
-        yield Finding("workers", "note", f"not started: {found}", "run it again in a plain shell of this machine")
+        advice = "run it again in a plain shell of this machine; if these variables are left over, unset them"
+        yield Finding("workers", "warning", f"not started: {found}", advice)
         return
     for family in filter(_has_two_devices, map(get_backend, family_names())):
         try:
@@ -183,83 +117,37 @@ def _try_collectives(family: Backend) -> Iterator[Finding]:
     start_s = max(each[0] for each in results) - began
     advice = "torch is imported once for all workers, which is slow over a network: install it on a local disk"
     yield warning_if(start_s > 20, "workers", f"2 on {family.name}: first barrier after {start_s:.2f} s", advice)
-    _, latency_s, large_s = results[0]
-    yield Finding(
-        "collectives",
-        "ok",
-        f"all_reduce by {group_backend(family)} between 2 on {family.name}: 4 B in {latency_s * 1e3:.2f} ms, "
-        f"{_LARGE_BYTES >> 20} MiB at {_LARGE_BYTES / large_s / 1e9:.2f} GB/s",
-    )
+    rate = f"{_LARGE_BYTES >> 20} MiB at {_LARGE_BYTES / results[0][1] / 1e9:.2f} GB/s"
+    yield Finding("collectives", "ok", f"all_reduce by {group_backend(family)} between 2 on {family.name}: {rate}")
 
 
-def measure_collectives(rank: int) -> tuple[float, float, float]:
-    """In a worker that has passed its first barrier: the time, and the seconds of a small and a large all_reduce."""
+def measure_collectives(rank: int) -> tuple[float, float]:
+    """In a worker that has passed its first barrier: the time, and the seconds of an all_reduce."""
     began = time.monotonic()
-    return began, _time_all_reduce(1, 50), _time_all_reduce(_LARGE_BYTES // 4, 5)
-
-
-def _time_all_reduce(count: int, repeats: int) -> float:
     world = current_world()
-    tensor = torch.zeros(count, device=world.device)
+    tensor = torch.zeros(_LARGE_BYTES // 4, device=world.device)
     taken = []
-    for _ in range(repeats + 1):  # the first one opens connections
+    for _ in range(6):  # the first one opens connections
         world.backend.synchronize(world.device)
-        began = time.monotonic()
+        start = time.monotonic()
         all_reduce(tensor)
         world.backend.synchronize(world.device)
-        taken.append(time.monotonic() - began)
-    return statistics.median(taken[1:])
+        taken.append(time.monotonic() - start)
+    return began, min(taken)
 
 
-def check_endpoint(host: str, port: int) -> Iterator[Finding]:
-    """Whether a rendezvous at `host:port` can be served by this machine, or reached from it."""
-    place = f"{host}:{port}"
-    try:
-        address = _addresses_of(host)[0]
-    except OSError as error:
-        yield Finding("endpoint", "problem", f"{place}: the name has no address: {error}", "name a host that is known")
-        return
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.create_server((address, port), family=family):
-            yield Finding("endpoint", "ok", f"{place} is free here, and can be bound")
-    except OSError as error:
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-            where = "in use here" if error.errno == errno.EADDRINUSE else "not this machine"
-            yield _try_connection(address, port, f"{place}, which is {where},")
-        else:
-            yield Finding("endpoint", "problem", f"{place} cannot be bound: {error}", "choose a port above 1023")
-
-
-def _try_connection(address: str, port: int, what: str) -> Finding:
-    try:
-        socket.create_connection((address, port), _CONNECT_S).close()
-    except ConnectionRefusedError:
-        advice = "the host is reached, but nothing listens there (yet): start the agent of that machine"
-        return Finding("endpoint", "warning", f"{what} refuses the connection", advice)
-    except OSError as error:
-        advice = "the host is down, or a firewall drops what comes to that port: open it, or choose another"
-        return Finding("endpoint", "problem", f"{what} does not answer ({error})", advice)
-    return Finding("endpoint", "ok", f"{what} answers; whatever listens there should be your rendezvous")
-
-
-def check_names() -> Iterator[Finding]:
-    """Whether this machine's name resolves to an address, and how fast."""
-    host = socket.gethostname()
-    began = time.monotonic()
-    try:
-        addresses = _addresses_of(host)
-    except OSError as error:
-        yield Finding("names", "note", f"{host} has no address: {error}", f"add it to /etc/hosts: 127.0.1.1 {host}")
-        return
-    took_s = time.monotonic() - began
-    text = f"{host} is {' '.join(addresses)} ({took_s * 1e3:.0f} ms)"
-    yield warning_if(took_s > _SLOW_LOOKUP_S, "names", text, RESOLVER_ADVICE)
-
-
-def _addresses_of(host: str) -> list[str]:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(each[4][0]) for each in found))
+def check_endpoint(endpoint: str) -> Iterator[Finding]:
+    """Whether a rendezvous can be served by this machine, or reached from it."""
+    host, port = split_endpoint(endpoint)
+    if not addresses_of(host):
+        yield Finding("endpoint", "problem", f"{endpoint}: the host has no address", "name a host that is known")
+    elif is_served(host, port):
+        yield Finding("endpoint", "ok", f"{endpoint} answers; whatever listens there should be your rendezvous")
+    elif is_this_machine(host):
+        yield Finding("endpoint", "ok", f"{endpoint} is on this machine, and free")
+    else:
+        advice = "start the agent of that machine first; else it is down, or a firewall drops what comes to that port"
+        yield Finding("endpoint", "warning", f"{endpoint} does not answer", advice)
 
 
 def _amount(count: int) -> str:

@@ -1,14 +1,12 @@
 """`unisono doctor`: examines this machine as a run would find it, and says what has to be repaired.
 
-*Threads:* each check (`checks.py`) runs in a daemon, `unisono-check`, for a limited time: one that never returns (a
-dead name server, a hanging file system) is abandoned, and the program ends without it.
+*Threads:* each check (`checks.py`) runs in a daemon, `unisono-check`, for a limited time, after which it is abandoned.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import platform
 import re
 import sys
@@ -16,38 +14,29 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from unisono.outcome import Outcome
 
 _EPILOG = """\
-Each line is ok, a note (good to know), a warning (hurts some runs) or a problem (runs do not work).
+Each line is ok, a warning (hurts some runs) or a problem (runs do not work).
 The exit code is 1 when there is a problem, else 0.
 
 examples:
   unisono doctor                             everything, with two real workers: about 5 seconds
   unisono doctor --quick                     starts no worker
   unisono doctor --endpoint host1:29400      can a rendezvous be hosted, or reached, there?
-  unisono doctor --json | jq '.findings[] | select(.state != "ok")'
 """
 
-
-Severity = Literal["ok", "note", "warning", "problem"]
-_COUNTED: tuple[Severity, ...] = ("problem", "warning", "note")
+Severity = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of examining the machine.
-
-    Attributes:
-        name: what was examined.
-        state: "ok"; "note" is good to know; "warning" will hurt some runs; "problem" prevents runs from working.
-        text: what was found, in one line.
-        advice: what to do about it, if anything.
-    """
+    """One result of examining the machine: what was examined and found, in one line, and what to do about it. A warning
+    will hurt some runs; a problem prevents runs from working."""
 
     name: str
     state: Severity
@@ -65,28 +54,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, and report what needs fixing",
-        description="Check versions, devices, cores, memory, limits, network and environment, start two "
+        description="Check versions, devices, memory, limits and environment, start two "
         "workers,\ntime a collective between them, and say what has to be repaired.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="start no workers")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--endpoint", type=_parse_endpoint, metavar="HOST:PORT", help="a rendezvous endpoint, to be bound or reached"
-    )
-    parser.set_defaults(run=run_doctor, parser=parser)
+    parser.add_argument("--endpoint", metavar="HOST:PORT", help="a rendezvous endpoint, to be served or reached")
+    parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; return 1 if there is a problem, otherwise 0."""
-    found = examine_all(options.quick, options.endpoint)
-    if not options.json:
-        return int(_print_lines(found)["problem"] > 0)
-    findings = list(found)
-    is_fine = all(each.state != "problem" for each in findings)
-    print(json.dumps({"is_fine": is_fine, "findings": [asdict(each) for each in findings]}, indent=2))
-    return int(not is_fine)
+    return int(_print_lines(examine_all(options.quick, options.endpoint))["problem"] > 0)
 
 
 def check_versions() -> Iterator[Finding]:
@@ -107,7 +87,7 @@ def check_versions() -> Iterator[Finding]:
         yield Finding("packages", "problem", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
 
 
-def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Finding]:
+def examine_all(is_quick: bool, endpoint: str | None) -> Iterator[Finding]:
     """Run the checks in their order. They are imported here: `unisono --help` does not need torch, and where a part of
     it is missing, the versions are still reported."""
     yield from examine("versions", check_versions)
@@ -116,51 +96,36 @@ def examine_all(is_quick: bool, endpoint: tuple[str, int] | None) -> Iterator[Fi
     except ImportError as error:
         yield Finding("import", "problem", str(error))
         return
-    yield from examine("devices", checks.check_devices, 30, "warning", "the driver does not answer: try its own tool")
-    yield from examine("cores", checks.check_cores)
-    yield from examine("memory", checks.check_memory)
-    yield from examine("limits", checks.check_limits)
-    advice = "its file system hangs: set TMPDIR"
-    yield from examine("temporary", checks.check_temporary_files, 10, "problem", advice)
+    yield from examine("devices", checks.check_devices, 30, "the driver does not answer: try its own tool")
+    advice = "the file system of temporary files hangs: set TMPDIR"
+    yield from examine("resources", checks.check_resources, advice_if_late=advice)
     yield from examine("environment", checks.check_environment)
     if not is_quick:
         advice = "a worker or a collective hangs; py-spy dump --pid PID shows where"
-        yield from examine("workers", checks.check_workers, checks.WORKERS_LIMIT_S, "problem", advice)
+        yield from examine("workers", checks.check_workers, checks.WORKERS_LIMIT_S, advice)
     if endpoint is not None:
         advice = "its name is not resolved; give an address"
-        yield from examine("endpoint", partial(checks.check_endpoint, *endpoint), 10, "problem", advice)
-    yield from examine("names", checks.check_names, 6, "warning", checks.RESOLVER_ADVICE)
+        yield from examine("endpoint", partial(checks.check_endpoint, endpoint), advice_if_late=advice)
 
 
 def examine(
-    name: str,
-    check: Callable[[], Iterable[Finding]],
-    limit_s: float = 5.0,
-    state_if_late: Severity = "warning",
-    advice_if_late: str = "",
+    name: str, check: Callable[[], Iterable[Finding]], limit_s: float = 10.0, advice_if_late: str = ""
 ) -> list[Finding]:
-    """The findings of a check; its failure, or that it takes longer than `limit_s` seconds, is a finding, too."""
+    """The findings of a check; its failure, or that it takes longer than `limit_s` seconds, is a problem, too."""
     found: list[Outcome[list[Finding]]] = []
     thread = threading.Thread(target=_run_check, args=(check, found), name="unisono-check", daemon=True)
     thread.start()
     thread.join(limit_s)
     if not found:
-        return [Finding(name, state_if_late, f"no answer within {limit_s:g} s", advice_if_late)]
+        return [Finding(name, "problem", f"no answer within {limit_s:g} s", advice_if_late)]
     if (error := found[0].error) is not None:
-        return [Finding(name, "warning", f"could not be checked ({type(error).__name__}: {error})")]
+        return [Finding(name, "problem", f"could not be checked ({type(error).__name__}: {error})")]
     return found[0].unwrap()
 
 
 def _run_check(check: Callable[[], Iterable[Finding]], found: list[Outcome[list[Finding]]]) -> None:
     """Body of a check's thread: adds exactly one outcome."""
     found.append(Outcome.capture(lambda: list(check())))
-
-
-def _parse_endpoint(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an endpoint; write HOST:PORT, with a port from 1 to 65535")
-    return host.strip("[]"), int(port)
 
 
 def _print_lines(found: Iterable[Finding]) -> Counter[Severity]:
@@ -171,6 +136,5 @@ def _print_lines(found: Iterable[Finding]) -> Counter[Severity]:
         print(f"{each.state:8} {each.name:14} {each.text}", flush=True)
         if each.advice:
             print(f"{'':23} -> {each.advice}", flush=True)
-    counts = [f"{states[each]} {each}{'s' * (states[each] != 1)}" for each in _COUNTED if states[each]]
-    print("\n" + (", ".join(counts) or "nothing to mend"))
+    print(f"\nproblems: {states['problem']}, warnings: {states['warning']}")
     return states

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import run_options
 from unisono.cli.run_options import endpoint_of, node_range
-from unisono.errors import (
-    BrokenWorldError,
-    CollectiveMismatchError,
-    RemoteError,
-    RemoteTraceback,
-    UnisonoError,
-)
+from unisono.errors import BrokenWorldError, CollectiveMismatchError, RemoteError, RemoteTraceback, UnisonoError
 from unisono.launch.starting.warm_at_import import warm_early
 
 if TYPE_CHECKING:
@@ -33,8 +27,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to those of `unisono`."""
-    parser = run_options.add_parser(subparsers)
-    parser.set_defaults(run=run, parser=parser)
+    run_options.add_parser(subparsers).set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -50,17 +43,16 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         check_target(target)
         place = announced_agent()
-        parsed.nproc = _number_from(parsed, place, "nproc")
+        machines = _machine_options(parsed, place)
         if isinstance(parsed.nproc, str):
             parsed.nproc, parsed.backend = workers_per_node(parsed.nproc, parsed.backend)
-        machines = _machine_options(parsed, place)
     except (ValueError, ImportError) as error:
         return _print_refusal(parsed, error)
     try:
         if machines is None:
             _run_here(parsed, target)
         else:
-            _run_on_machines(parsed, target, machines, place)
+            _run_on_machines(parsed, target, machines)
     except Exception as error:
         return _print_failure(error) if _has_run(error) else _print_refusal(parsed, error)
     return 0
@@ -72,16 +64,13 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
     from unisono.launch.spawn import spawn
 
     nproc = parsed.nproc or pick_backend(parsed.backend).device_count()
-    max_restarts = parsed.max_restarts or 0
-    args = target, {**variables_of_run(parsed.rdzv_id, max_restarts), **variables_of_machine()}
+    args = target, {**variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0), **variables_of_machine()}
     # A single worker's stdout stays a terminal.
     has_prefix = nproc > 1 and not parsed.no_prefix
-    spawn(run_worker_target, args, nproc, **_options_of(parsed, max_restarts, parsed.grace or 5.0, has_prefix))
+    spawn(run_worker_target, args, nproc, **_options_of(parsed, parsed.grace or 5.0, has_prefix))
 
 
-def _run_on_machines(
-    parsed: argparse.Namespace, target: Target, machines: MachineOptions, place: AgentPlace | None
-) -> None:
+def _run_on_machines(parsed: argparse.Namespace, target: Target, machines: MachineOptions) -> None:
     from unisono.backends import pick_backend
     from unisono.comm.selection import group_backend
     from unisono.launch.hosts.agent import run_agent
@@ -94,14 +83,13 @@ def _run_on_machines(
     family = pick_backend(parsed.backend)
     group_backend(family, parsed.process_group)
     count = check_nprocs(parsed.nproc, family, parsed.process_group)
-    max_restarts = _max_restarts(parsed, machines, place)
-    given = _options_of(parsed, max_restarts, parsed.grace or 25.0, not parsed.no_prefix)
-    args = target, variables_of_run(machines.run_id, max_restarts)
+    given = _options_of(parsed, parsed.grace or 25.0, not parsed.no_prefix)
+    args = target, variables_of_run(machines.run_id, given["max_restarts"])
     call = pickle_call(run_worker_target, args, Settings.read())
     run_agent(make_job(call, count, family, Options(**given)), machines).unwrap()
 
 
-def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, has_prefix: bool) -> SpawnOptions:
+def _options_of(parsed: argparse.Namespace, grace_s: float, has_prefix: bool) -> SpawnOptions:
     """The options of the command line as those of `spawn`."""
     from unisono.launch.options import Cores, Output
 
@@ -112,7 +100,7 @@ def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, h
         "cores": None if cores == Cores() else cores,
         "timeout": parsed.timeout,
         "hang_timeout_s": parsed.hang_timeout,
-        "max_restarts": max_restarts,
+        "max_restarts": parsed.max_restarts or 0,
         "grace_s": grace_s,
         "output": Output(parsed.log_dir, parsed.log_ranks, has_prefix),
         "process_group": parsed.process_group,
@@ -120,10 +108,11 @@ def _options_of(parsed: argparse.Namespace, max_restarts: int, grace_s: float, h
 
 
 def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> MachineOptions | None:
-    """The options of a run on several machines; None for a run on this one.
-
-    Options missing on the command line are taken from the environment.
-    """
+    """The options of a run on several machines; None for a run on this one. What the command line does not say, also of
+    the numbers in `parsed`, is taken from the environment."""
+    for name in ("nproc", "node_rank", "max_restarts"):
+        if getattr(parsed, name) is None:
+            setattr(parsed, name, getattr(place, name, None))
     given = endpoint_of(parsed)
     if parsed.standalone or (parsed.nnodes == (1, 1) and given is None):
         return None  # explicitly requested
@@ -137,30 +126,20 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
     from unisono.launch.hosts.endpoint import split_endpoint
 
     split_endpoint(endpoint)
+    if parsed.max_restarts is None and nodes[0] < nodes[1]:
+        parsed.max_restarts = 3  # a run that shrinks restarts
     secret = {"secret": secret_in(Path(parsed.rdzv_secret_file))} if parsed.rdzv_secret_file else {}
     return MachineOptions(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
         endpoint=endpoint,
         run_id=parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono",
-        node_rank=_number_from(parsed, place, "node_rank"),
+        node_rank=parsed.node_rank,
         rdzv_conf=parsed.rdzv_conf,
         local_addr=parsed.local_addr,
         lost_after_s=parsed.lost_after,
         **secret,
     )
-
-
-def _max_restarts(parsed: argparse.Namespace, machines: MachineOptions, place: AgentPlace | None) -> int:
-    """The number that was asked for; otherwise three if the run may shrink, since that takes a restart."""
-    asked = _number_from(parsed, place, "max_restarts")
-    return asked if asked is not None else (3 if machines.min_nodes < machines.max_nodes else 0)
-
-
-def _number_from(parsed: argparse.Namespace, place: AgentPlace | None, name: str) -> Any:
-    """A number from the command line, or else from the environment."""
-    found = getattr(parsed, name)
-    return found if found is not None else getattr(place, name, None)
 
 
 def _print_refusal(parsed: argparse.Namespace, error: Exception) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,12 +40,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_workers(partial(_add_option, parser.add_argument_group("workers")))
-    _add_cores(partial(_add_option, parser.add_argument_group("CPU cores")))
-    _add_collectives(partial(_add_option, parser.add_argument_group("collectives")))
-    _add_failing(partial(_add_option, parser.add_argument_group("failing and restarting")))
-    _add_output(partial(_add_option, parser.add_argument_group("output")))
-    _add_machines(partial(_add_option, parser.add_argument_group("more than one machine")))
+    group: Any = parser
+    for names, metavar, text, settings in _OPTIONS:
+        if not names:
+            group = parser.add_argument_group(text)
+            continue
+        settings = {"metavar": metavar, **settings} if metavar else {"action": "store_true", **settings}
+        spellings = names.split()
+        settings.setdefault("dest", spellings[-1][2:].replace("-", "_"))
+        group.add_argument(*spellings, help=text, **settings)
+        hidden = [f"--{name[2:].replace('-', '_')}" for name in spellings if "-" in name[2:]]
+        if hidden:  # with underscores, which torchrun accepts as well
+            group.add_argument(*hidden, help=argparse.SUPPRESS, **settings)
     parser.add_argument("target", help="script.py; with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script", metavar="...")
     return parser
@@ -58,77 +63,6 @@ def endpoint_of(parsed: argparse.Namespace) -> str | None:
         return f"{parsed.master_addr}:{parsed.master_port or _PORT}"
     endpoint: str | None = parsed.rdzv_endpoint
     return endpoint
-
-
-def _add_option(group: Any, *names: str, **settings: Any) -> None:
-    """Add an option, with a hidden second spelling, which torchrun accepts as well."""
-    group.add_argument(*names, **settings)
-    spelled = [f"--{name[2:].replace('-', '_')}" for name in names if "-" in name[2:]]
-    if spelled:
-        settings["dest"] = settings.get("dest", next(name for name in names if name[1] == "-")[2:].replace("-", "_"))
-        group.add_argument(*spelled, **{**settings, "help": argparse.SUPPRESS})
-
-
-def _add_workers(add: Callable[..., None]) -> None:
-    add(
-        *("-n", "--nproc", "--nprocs", "--nproc-per-node"),
-        dest="nproc",
-        type=_parse_workers,
-        metavar="N",
-        help="workers on this machine, else one per device; gpu: one per accelerator, cpu: one per core, auto: the "
-        "first that this machine has",
-    )
-    add("-m", "--module", action="store_true", help="the target is a module, which is run as `python -m` does")
-    add("--backend", metavar="B", help="the device family; else the first that has devices")
-    add("--start-method", metavar="M", help="how workers are started, zygote or spawn; see `spawn`")
-
-
-def _add_cores(add: Callable[..., None]) -> None:
-    text = "CPU threads of each worker; else its share of the cores"
-    add("--num-threads", type=partial(_parse_number, least=1), metavar="N", help=text)
-    text = "of each worker's DataLoader, which then get their share of the cores, too"
-    add("--num-loader-workers", type=_parse_number, default=0, metavar="N", help=text)
-    text = "keep each worker to the cores near its GPU: node, socket, exclusive or core-complex"
-    add("--numa-binding", metavar="M", help=text)
-
-
-def _add_collectives(add: Callable[..., None]) -> None:
-    add("--timeout", type=_parse_seconds, default=1800.0, metavar="S", help="their time limit (%(default)s)")
-    text = "gloo: let ranks on the CPU reduce over the network, and not in memory that they share"
-    add("--process-group", metavar="G", help=text)
-
-
-def _add_failing(add: Callable[..., None]) -> None:
-    add("--max-restarts", type=_parse_number, metavar="N", help="restart all workers, at most N times")
-    add("--hang-timeout", type=_parse_seconds, metavar="S", help="stop when no rank makes progress for S seconds")
-    add("--grace", type=_parse_seconds, metavar="S", help="between SIGTERM and SIGKILL (5; 25 with several machines)")
-
-
-def _add_output(add: Callable[..., None]) -> None:
-    add("--log-dir", metavar="DIR", help="also keep each worker's output there")
-    add("--log-ranks", type=_parse_ranks, metavar="R,..", help="show the output of these ranks only")
-    add("--no-prefix", action="store_true", help="do not begin each line with its [rank 0]")
-
-
-def _add_machines(add: Callable[..., None]) -> None:
-    add("--standalone", action="store_true", help="one machine, whatever the environment says")
-    add("--nnodes", type=node_range, metavar="A[:B]", help="machines; with A:B any number between")
-    add("--node-rank", type=_parse_number, metavar="R", help="the number of this one, where they have numbers")
-    add("--rdzv-endpoint", metavar="H:P", help=("where the agents meet, host:port; the host is one of the machines"))
-    add("--master-addr", metavar="H", help="the same as --rdzv-endpoint H:P, with")
-    add("--master-port", type=partial(_parse_number, least=1), metavar="P", help=f"the port ({_PORT})")
-    add("--rdzv-backend", choices=["c10d", "static"], help="only c10d; static is treated as c10d")
-    add("--rdzv-id", metavar="ID", help="the name of the run, the same on all")
-    add("--rdzv-secret-file", metavar="F", help="a file with the run's secret: the machines sign what they send")
-    add("--rdzv-conf", type=_parse_settings, default={}, metavar="K=V,..", help="settings of torch's rendezvous")
-    add(
-        "--lost-after",
-        type=_parse_seconds,
-        default=60.0,
-        metavar="S",
-        help="continue without a machine that is silent for S seconds (%(default)s), or end where too few are left",
-    )
-    add("--local-addr", metavar="A", help="this machine's address for the others")
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -171,3 +105,61 @@ def _parse_settings(text: str) -> dict[str, str]:
     if not all(name and equals for name, equals, _ in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like last_call_timeout=5,keep_alive_interval=2")
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+_NUMBER: dict[str, Any] = {"type": _parse_number}
+_POSITIVE: dict[str, Any] = {"type": partial(_parse_number, least=1)}
+_SECONDS: dict[str, Any] = {"type": _parse_seconds}
+_NPROC_HELP = (
+    "workers on this machine, else one per device; gpu: one per accelerator, cpu: one per core, auto: the first that "
+    "this machine has"
+)
+_LOST_HELP = "continue without a machine that is silent for S seconds (%(default)s), or end where too few are left"
+
+# Spellings, the name of the value (none for a switch), help, settings of `add_argument`; without spellings a group.
+_OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("", "", "workers", {}),
+    ("-n --nproc --nprocs --nproc-per-node", "N", _NPROC_HELP, {"dest": "nproc", "type": _parse_workers}),
+    ("-m --module", "", "the target is a module, which is run as `python -m` does", {}),
+    ("--backend", "B", "the device family; else the first that has devices", {}),
+    ("--start-method", "M", "how workers are started, zygote or spawn; see `spawn`", {}),
+    ("", "", "CPU cores", {}),
+    ("--num-threads", "N", "CPU threads of each worker; else its share of the cores", _POSITIVE),
+    (
+        "--num-loader-workers",
+        "N",
+        "of each worker's DataLoader, which then get their share of the cores, too",
+        {**_NUMBER, "default": 0},
+    ),
+    ("--pin-cores", "", "keep each worker to cores of its own", {}),
+    ("--numa-binding", "M", "keep each worker to the cores near its GPU: node, socket, exclusive or core-complex", {}),
+    ("", "", "collectives", {}),
+    ("--timeout", "S", "their time limit (%(default)s)", {**_SECONDS, "default": 1800.0}),
+    (
+        "--process-group",
+        "G",
+        "gloo: let ranks on the CPU reduce over the network, and not in memory that they share",
+        {},
+    ),
+    ("", "", "failing and restarting", {}),
+    ("--max-restarts", "N", "restart all workers, at most N times", _NUMBER),
+    ("--hang-timeout", "S", "stop when no rank makes progress for S seconds", _SECONDS),
+    ("--grace", "S", "between SIGTERM and SIGKILL (5; 25 with several machines)", _SECONDS),
+    ("", "", "output", {}),
+    ("--log-dir", "DIR", "also keep each worker's output there", {}),
+    ("--log-ranks", "R,..", "show the output of these ranks only", {"type": _parse_ranks}),
+    ("--no-prefix", "", "do not begin each line with its [rank 0]", {}),
+    ("", "", "more than one machine", {}),
+    ("--standalone", "", "one machine, whatever the environment says", {}),
+    ("--nnodes", "A[:B]", "machines; with A:B any number between", {"type": node_range}),
+    ("--node-rank", "R", "the number of this one, where they have numbers", _NUMBER),
+    ("--rdzv-endpoint", "H:P", "where the agents meet, host:port; the host is one of the machines", {}),
+    ("--master-addr", "H", "the same as --rdzv-endpoint H:P, with", {}),
+    ("--master-port", "P", f"the port ({_PORT})", _POSITIVE),
+    ("--rdzv-backend", "B", "only c10d; static is treated as c10d", {"choices": ["c10d", "static"]}),
+    ("--rdzv-id", "ID", "the name of the run, the same on all", {}),
+    ("--rdzv-secret-file", "F", "a file with the run's secret: the machines sign what they send", {}),
+    ("--rdzv-conf", "K=V,..", "settings of torch's rendezvous", {"type": _parse_settings, "default": {}}),
+    ("--lost-after", "S", _LOST_HELP, {**_SECONDS, "default": 60.0}),
+    ("--local-addr", "A", "this machine's address for the others", {}),
+]

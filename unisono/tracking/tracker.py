@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral, Real
 from types import NoneType
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 from unisono.arguments import check_type
-from unisono.tree import is_array
 
 Value = bool | int | float | str
 
@@ -39,15 +37,9 @@ def name_of(tracker: Tracker) -> str:
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Value]:
-    """The values as a tracker gets them; tensors are copied to the host.
-
-    Raises:
-        TypeError: `values` is not a mapping, a key is not a string, or a value is neither a real number nor a string.
-        ValueError: a tensor or an array does not have exactly one element.
-    """
-    if not isinstance(values, Mapping):
-        raise TypeError(f"log takes a mapping from names to values, and got a {type(values).__name__}")
-    return {_checked_key(key): _plain(key, value) for key, value in values.items()}
+    """The values as a tracker gets them; tensors are copied to the host. Raises the errors of `Accelerator.log`."""
+    check_type(values, "values", "pass a mapping from names to values", Mapping)
+    return {key: _plain(key, value) for key, value in values.items()}
 
 
 def plain_step(step: Any) -> int | None:
@@ -56,31 +48,18 @@ def plain_step(step: Any) -> int | None:
     return None if step is None else int(step)
 
 
-def _checked_key(key: Any) -> str:
-    if not isinstance(key, str):
-        raise TypeError(f"log got the key {key!r}, a {type(key).__name__}; keys are strings")
-    return key
-
-
 def _plain(key: str, value: Any) -> Value:
-    if is_array(value):
-        elements = value.numel() if hasattr(value, "numel") else value.size
-        if elements != 1:
-            raise ValueError(
-                f"log got {key!r} with {elements} elements, of shape {tuple(value.shape)}; log one number, "
-                f"{key}.mean() or {key}.norm() for example"
-            )
-        value = value.item()
-    elif hasattr(value, "dtype") and hasattr(value, "item"):  # a NumPy scalar; its bool is not a Python number
-        value = value.item()
-    if isinstance(value, bool | str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    way_out = "give each of its values its own key" if isinstance(value, Mapping) else "leave it out"
-    raise TypeError(
-        f"log got {key!r} of type {type(value).__name__}; numbers, tensors of one element and strings can be logged; "
-        f"{way_out}"
-    )
+    check_type(key, "key", "keys are strings", str)
+    plain = value
+    if hasattr(value, "item"):  # a tensor, an array, or a scalar of NumPy
+        try:
+            plain = value.item()
+        except (RuntimeError, ValueError):
+            shape = tuple(value.shape)
+            raise ValueError(f"log got {key!r} of shape {shape}; log one number, such as {key}.mean()") from None
+    if not isinstance(plain, Value):
+        raise TypeError(
+            f"log got {key!r} of type {type(plain).__name__}; numbers, tensors of one element and strings can be "
+            "logged: give each of several values its own key, and leave out anything else"
+        )
+    return plain

@@ -18,54 +18,42 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import ClosedError, UnisonoError
-from unisono.tracking.jsonl import JsonLines
-from unisono.tracking.libraries import LIBRARIES, is_installed
+from unisono.arguments import check_type
+from unisono.errors import UnisonoError
+from unisono.timeline import LOG
+from unisono.tracking.libraries import LIBRARIES, JsonLines, is_installed
 from unisono.tracking.tracker import Tracker, name_of, plain_step, plain_values
+from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
 LogWith = str | Tracker | Sequence[str | Tracker] | None
 
-_DIRECTORY = "runs"
-
 
 class Trackers:
-    """The trackers of one Accelerator, those in `opened` while they are open. Raises the errors of
-    `Accelerator(log_with=)`."""
+    """The trackers of one Accelerator, those in `opened` while they are open. TypeError, ValueError or ImportError if
+    `log_with` names none."""
 
     def __init__(self, log_with: LogWith, project_dir: str | os.PathLike[str] | None, is_main_process: bool) -> None:
         self._names, self._own = _choose(log_with)
-        self._is_default = project_dir is None
-        self._given = "" if project_dir is None else os.fspath(project_dir)
-        self._directory = Path(self._given or _DIRECTORY)
-        self._is_main_process = is_main_process
-        self._has_ended = False
+        self._directory = os.fspath(project_dir or "runs")
+        self.is_main_process = is_main_process
         self.opened: list[Tracker] = []
 
-    def open(
-        self,
-        project_name: str,
-        config: Mapping[str, Any] | None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None,
-    ) -> None:
-        """See `Accelerator.init_trackers`."""
-        if not self._is_main_process:
-            return
-        config, options = _check_run(project_name, config, init_kwargs)
+    def open(self, project_name: str, config: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Begin a run; raises as `Accelerator.init_trackers`."""
+        check_type(project_name, "project_name", "pass the name of the project", str)
+        check_type(config, "config", "pass a mapping: vars(config), for an argparse.Namespace", Mapping)
+        if unknown := [name for name in options if name not in LIBRARIES]:
+            raise ValueError(f"init_kwargs has options for {unknown[0]!r}; it takes those of {', '.join(LIBRARIES)}")
         if self.opened:
             raise UnisonoError(
                 f"init_trackers({project_name!r}), but trackers are open already; end their run by end_training() first"
             )
-        if self._has_ended and self._own:
-            raise ClosedError(
-                f"end_training() has closed {', '.join(map(name_of, self._own))}; pass new ones to a new Accelerator"
-            )
-        if "://" in self._given:
-            raise ValueError(f"project_dir={self._given!r} is a URL, and trackers write files; pass a path for them")
-        directory = self._directory / project_name
-        if self._is_default:
-            logger.info("trackers write to %s; pass project_dir= for another place", directory.absolute())
+        if "://" in self._directory:
+            raise ValueError(f"project_dir={self._directory!r} is a URL, and trackers write files; pass a path")
+        directory = Path(self._directory) / project_name
+        logger.info("trackers write to %s", directory.absolute())
         try:
             self.opened.append(JsonLines(directory, project_name, config))
             for name in self._names:
@@ -76,38 +64,94 @@ class Trackers:
             _for_each(opened, lambda tracker: tracker.close())
             raise
 
-    def log(self, values: Mapping[str, Any], step: int | None) -> None:
-        """See `Accelerator.log`."""
-        if self._is_main_process:
-            self._check_open("log")
+    def found(self, called: str) -> list[Tracker]:
+        """The open trackers; UnisonoError if there are none."""
+        if not self.opened:
+            raise UnisonoError(f"{called} outside a run; call accelerator.init_trackers(project_name) first")
+        return self.opened
+
+
+class Tracked:
+    """The logging methods of an Accelerator. The subclass sets `world` and `_trackers`."""
+
+    world: World
+    _trackers: Trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start a run of all trackers, which write to `project_dir / project_name`. Does nothing on ranks other than
+        zero.
+
+        Args:
+            project_name: the name of the run's directory; also W&B's project, MLflow's experiment.
+            config: the run's configuration, written to the first line of its file and shown where a library supports
+                it.
+            init_kwargs: further arguments for a library, by its name: `{"wandb": {"tags": ["baseline"]}}` goes to
+                `wandb.init`, "tensorboard" to torch's `SummaryWriter`, "mlflow" to `mlflow.start_run`.
+
+        Raises:
+            TypeError, ValueError: an argument is of another kind, or `init_kwargs` names no library.
+            UnisonoError: a run is open; `end_training` ends it.
+            OSError: a file cannot be created.
+            Exception: the error of a library.
+        """
+        if self._trackers.is_main_process:
+            self._trackers.open(project_name, {} if config is None else config, init_kwargs or {})
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Pass values to all trackers. Only rank zero's values are used; those of other ranks are ignored.
+
+        Args:
+            values: numbers, tensors of one element, and strings, by name.
+            step: the training step; None leaves it to the tracker.
+
+        Raises:
+            UnisonoError: no run is open: `init_trackers` was not called, or `end_training` was.
+            TypeError, ValueError: a value is of another kind; the message names its key.
+        """
+        if not self._trackers.is_main_process:
+            return
+        with self.world.timeline.loop().named(LOG):
             plain, number = plain_values(values), plain_step(step)
             # A copy for each, which a user's tracker may modify.
-            _for_each(self.opened, lambda tracker: tracker.log(dict(plain), number))
+            _for_each(self._trackers.found("log"), lambda tracker: tracker.log(dict(plain), number))
 
-    def get(self, name: str, unwrap: bool) -> Any:
-        """See `Accelerator.get_tracker`."""
-        if not self._is_main_process:
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers of the run, the JSON lines file first; empty before and after the run, and on other ranks."""
+        return list(self._trackers.opened)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker of that name; on ranks other than zero, one that does nothing.
+
+        Args:
+            name: "jsonl", "tensorboard", "wandb", "mlflow", or the `name` or class name of an object.
+            unwrap: return the library's own object, the tracker's `tracker`: a SummaryWriter, a Run, an ActiveRun.
+
+        Raises:
+            ValueError: there is no tracker of that name.
+            UnisonoError: as for `log`.
+        """
+        if not self._trackers.is_main_process:
             return Nowhere()
-        self._check_open("get_tracker")
-        for tracker in self.opened:
-            if name_of(tracker) == name:
-                return getattr(tracker, "tracker", tracker) if unwrap else tracker
-        names = ", ".join(map(repr, map(name_of, self.opened)))
-        raise ValueError(f"there is no tracker {name!r}; there are {names}; pass log_with= for others")
+        found = {name_of(tracker): tracker for tracker in self._trackers.found("get_tracker")}
+        if name not in found:
+            raise ValueError(f"there is no tracker {name!r}; there are {', '.join(found)}; pass log_with= for others")
+        return getattr(found[name], "tracker", found[name]) if unwrap else found[name]
 
-    def close(self) -> None:
-        """See `Accelerator.end_training`."""
+    def end_training(self) -> None:
+        """End the run: close all trackers. Call it when everything is logged. Idempotent.
+
+        Raises:
+            Exception: the error of a tracker, after all trackers were closed; an ExceptionGroup if several failed.
+        """
         # Emptied first: after a tracker's error, another call must not close the others twice.
-        opened, self.opened = self.opened, []
-        self._has_ended = self._has_ended or bool(opened)
+        opened, self._trackers.opened = self._trackers.opened, []
         _for_each(opened, lambda tracker: tracker.close())
-
-    def _check_open(self, called: str) -> None:
-        if self.opened:
-            return
-        if self._has_ended:
-            raise ClosedError(f"{called} after end_training(); call init_trackers(project_name) to begin another run")
-        raise UnisonoError(f"{called} before init_trackers(); call accelerator.init_trackers(project_name) first")
 
 
 class Nowhere:
@@ -125,61 +169,24 @@ class Nowhere:
 def _choose(log_with: Any) -> tuple[list[str], list[Tracker]]:
     """The names of libraries, each once, and the user's own trackers."""
     asked = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple | set) else [log_with]
-    names: dict[str, None] = {}
+    names: list[str] = []
     own: list[Tracker] = []
     for each in asked:
-        if isinstance(each, str):
-            names.update(dict.fromkeys(_libraries_of(each)))
-        elif isinstance(each, Tracker) and not isinstance(each, type):
+        name = each.lower() if isinstance(each, str) else None
+        if name == "all":
+            names += filter(is_installed, LIBRARIES)
+        elif name in LIBRARIES:
+            if not is_installed(name):
+                raise ImportError(f"log_with={name!r} needs a package that is not installed; pip install {name}")
+            names.append(name)
+        elif name is None and isinstance(each, Tracker) and not isinstance(each, type):
             own.append(each)
-        else:
-            what = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
-            raise TypeError(
-                f"log_with holds {what}; pass {_choices()}, or an object with the methods log(values, step) and close()"
+        elif name != JsonLines.name:  # which is always present
+            raise (TypeError if name is None else ValueError)(
+                f"log_with={each!r} is no tracker; pass {', '.join([*LIBRARIES, JsonLines.name, 'all'])}, or an object "
+                "with the methods log(values, step) and close()"
             )
-    taken = [*names, JsonLines.name]
-    for tracker in own:
-        if name_of(tracker) in taken:
-            raise ValueError(f"log_with holds two trackers called {name_of(tracker)!r}; give one another `name`")
-        taken.append(name_of(tracker))
-    return list(names), own
-
-
-def _libraries_of(name: str) -> list[str]:
-    name = name.lower()
-    if name == "all":
-        return list(filter(is_installed, LIBRARIES))
-    if name == JsonLines.name:  # always present
-        return []
-    if name not in LIBRARIES:
-        raise ValueError(
-            f"log_with={name!r} is unknown; pass {_choices()}, or an object with the methods log(values, step) and "
-            "close()"
-        )
-    if not is_installed(name):
-        raise ImportError(f"log_with={name!r} needs a package that is not installed; pip install {name}", name=name)
-    return [name]
-
-
-def _choices() -> str:
-    return ", ".join(map(repr, [*LIBRARIES, JsonLines.name, "all"]))
-
-
-def _check_run(
-    project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Mapping[str, Any]] | None
-) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
-    if not isinstance(project_name, str) or not project_name:
-        raise TypeError(f"project_name={project_name!r}; pass the name of the project, a string")
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(
-            f"config is of type {type(config).__name__}; pass a mapping: vars(config), for an argparse.Namespace"
-        )
-    options = init_kwargs or {}
-    if unknown := [name for name in options if name not in LIBRARIES]:
-        raise ValueError(
-            f"init_kwargs has options for {unknown[0]!r}; it takes those of {', '.join(map(repr, LIBRARIES))}"
-        )
-    return config or {}, options
+    return list(dict.fromkeys(names)), own
 
 
 def _for_each(trackers: Sequence[Tracker], act: Callable[[Tracker], None]) -> None:

@@ -239,14 +239,33 @@ def sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
-def with_part(tensor: DTensor, part: torch.Tensor) -> DTensor:
-    """A tensor sharded like this one; this rank's shard is `part`, on any device."""
-    from torch.distributed.tensor import DTensor
+def cut_of(tensor: DTensor) -> list[Any]:
+    """The shape of the whole tensor, where this rank's shard begins in it, and the shard."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return [list(tensor.shape), list(chunk.offsets), tensor.to_local()]
 
-    from unisono.torch_private import DTENSOR_SPEC
 
-    # `from_local` would move it to the mesh's devices.
-    return DTensor(part, getattr(tensor, DTENSOR_SPEC), requires_grad=False)
+def is_first(tensor: DTensor) -> bool:
+    """Whether this rank is the first of those that have the same shard."""
+    places = zip(tensor.device_mesh.get_coordinate() or [], tensor.placements, strict=True)
+    return not any(place for place, placement in places if placement.is_replicate())
+
+
+class SideGroup:
+    """A process group for threads of the ranks that work next to their loops. All ranks create it together."""
+
+    def __init__(self) -> None:
+        from torch.distributed import new_group
+
+        self._group = new_group(backend="gloo")
+
+    def all_gather_object(self, value: Any, size: int) -> list[Any]:
+        """The values of all `size` ranks."""
+        from torch.distributed import all_gather_object
+
+        found: list[Any] = [None] * size
+        all_gather_object(found, value, self._group)
+        return found
 
 
 def loaded_class(module: str, name: str) -> Any:
