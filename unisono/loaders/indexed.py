@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from types import NoneType
 from typing import Any, TypeGuard
@@ -19,6 +19,7 @@ from unisono.errors import StateError
 from unisono.loaders.fetcher import Fetcher, Request, fetches_many
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
+from unisono.loaders.permutation import Permutation
 from unisono.loaders.resume import State
 from unisono.loaders.sharding import Claim, Part, Piece, Round, Rule, Size, deal, mark_of, rounds, tail_message
 from unisono.loaders.sources import Begun, LeftOut, makes_batches_alike
@@ -187,14 +188,16 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
         position = {"offset": dealt.stop * shards}
         mark = 0
         if is_marked:
-            mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in dealt.batches if batch])
+            # To compute each batch's ends would take longer than the rest of a large round.
+            seen = dealt.batches[:1] if isinstance(dealt.batches[0], Permutation) else dealt.batches
+            mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in seen if batch])
         jobs = []
         for part, behind, claim in plans:
             batch, own = dealt.batches[part.batch], part.stop - part.start
             if part.padding:
                 indices = [batch[place] for place in part.order()]
             else:
-                indices = batch if own == len(batch) else batch[part.start : part.stop]
+                indices = list(batch if own == len(batch) else batch[part.start : part.stop])
             request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs
@@ -202,7 +205,7 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int, left_
         leave_out([part.samples for part in deal([Size(batches.left_out)], rule.count)])
 
 
-def _plan(dealt: Round[list[Any]], part: Part, rule: Rule) -> tuple[Part, int, Claim]:
+def _plan(dealt: Round[Sequence[Any]], part: Part, rule: Rule) -> tuple[Part, int, Claim]:
     """What is equal for a part of all rounds that are dealt equally: where in the round it begins, and its claim."""
     behind = sum(size.samples for size in dealt.sizes[: part.batch]) + part.start
     # With shards, no rank knows the size of the whole round.
@@ -243,7 +246,7 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: in
     return grouped(pool.serve(seed, requests(), describe=describe))
 
 
-def _num_indices(indices: list[Any], _: bool) -> Size:
+def _num_indices(indices: Sequence[Any], _: bool) -> Size:
     return _size(len(indices))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from unisono.loaders.permutation import IndexedSampler, Permutation
 from unisono.randomness import seed_of, seeded
 
 _NO_GENERATOR = object()
@@ -50,7 +51,7 @@ class Batches:
         self.nominal: int | None = None
         self.samples: int | None = None
         self.left_out = 0
-        self._batches: Iterator[list[Any]]
+        self._batches: Iterator[Sequence[Any]]
         if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
             self._batches = _behind(draw(batch_sampler, list), offset)
             return
@@ -65,7 +66,7 @@ class Batches:
         else:
             self._batches = self._groups(islice(order, offset, None), size, drop_last)
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Sequence[Any]]:
         return self._batches
 
     def _groups(self, order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
@@ -76,11 +77,12 @@ class Batches:
             yield batch
 
 
-def _slices(order: Sequence[Any] | torch.Tensor, places: range, size: int) -> Iterator[list[Any]]:
+def _slices(order: Sequence[Any] | torch.Tensor, places: range, size: int) -> Iterator[Sequence[Any]]:
     chunk = max(_CHUNK // size, 1) * size
     for begin in places[::chunk]:
-        some = order[begin : min(begin + chunk, places.stop)]
-        indices = some.tolist() if isinstance(some, torch.Tensor) else list(some)
+        indices = order[begin : min(begin + chunk, places.stop)]
+        if not isinstance(indices, Permutation):  # whose parts are computed by the ranks that load them
+            indices = indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)
         yield from (indices[start : start + size] for start in range(0, len(indices), size))
 
 
@@ -114,6 +116,8 @@ class _Draw:
         """The order of a sampler of single indices; a sequence or a tensor if its end is known."""
         if type(sampler) is SequentialSampler:
             return range(len(sampler.data_source))
+        if isinstance(sampler, IndexedSampler):
+            return sampler.order(self._generator())
         if (
             type(sampler) is RandomSampler
             and not sampler.replacement
