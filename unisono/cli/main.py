@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
-COMMANDS = ("run", "doctor", "checkpoint")
+COMMANDS = ("run", "doctor", "checkpoint", "simulate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
