@@ -48,7 +48,7 @@ FLOOR = {
     **dict.fromkeys(["world"], 2),
     **dict.fromkeys(["loaders", "parallel", "launch", "precision", "placement", "tracking"], 3),
     **dict.fromkeys(["accelerator", "checkpoint", "engines", "functional", "report", "progress", "progress_bars"], 4),
-    **dict.fromkeys(["cli", "compat"], 5),
+    **dict.fromkeys(["cli", "compat", "simulation"], 5),
     **dict.fromkeys(["", "__main__"], 6),  # the package's own names
 }
 STRANGERS = (1, 3)  # floors whose parts do not see one another

@@ -39,10 +39,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(map(int, text.split(",")))
-    if min(numbers) < 1:
-        raise ValueError
-    return numbers
+    if not all(each.isdecimal() and int(each) for each in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} are no integers above 0, with commas between them")
+    return tuple(map(int, text.split(",")))
 
 
 def run(arguments: argparse.Namespace) -> int:
