@@ -39,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    if not all(each.isdecimal() and int(each) for each in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} are no integers above 0, with commas between them")
+    if not all(each.isdecimal() and 0 < int(each) <= 10**9 for each in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} are no integers from 1 to 10**9, with commas between them")
     return tuple(map(int, text.split(",")))
 
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the predictions, and draw them if asked to."""
     import numpy
 
-    from unisono.simulation.description import DescriptionError, read
+    from unisono.simulation.description import read
     from unisono.simulation.output import save_picture, table
     from unisono.simulation.prediction import predict
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.picture:
             numbers = numpy.unique(numpy.geomspace(1, max(arguments.devices), 60).round().astype(int)).tolist()
             save_picture([predict(model, fleet, devices) for devices in numbers], arguments.picture)
-    except (DescriptionError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"unisono simulate: {error}", file=sys.stderr)
         return 1
     print(json.dumps([asdict(each) for each in predictions], indent=1) if arguments.json else table(predictions))

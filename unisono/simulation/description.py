@@ -17,7 +17,6 @@ from unisono.strategies import DDP, FSDP, ZeRO1
 from unisono.timeline import DEVICE, EVALUATE, FETCH, LOG, MOVE, REDUCE, SAVE, STEP
 
 T = TypeVar("T")
-
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
 STRATEGIES = (DDP.name, ZeRO1.name, FSDP.name)
 _NO_WORK = (FETCH, MOVE, REDUCE, EVALUATE, LOG, SAVE)  # phases of a loop that are no part of a step's computing
@@ -115,23 +114,20 @@ class Fleet:
         if not is_between:
             return self.within_bytes_per_s, self.within_latency_s
         if not self.between_bytes_per_s:
-            raise DescriptionError(
-                f"more than {self.per_machine} devices are on several machines, and [fleet] between_bytes_per_s=0: "
-                "give the bandwidth of a machine's link, in bytes per second (12.5e9 for 100 Gbit/s)"
-            )
+            hint = "pass between_bytes_per_s, of the link of a machine: 12.5e9 is 100 Gbit/s"
+            raise DescriptionError(f"[fleet] more than {self.per_machine} devices are on several machines; {hint}")
         return self.between_bytes_per_s, self.between_latency_s
 
 
 def _check(described: Any, *positive: str) -> None:
     """Numbers have their type; they are finite, not negative, and not 0 where they have to be positive."""
+    kinds = {"bool": (bool,), "int": (int,), "float": (int, float)}
     for each in fields(described):
-        value, kind = getattr(described, each.name), str(each.type)
-        fits = {"bool": type(value) is bool, "int": type(value) is int, "float": type(value) in (int, float)}
-        rule = (
-            "true or false" if kind == "bool" else f"a finite {kind} {'above' if each.name in positive else 'from'} 0"
-        )
-        is_right = fits.get(kind, True) and (kind not in fits or (math.isfinite(value) and value >= 0))
-        if not is_right or (each.name in positive and not value):
+        value, kind, is_positive = getattr(described, each.name), str(each.type), each.name in positive
+        if kind in kinds and (
+            type(value) not in kinds[kind] or not math.isfinite(value) or value < 0 or (is_positive and not value)
+        ):
+            rule = "true or false" if kind == "bool" else f"a finite {kind} {'above' if is_positive else 'from'} 0"
             table = type(described).__name__.lower()
             raise DescriptionError(f"[{table}] {each.name}={value!r} cannot be simulated; pass {rule}")
 
@@ -143,7 +139,7 @@ def read(path: Path, report: Path | None = None) -> tuple[Model, Fleet]:
         report: the report of a run of this model (`Report.save`), for what the tables do not say.
 
     Raises:
-        DescriptionError: a file is not what it should be, or says what cannot be; an OSError if there is none.
+        ValueError: a file is not what it should be, or says what cannot be; an OSError if there is none.
     """
     try:
         tables = tomllib.loads(path.read_text())
@@ -178,18 +174,13 @@ def measure(path: Path) -> dict[str, Any]:
     backward pass waits for as its own time: measure on one device.
 
     Raises:
-        DescriptionError: it is no report, or no rank has two steps.
+        ValueError: it is no report, or no rank has two steps.
     """
-    try:
-        report = Report.load(path)
-    except ValueError as error:
-        raise DescriptionError(str(error)) from error
+    report = Report.load(path)
     steps = numpy.array([each for rank in report.ranks for each in _steps(rank)[1:]])
     if not len(steps):
-        raise DescriptionError(
-            f"{path} holds no steps after the first: train for a few over a loader of this package, and step by "
-            "optimizer_step or a prepared optimizer, before gather_report()"
-        )
+        advice = "train for some over a loader of this package, by optimizer_step or a prepared optimizer"
+        raise DescriptionError(f"{path} holds no steps after the first; {advice}")
     compute_s, optimizer_s = (float(each) for each in steps.mean(0))
     samples, loops_s = (sum(getattr(rank, name) for rank in report.ranks) for name in ("samples", "loop_seconds"))
     return {
@@ -205,8 +196,7 @@ def measure(path: Path) -> dict[str, Any]:
 
 def _steps(rank: RankSummary) -> list[tuple[float, float]]:
     """Seconds of computing, and of the optimizer, in each step."""
-    tracks = dict(rank.spans)
-    found, compute_ns = [], 0
+    tracks, found, compute_ns = dict(rank.spans), [], 0
     for phase, start, stop in tracks.get(DEVICE) or tracks.get("loop", []):
         if phase == STEP:
             found.append((compute_ns / 1e9, (stop - start) / 1e9))

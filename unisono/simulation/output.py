@@ -22,12 +22,8 @@ def table(predictions: Sequence[Prediction]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def save_picture(predictions: Sequence[Prediction], path: Path) -> Path:
-    """Draw the time of a step, and the efficiency, by the number of devices, into a PNG file; return its absolute path.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message has the pip command.
-    """
+def save_picture(predictions: Sequence[Prediction], path: Path) -> None:
+    """Draw step time and efficiency by the number of devices into a PNG file; ImportError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -47,7 +43,5 @@ def save_picture(predictions: Sequence[Prediction], path: Path) -> Path:
     for axes in (times, shares):
         axes.grid(alpha=0.3)
         axes.legend()
-    path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, format="png")
-    return path

@@ -26,8 +26,7 @@ class Prediction:
     """What is predicted of a number of devices.
 
     Attributes:
-        devices: their number.
-        step_s: the time of a step.
+        devices, step_s: their number, and the time of a step.
         compute_s: the slowest device's computing in it; the rest is waiting, for other devices or for data.
         samples_per_s: of all devices, without failures.
         efficiency: their throughput by that of as many single devices.
@@ -54,8 +53,8 @@ def predict(model: Model, fleet: Fleet, devices: int) -> Prediction:
     """
     step_s, compute_s = _step_s(model, fleet, devices)
     rate, efficiency = devices * model.batch / step_s, _step_s(model, fleet, 1)[0] / step_s
-    memory = memory_bytes(model, fleet.strategy, devices)
-    return Prediction(devices, step_s, compute_s, rate, efficiency, memory, *_restarts(fleet, devices))
+    held = memory_bytes(model, fleet.strategy, devices)
+    return Prediction(devices, step_s, compute_s, rate, efficiency, held, *_restarts(fleet, devices))
 
 
 def _step_s(model: Model, fleet: Fleet, devices: int) -> tuple[float, float]:
@@ -87,8 +86,8 @@ def _step_s(model: Model, fleet: Fleet, devices: int) -> tuple[float, float]:
 def _beside(compute_s: float, sending_s: float, parts: int, overlaps: bool) -> float:
     """Seconds of a pass over equal parts, and of sending each after it (or before it), one at a time.
 
-    Part i is ready at (i + 1) / parts of the pass. So what is longer decides: all of the sending, which begins after
-    the first part, or the pass, after which the last is sent (Li et al., 2020, on gradients in buckets).
+    Part i is ready at (i + 1) / parts of the pass. So what is longer decides: the sending of all, after the first part,
+    or the pass, after which the last is sent (Li et al., 2020, on gradients in buckets).
     """
     if not overlaps:
         return compute_s + parts * sending_s
@@ -145,5 +144,5 @@ def _restarts(fleet: Fleet, devices: int) -> tuple[float | None, float]:
     young_s = math.sqrt(2 * fleet.save_s * mtbf_s)
     interval_s = young_s * (1 + math.sqrt(ratio) / 3 + ratio / 9) if ratio < 1 else mtbf_s + fleet.save_s
     # Beyond e ** 700 nothing is left.
-    restarting, repeating = (math.exp(min(each / mtbf_s, 700)) for each in (fleet.restart_s, interval_s))
-    return interval_s, (interval_s - fleet.save_s) / mtbf_s / restarting / (repeating - 1)
+    restarting, repeating = (min(each / mtbf_s, 700) for each in (fleet.restart_s, interval_s))
+    return interval_s, (interval_s - fleet.save_s) / mtbf_s / math.exp(restarting) / math.expm1(repeating)
