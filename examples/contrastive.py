@@ -49,14 +49,14 @@ def contrastive_loss(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def train(index: int, epochs: int) -> tuple[list[float], float]:
     """The last loss of each epoch, and how many of 360 test images are nearest to a training image of their digit."""
-    accelerator = Accelerator(seed=0)
+    accelerator = Accelerator(seed=0, split_batches=True)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     model = build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    loader = DataLoader(Views(images[360:]), batch_size=120 // world_size(), shuffle=True, num_workers=1)
-    plain_loader = DataLoader(TensorDataset(images, labels), batch_size=120 // world_size())
+    loader = DataLoader(Views(images[360:]), batch_size=120, shuffle=True, num_workers=1)
+    plain_loader = DataLoader(TensorDataset(images, labels), batch_size=120)
     model, optimizer, loader, plain_loader = accelerator.prepare(model, optimizer, loader, plain_loader)
     losses = []
     for epoch in range(epochs):

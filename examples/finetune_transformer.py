@@ -16,7 +16,7 @@ from gpt import CONTEXT, WORDS, read_licences
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
-from unisono import Accelerator, spawn, world_size
+from unisono import Accelerator, spawn
 
 
 def read_programs(limit: int) -> torch.Tensor:
@@ -54,11 +54,11 @@ def build_model() -> BertForSequenceClassification:
 
 def train(index: int, epochs: int, limit: int = 60_000) -> tuple[list[float], float]:
     """Return the loss of each step, and the accuracy on the windows of the last epoch, measured after it."""
-    accelerator = Accelerator(seed=0)
+    accelerator = Accelerator(seed=0, split_batches=True)
     data = Windows(limit)
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(data, batch_size=32 // world_size(), shuffle=True)
+    loader = DataLoader(data, batch_size=32, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for _ in range(epochs):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from unisono import Accelerator, spawn, world_size
+from unisono import Accelerator, spawn
 
 NOISE = 16
 
@@ -43,11 +43,11 @@ def loss_for(scores: torch.Tensor, is_real: bool) -> torch.Tensor:
 
 def train(index: int, epochs: int) -> tuple[list[tuple[float, float]], torch.Tensor]:
     """Return the last losses of critic and generator in each epoch, and generated images (16, 64)."""
-    accelerator = Accelerator(seed=0)
+    accelerator = Accelerator(seed=0, split_batches=True)
     generator, critic = network(NOISE, 64, nn.Tanh()), network(64, 1, nn.Identity())
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
     optimizer_c = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.999))
-    loader = DataLoader(Digits(), batch_size=64 // world_size(), shuffle=True, num_workers=1)
+    loader = DataLoader(Digits(), batch_size=64, shuffle=True, num_workers=1)
     generator, critic, optimizer_g, optimizer_c, loader = accelerator.prepare(
         generator, critic, optimizer_g, optimizer_c, loader
     )

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, is_rank_zero, spawn, world_size
+from unisono import Accelerator, Mean, is_rank_zero, spawn
 
 CONTEXT = 64
 WORDS = 128  # characters beyond ASCII are dropped
@@ -78,24 +78,24 @@ def write(model: nn.Module, prompt: str, length: int, device: torch.device) -> s
 
 def train(index: int, epochs: int, limit: int = 200_000) -> list[float]:
     """Return the mean loss of each epoch, in nats per character."""
-    accelerator = Accelerator(seed=0, gradient_accumulation_steps=2, max_grad_norm=1.0)
+    accelerator = Accelerator(seed=0, split_batches=True, gradient_accumulation_steps=2, max_grad_norm=1.0)
     text = read_licences(limit)
     windows = TensorDataset(text[: len(text) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1))
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = DataLoader(windows, batch_size=32 // world_size(), shuffle=True, drop_last=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loader = DataLoader(windows, batch_size=32, shuffle=True, drop_last=True)
+    model, optimizer, loader, mean = accelerator.prepare(model, optimizer, loader, Mean())
     losses = []
     for epoch in range(epochs):
-        total = torch.zeros((), device=accelerator.device)
         for (window,) in loader:
             scores = model(window[:, :-1])
             loss = F.cross_entropy(scores.flatten(0, 1), window[:, 1:].flatten())
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            total += loss.detach()
-        losses.append(accelerator.reduce(total).item() / len(loader))
+            mean.update(loss, window)
+        losses.append(mean.compute())
+        mean.reset()
         accelerator.print(f"epoch {epoch}: {losses[-1]:.3f} nats per character")
     if is_rank_zero():
         print(write(accelerator.unwrap_model(model), "Permission is hereby ", 60, accelerator.device))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, spawn, tqdm, world_size
+from unisono import Accelerator, Accuracy, Mean, spawn, tqdm
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
@@ -34,37 +34,36 @@ def build_model() -> nn.Module:
 
 def train(index: int, epochs: int, directory: str) -> tuple[list[float], float]:
     """Return the mean loss of each epoch, and the accuracy on the test images."""
-    accelerator = Accelerator(seed=0, project_dir=directory, total_limit=2, schedule_unit="step")
+    accelerator = Accelerator(seed=0, split_batches=True, project_dir=directory, total_limit=2, schedule_unit="step")
     train_set, test_set = load()
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loader = DataLoader(train_set, batch_size=60 // world_size(), shuffle=True)
-    test_loader = DataLoader(test_set, batch_size=120 // world_size())
+    loader = DataLoader(train_set, batch_size=60, shuffle=True)
+    test_loader = DataLoader(test_set, batch_size=120)
     model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+    mean, accuracy = accelerator.prepare(Mean(), Accuracy())
     scheduler = accelerator.prepare(OneCycleLR(optimizer, max_lr=0.1, total_steps=epochs * len(loader)))
     accelerator.init_trackers("digits", config={"epochs": epochs})
     accelerator.load_state(must_exist=False)
     losses = []
     for epoch in range(loader.epoch, epochs):
-        total = torch.zeros((), device=accelerator.device)
         for images, labels in tqdm(loader, desc=f"epoch {epoch}", leave=False):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels)
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()
-            total += loss.detach() * loader.valid_samples
-        losses.append(accelerator.reduce(total, "sum").item() / len(train_set))
+            mean.update(loss, labels)
+        losses.append(mean.compute())
+        mean.reset()
         accelerator.print(f"epoch {epoch}: loss {losses[-1]:.4f}")
         accelerator.log({"loss": losses[-1], "lr": scheduler.get_last_lr()[0]}, step=epoch)
         accelerator.save_state(is_async=True)
-    right = 0
     with torch.no_grad():
         for images, labels in test_loader:
-            predictions, labels = accelerator.gather_for_metrics((model(images).argmax(dim=1), labels))
-            right += int((predictions == labels).sum())
+            accuracy.update(model(images), labels)
     accelerator.end_training()
-    return losses, right / len(test_set)
+    return losses, accuracy.compute()
 
 
 if __name__ == "__main__":

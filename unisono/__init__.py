@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from unisono.parallel.collectives import world_size as world_size
     from unisono.parallel.context import ReplicaContext as ReplicaContext
     from unisono.parallel.data_parallel import DataParallel as DataParallel
+    from unisono.parallel.means import Accuracy as Accuracy
+    from unisono.parallel.means import Mean as Mean
     from unisono.parallel.optimizer import backward as backward
     from unisono.parallel.optimizer import optimizer_step as optimizer_step
     from unisono.parallel.out_of_memory import find_executable_batch_size as find_executable_batch_size
@@ -75,6 +77,7 @@ _HOMES = {
     "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],
     "unisono.loaders.permutation": ["IndexedSampler"],
     "unisono.loaders.sample_generator": ["SampleGenerator"],
+    "unisono.parallel.means": ["Accuracy", "Mean"],
     "unisono.parallel.agreement": ["broadcast_parameters", "check_replicas"],
     "unisono.parallel.collectives": [
         "all_gather",

@@ -11,6 +11,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
+from unisono.tree import leaves
+
 _KEPT = 4096  # batches of which no metric was gathered
 
 _Batch = tuple[int, int]  # its numbers of samples and of rows
@@ -116,3 +120,18 @@ def _places_that_count(batches: Sequence[_Batch]) -> list[int]:
         places += range(start, start + samples)
         start += rows
     return places
+
+
+def num_rows(values: Any) -> int:
+    """Return how many rows the tensors have, each the same; TypeError or ValueError else."""
+    rows = set()
+    for leaf in leaves(values):
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            what = "a tensor of no dimension" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            raise TypeError(f"values hold {what}, which has no samples; gather it with gather(), or leave it out")
+        rows.add(len(leaf))
+    if not rows:
+        raise TypeError(f"values={values!r} hold no tensor; pass one, or a nesting of them")
+    if len(rows) > 1:
+        raise ValueError(f"values have {sorted(rows)} rows; each tensor must have one row for each sample")
+    return rows.pop()

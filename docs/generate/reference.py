@@ -50,6 +50,8 @@ GROUPS: dict[str, list[str]] = {
     ],
     "Saving": ["Checkpointer"],
     "Reports, progress and trackers": [
+        "Mean",
+        "Accuracy",
         "gather_report",
         "Report",
         "phase",

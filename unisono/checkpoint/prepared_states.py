@@ -158,6 +158,7 @@ class PreparedStates:
             "optimizer": [each.optimizer for each in self._prepared.steppers()],
             "scheduler": self._prepared.schedulers(),
             "loader": self._prepared.loaders(),
+            "mean": self._prepared.means(),
             "registered": self._registered,
         }
         named = {f"{kind}_{place}": each for kind, found in kinds.items() for place, each in enumerate(found)}

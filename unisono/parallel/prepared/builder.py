@@ -84,10 +84,10 @@ class Builder:
         self._is_seeded = True
         return made
 
-    def metric(self, metric: nn.Module) -> nn.Module:
-        """Make the metric gather over the ranks, and move it to its device."""
+    def metric(self, metric: Any) -> Any:
+        """Make the metric gather over the ranks; one of torchmetrics is moved to the device."""
         synchronize_metric(metric, self.world)
-        return metric.to(self.world.device) if self.moves else metric
+        return metric.to(self.world.device) if self.moves and isinstance(metric, nn.Module) else metric
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """Create the stepper that makes the optimizer step for all ranks."""

@@ -10,9 +10,9 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
 
 from unisono.parallel.collectives import all_gather_object
+from unisono.parallel.means import Mean
 from unisono.parallel.strategies.sharded import loaded_class
 from unisono.storages import StorageMap
 from unisono.tree import tensors
@@ -20,13 +20,16 @@ from unisono.world import World
 
 
 def is_metric(each: Any) -> bool:
-    """Whether the object is a torchmetrics `Metric` or `MetricCollection`."""
-    kinds = loaded_class("torchmetrics", "Metric"), loaded_class("torchmetrics", "MetricCollection")
+    """Whether the object is a `Mean`, or a torchmetrics `Metric` or `MetricCollection`."""
+    kinds = Mean, loaded_class("torchmetrics", "Metric"), loaded_class("torchmetrics", "MetricCollection")
     return any(isinstance(each, kind) for kind in kinds if kind)
 
 
-def synchronize_metric(metric: nn.Module, world: World) -> None:
+def synchronize_metric(metric: Any, world: World) -> None:
     """Make the metric, or those in a collection, gather over the ranks of that world when they compute."""
+    if isinstance(metric, Mean):
+        metric.world = world
+        return
     for each in metric.modules():
         if isinstance(each, loaded_class("torchmetrics", "Metric")):
             each.dist_sync_fn = partial(_gather_state, world)

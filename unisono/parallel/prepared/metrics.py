@@ -20,9 +20,9 @@ from unisono.errors import CollectiveMismatchError
 from unisono.parallel.collectives import check_samples, gather_samples
 from unisono.parallel.prepared.metric_sync import note_gathered
 from unisono.parallel.structures import announce_structure
-from unisono.rows import Rows
+from unisono.rows import Rows, num_rows
 from unisono.timeline import REDUCE
-from unisono.tree import leaves, tree_map
+from unisono.tree import tree_map
 from unisono.world import World
 
 
@@ -32,7 +32,7 @@ class NoSuchBatchError(ValueError):
 
 def gather_rows(values: Any, valid_samples: int | None, world: World) -> Any:
     """As `Accelerator.gather_for_metrics`."""
-    check_samples(values, _num_rows(values) if valid_samples is None else valid_samples, 0)
+    check_samples(values, num_rows(values) if valid_samples is None else valid_samples, 0)
     announce_structure("gather_for_metrics", values, world)
     kept, count = valid_rows(values, valid_samples, world)
     with torch.no_grad(), world.timeline.loop().span(REDUCE):
@@ -62,7 +62,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     """
     if valid_samples is not None:
         return values, valid_samples
-    count = _num_rows(values)
+    count = num_rows(values)
     deliveries = world.state.deliveries
     known, recent = deliveries.find_rows(values, count), deliveries.recent()
     is_known, is_sized, are_same, fitting = _compare(count, known, recent, world)
@@ -158,20 +158,6 @@ def _stretches(places: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((place, place + 1))
     return found or [(0, 0)]
-
-
-def _num_rows(values: Any) -> int:
-    rows = set()
-    for leaf in leaves(values):
-        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-            what = "a tensor of no dimension" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-            raise TypeError(f"values hold {what}, which has no samples; gather it with gather(), or leave it out")
-        rows.add(len(leaf))
-    if not rows:
-        raise TypeError(f"values={values!r} hold no tensor; pass one, or a nesting of them")
-    if len(rows) > 1:
-        raise ValueError(f"values have {sorted(rows)} rows; each tensor must have one row for each sample")
-    return rows.pop()
 
 
 def _compare(count: int, known: list[Batch], recent: list[Loop], world: World) -> tuple[bool, bool, bool, list[_Fit]]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.parallel.parameter_names import parameters_of, remember_names, trained_parameters
+from unisono.parallel.means import Mean
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.metric_sync import is_metric
 from unisono.parallel.prepared.model import PreparedModel
@@ -46,6 +47,7 @@ class PreparedObjects:
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
         self._loaders: list[ref[Any]] = []
         self._schedulers: list[ref[PreparedScheduler]] = []
+        self._means: list[ref[Mean]] = []
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Prepare each object, and return the results in the same order. If one cannot be prepared, none is changed.
@@ -69,6 +71,8 @@ class PreparedObjects:
         for _, each in flat:
             if is_metric(each):
                 made[id(each)] = self._builder.metric(each)
+                if isinstance(each, Mean):
+                    self._means.append(ref(each))
             elif isinstance(each, LRScheduler | ReduceLROnPlateau):
                 made[id(each)] = self._add_scheduler(each, made)
             elif each is not None and id(each) not in made:
@@ -96,6 +100,10 @@ class PreparedObjects:
     def loaders(self) -> list[Any]:
         """The prepared loaders."""
         return [loader for each in self._loaders if (loader := each()) is not None]
+
+    def means(self) -> list[Mean]:
+        """The prepared means."""
+        return [mean for each in self._means if (mean := each()) is not None]
 
     def clip_norm(
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -199,7 +207,7 @@ class PreparedObjects:
         ):
             raise TypeError(
                 f"the object at position {where} is of type {name}, which cannot be prepared; pass models, optimizers, "
-                "schedulers, DataLoaders, lists of them, or None; a list of batches as DeviceLoader(list)"
+                "schedulers, metrics, DataLoaders, lists of them, or None; a list of batches as DeviceLoader(list)"
             )
 
     def _check_shared(self, where: str, module: nn.Module, others: Sequence[Any]) -> None:
