@@ -28,7 +28,7 @@ FLOORS = (
     "world",
     "loaders parallel launch precision placement tracking",
     "accelerator checkpoint engines functional report progress progress_bars",
-    "cli compat",
+    "cli compat simulation",
     "__main__",
 )
 FLOOR = {"": 6} | {

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from unisono.loaders.device_iterator import DeviceIterator as DeviceIterator
     from unisono.loaders.parallel_loader import DeviceLoader as DeviceLoader
     from unisono.loaders.parallel_loader import ParallelLoader as ParallelLoader
+    from unisono.loaders.permutation import IndexedSampler as IndexedSampler
     from unisono.loaders.sources import SampleGenerator as SampleGenerator
     from unisono.parallel.agreement import broadcast_parameters as broadcast_parameters
     from unisono.parallel.agreement import check_replicas as check_replicas
@@ -74,6 +75,7 @@ _HOMES = {
     "unisono.launch.starting.zygote_client": ["warm"],
     "unisono.loaders.device_iterator": ["DeviceIterator"],
     "unisono.loaders.parallel_loader": ["DeviceLoader", "ParallelLoader"],
+    "unisono.loaders.permutation": ["IndexedSampler"],
     "unisono.loaders.sources": ["SampleGenerator"],
     "unisono.parallel.means": ["Accuracy", "Mean"],
     "unisono.parallel.agreement": ["broadcast_parameters", "check_replicas"],

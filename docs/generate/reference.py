@@ -30,7 +30,7 @@ GROUPS: dict[str, list[str]] = {
         "check_replicas",
     ],
     "Launching": ["spawn", "Output", "Cores", "ProcessContext", "join_world", "warm"],
-    "Loading": ["DeviceLoader", "ParallelLoader", "DeviceIterator", "SampleGenerator"],
+    "Loading": ["DeviceLoader", "ParallelLoader", "DeviceIterator", "IndexedSampler", "SampleGenerator"],
     "Threads": ["DataParallel", "ReplicaContext"],
     "Ranks and collectives": [
         "rank",

@@ -27,7 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from unisono import DeviceLoader
+from unisono import DeviceLoader, IndexedSampler
 from unisono.loaders.indexed import is_indexed
 from unisono.loaders.order import Batches
 from unisono.randomness import seed_of
@@ -42,6 +42,7 @@ GENERATED: dict[str, Callable[[torch.Generator | None], Sampler]] = {
     "weighted": lambda generator: WeightedRandomSampler(
         [float(weight) for weight in range(COUNT)], 50, generator=generator
     ),
+    "indexed": lambda generator: IndexedSampler(range(COUNT), generator),
     "subset": lambda generator: SubsetRandomSampler(range(3, COUNT, 3), generator=generator),
 }
 """Samplers that draw from a generator."""

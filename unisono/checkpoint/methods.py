@@ -171,7 +171,6 @@ class PreparedStates:
             "scheduler": self._prepared.schedulers(),
             "loader": self._prepared.loaders(),
             "mean": self._prepared.means(),
-            "mean": self._prepared.means(),
             "registered": self._registered,
         }
         named: dict[str, Any] = {f"model_{place}": each for place, each in models.items()}

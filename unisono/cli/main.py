@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-COMMANDS = ("run", "doctor", "checkpoint", "report", "top", "bench")
+COMMANDS = ("run", "doctor", "checkpoint", "report", "top", "bench", "simulate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

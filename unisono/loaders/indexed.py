@@ -18,6 +18,7 @@ from unisono.errors import StateError
 from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
+from unisono.loaders.permutation import Permutation
 from unisono.loaders.sharding import Claim, Part, Piece, Rule, Size, mark_of, rounds
 from unisono.loaders.sources import Begun, Source, State, makes_batches_alike
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
@@ -133,14 +134,16 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int) -> It
         position = {"offset": dealt.stop * shards}
         mark = 0
         if is_marked:
-            mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in dealt.batches if batch])
+            # To compute each batch's ends would take longer than the rest of a large round.
+            seen = dealt.batches[:1] if isinstance(dealt.batches[0], Permutation) else dealt.batches
+            mark = mark_of(epoch, dealt.start, [(batch[0], batch[-1]) for batch in seen if batch])
         jobs = []
         for part, behind, claim in plans:
             batch, own = dealt.batches[part.batch], part.stop - part.start
             if part.padding:
                 indices = [batch[place] for place in part.order()]
             else:
-                indices = batch if own == len(batch) else batch[part.start : part.stop]
+                indices = list(batch if own == len(batch) else batch[part.start : part.stop])
             request = Request(indices, (dealt.start + behind) * shards + rule.shard, own, epoch, seed, shards)
             jobs.append(Job(request, claim._replace(mark=mark) if mark else claim, position))
         yield jobs

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from unisono.loaders.permutation import IndexedSampler, Permutation
 from unisono.randomness import seed_of, seeded
 
 _NO_GENERATOR = object()
@@ -39,20 +40,23 @@ class Batches:
     ) -> None:
         draw = _Draw(seed_of(seed, epoch), epoch, length)
         self.nominal: int | None = None
-        self._batches: Iterator[list[Any]]
+        self._batches: Iterator[Sequence[Any]]
         if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
             self._batches = _behind(draw(batch_sampler, list), offset)
             return
         size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
         self.nominal = size
         order = draw.indices(sampler)
+        if isinstance(order, Permutation):
+            self._batches = _parts(order, offset, size, drop_last)
+            return
         if isinstance(order, torch.Tensor):
             order = chain.from_iterable(map(torch.Tensor.tolist, order[offset:].split(_CHUNK)))
         else:
             order = order[offset:] if isinstance(order, Sequence) else islice(order, offset, None)
         self._batches = _groups(iter(order), size, drop_last)
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Sequence[Any]]:
         return self._batches
 
 
@@ -61,6 +65,12 @@ def _groups(order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[A
         if drop_last and len(batch) < size:
             return
         yield batch
+
+
+def _parts(order: Permutation, offset: int, size: int, drop_last: bool) -> Iterator[Permutation]:
+    """Batches whose indices are computed by the ranks that load them."""
+    end = len(order) - (len(order) - offset) % size if drop_last else len(order)
+    return (order[start : min(start + size, end)] for start in range(offset, end, size))
 
 
 def _behind(batches: Iterable[list[Any]], offset: int) -> Iterator[list[Any]]:
@@ -93,6 +103,8 @@ class _Draw:
         """The order of a sampler of single indices; a sequence or a tensor if its end is known."""
         if type(sampler) is SequentialSampler:
             return range(len(sampler.data_source))
+        if isinstance(sampler, IndexedSampler):
+            return sampler.order(self._generator())
         is_plain = type(sampler) is RandomSampler and not sampler.replacement
         if is_plain and sampler.num_samples == len(sampler.data_source):
             generator = self._generator()

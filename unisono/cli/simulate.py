@@ -1,0 +1,65 @@
+"""`unisono simulate`: predicts step time, efficiency and memory of a model on a fleet that is not at hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+_DEVICES = (1, 8, 64, 512, 4096, 32_768, 100_000)
+_EXAMPLES = """
+examples:
+  unisono simulate fleet.toml                               a table, to 100,000 devices
+  unisono simulate fleet.toml --report run.json             times from report.save("run.json") of a small run
+  unisono simulate fleet.toml --devices 8,256 --json        the same numbers, for programs
+  unisono simulate fleet.toml --picture fleet.png
+
+exit codes: 0 success; 1 the description cannot be simulated; 2 wrong usage.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to those of `unisono`."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="predict step time, efficiency and memory of a fleet",
+        description="Predict step time, efficiency and memory of a model on a fleet that is not at hand.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("fleet", type=Path, metavar="FLEET", help="a TOML file: [model], [fleet]; see docs/simulate.md")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="of a run of the model, as Report.save writes it")
+    parser.add_argument("--devices", type=_numbers, default=_DEVICES, metavar="N,N", help="numbers of devices")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a PNG file, up to the largest number")
+    parser.set_defaults(parser=parser, run=run)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    if not all(each.isdecimal() and 0 < int(each) <= 10**9 for each in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} are no integers from 1 to 10**9, with commas between them")
+    return tuple(map(int, text.split(",")))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the predictions, and draw them if asked to."""
+    import numpy
+
+    from unisono.simulation.description import read
+    from unisono.simulation.output import save_picture, table
+    from unisono.simulation.prediction import predict
+
+    try:
+        model, fleet = read(arguments.fleet, arguments.report)
+        predictions = [predict(model, fleet, devices) for devices in arguments.devices]
+        if arguments.picture:
+            numbers = numpy.unique(numpy.geomspace(1, max(arguments.devices), 60).round().astype(int)).tolist()
+            save_picture([predict(model, fleet, devices) for devices in numbers], arguments.picture)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"unisono simulate: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps([asdict(each) for each in predictions], indent=1) if arguments.json else table(predictions))
+    return 0
