@@ -39,7 +39,6 @@ SEEN_ALL_THE_SAME = {("unisono.parallel.data_parallel", "loaders")}
 
 DEVICE_TYPE = re.compile(r"(cpu|cuda|mps|tpu|xla|xpu|npu|hpu)(:\d*)?")
 DEVICE_MODULES = ("cuda", "mps", "tpu", "xla", "xpu", "npu", "hpu")  # as in `torch.cuda`; `tensor.cpu()` is no family
-NAMELESS = ("util", "utils", "helper", "helpers", "common", "core", "misc")
 MIRRORS = (
     "unisono.compat.torch_xla",
     "unisono.compat.accelerate",
@@ -256,12 +255,6 @@ def xla_imports(module: Module) -> list[str]:
     return [module.at(each.node, f"imports {each.target}") for each in taken if module.name not in XLA_DOORS]
 
 
-def nameless_modules(module: Module) -> list[str]:
-    if module.name.startswith(MIRRORS):
-        return []
-    return [f"{module.name} says nothing by its name"] if {*module.name.split(".")} & {*NAMELESS} else []
-
-
 def undocumented_modules(module: Module) -> list[str]:
     return [] if ast.get_docstring(module.tree) else [f"{module.name} does not say what it is for"]
 
@@ -275,7 +268,6 @@ RULES: dict[str, Callable[[Module], list[str]]] = {
     "only launch, backends and world read the environment": environment_reads,
     "only its backend and its communicator know torch_xla": xla_imports,
     "threads have our names and module functions as bodies": careless_threads,
-    "no module is a drawer for odds and ends": nameless_modules,
     "every module says what it is for": undocumented_modules,
 }
 
@@ -340,7 +332,6 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
         ("unisono.loaders.pipeline", "threading.Timer(1, body)"),
         ("unisono.loaders.pipeline", "ThreadPoolExecutor(2)"),
     ],
-    "no module is a drawer for odds and ends": [("unisono.loaders.utils", "'''Utilities.'''")],
     "every module says what it is for": [("unisono.tree", "import torch")],
 }
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from modes import devices, in_main_memory
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -103,21 +101,6 @@ def test_tensors_of_every_form_are_copied(x):
     assert torch.equal(twin.to_dense(), x.to_dense())
     if x.layout is torch.strided:
         assert x.numel() == 0 or not memory(twin) & memory(x)
-
-
-@given(
-    picks=st.lists(st.integers(0, 3), max_size=6),
-    nest=st.sampled_from([list, tuple, lambda items: {"a": list(items)}, lambda items: SimpleNamespace(all=[*items])]),
-)
-def test_what_is_one_tensor_is_one_copy_and_what_are_two_are_two(picks, nest):
-    pool = [torch.full((2,), float(index)) for index in range(4)]
-    twin = copy_to(nest(pool[pick] for pick in picks), "meta")
-    copies = twin["a"] if isinstance(twin, dict) else getattr(twin, "all", twin)
-    assert len(copies) == len(picks)
-    for index, pick in enumerate(picks):
-        assert copies[index].device.type == "meta"
-        for other, another in enumerate(picks):
-            assert (copies[index] is copies[other]) == (pick == another)
 
 
 def test_a_packed_sequence_keeps_its_sizes_in_main_memory():
@@ -249,11 +232,6 @@ def test_an_optimizer_in_an_object_comes_with_its_module_and_scheduler_and_witho
 
 
 # Where to.
-
-
-@pytest.mark.parametrize("device", ["cpu", 0, torch.device("cpu", 1), Device("CPU", 3)])
-def test_a_device_is_named_in_any_way(device):
-    assert copy_to(torch.ones(1), device).device.type == "cpu"
 
 
 def test_what_is_no_device_here_is_refused_by_a_copy_and_by_a_barrier():

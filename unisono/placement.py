@@ -33,7 +33,6 @@ from unisono.world import current_world
 
 T = TypeVar("T")
 P = ParamSpec("P")
-R = TypeVar("R")
 
 
 # Copies. All tensors of the structure are found and copied first, each once; `copy.deepcopy` then rebuilds everything
@@ -185,7 +184,7 @@ def lazy_barrier(device: DeviceLike | Sequence[DeviceLike] | None = None, wait: 
             backend.synchronize(each)
 
 
-def compiled(fn: Callable[P, R]) -> Callable[P, R]:
+def compiled(fn: Callable[P, T]) -> Callable[P, T]:
     """Make the function one program of a lazy device, compiled once per combination of input shapes and dtypes, for all
     ranks that are threads of this process, and run on every call. On eager devices the function is simply called.
 
@@ -196,7 +195,7 @@ def compiled(fn: Callable[P, R]) -> Callable[P, R]:
     check_type(fn, "fn", "pass a function", Callable)
 
     @wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         lazy_barrier()
         result = fn(*args, **kwargs)
         lazy_barrier()

@@ -61,9 +61,8 @@ def to_full_precision(x: T) -> T:
 
 
 def is_reduced_precision(x: object) -> bool:
-    """Whether the tensors of `x` are in reduced precision, ignoring those that are never converted.
-
-    The state of an optimizer is ignored for parameters in full precision. False if there is nothing to check.
+    """Whether the tensors of `x` are in reduced precision, ignoring those that are never converted, and the state of an
+    optimizer for parameters in full precision. False if there is nothing to check.
 
     Raises:
         TypeError: `x` is not a tensor, module, optimizer, or structure.

@@ -25,9 +25,6 @@ def tqdm(iterable: Iterable[Any] | None = None, *args: Any, world: World | None 
     Args:
         iterable, args, options: as for tqdm.
         world: None uses the current one.
-
-    Returns:
-        The progress bar; iterate over it as over `iterable`.
     """
     bars = import_module("unisono.progress_bars")  # here: tqdm may be missing
     if (world or current_world()).rank != 0:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting
 from preemptions import hits_of
-from resumable import Anything, Run, assert_each_once, drawn_batch, leave_after
+from resumable import Run, assert_each_once, drawn_batch, leave_after
 from torch import nn
 
 from unisono import Accelerator, current_world, spawn
@@ -127,40 +127,6 @@ def test_a_worker_that_is_killed_costs_no_bit_when_the_group_is_restarted(tmp_pa
     assert_each_once(own)
     assert own.losses == ledger.losses
     torch.testing.assert_close(resumed, weights, **EXACTLY)
-
-
-LIVES = 4
-
-
-def live(index: int, root: Path) -> int:
-    """Save the next numbers, by all ranks at once, until a random moment kills one of them; not so in the last life."""
-    life = current_world().restart_count
-    draw = random.Random(life)
-    accelerator = Accelerator(strategy="fsdp", project_dir=root, total_limit=2)
-    saver.SMALL = -1  # all ranks write
-    model, number = accelerator.prepare(nn.Linear(300, 300)), Anything(0)
-    accelerator.register_for_checkpointing(number)
-    if accelerator.load_state(must_exist=False) is not None:
-        whole = accelerator.state_dict(model) or {}
-        assert all(bool((each == number.state).all()) for each in whole.values()), "a mixture of two saves"
-    killed, after_s = draw.randrange(2), 0.3 * draw.random()
-    for saved in range(1000 if life < LIVES else 2):
-        number.state += 1
-        with torch.no_grad():
-            for each in model.parameters():
-                each.fill_(number.state)
-        accelerator.save_state(is_async=saved > 0)
-        if life < LIVES and index == killed and not saved:  # the first one has imported what takes long
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, after_s + 0.001)
-    accelerator.end_training()
-    return number.state
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_leave_a_whole_checkpoint_of_what_all_ranks_write(tmp_path: Path) -> None:
-    first, second = spawn(live, args=(tmp_path,), nprocs=2, cores=1, max_restarts=LIVES)
-    assert first == second > LIVES
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ class ProcessCommunicator:
                 self._note_failure(error)
             finally:
                 self._is_inside = False
-                if (here := self._here) is not None:
+                if call.name and (here := self._here) is not None:
                     here.name_next("")  # the call may have failed before the group was called
         assert self._broken is not None, "a call that has failed notes the reason"
         raise self._error(call, *self._broken)

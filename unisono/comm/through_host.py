@@ -2,8 +2,6 @@
 
 A process group does not support XLA tensors: gloo leaves them unchanged, without an error. And no thread may touch what
 another one records. So a rank's tensor is copied to main memory, and the result is copied back.
-
-*Threads:* as for the inner communicator.
 """
 
 from __future__ import annotations
@@ -44,7 +42,8 @@ class ThroughHostCommunicator(Generic[C]):
 
     @torch.no_grad()
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        return tensor.copy_(self.inner.all_reduce(self._copy_to_host(tensor, "all_reduce"), op))
+        host = self._copy_to_host(tensor, "all_reduce")
+        return tensor.copy_(self.inner.all_reduce(host, op))
 
     @torch.no_grad()
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -56,7 +55,8 @@ class ThroughHostCommunicator(Generic[C]):
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        return tensor.copy_(self.inner.broadcast(self._copy_to_host(tensor, "broadcast"), root))
+        host = self._copy_to_host(tensor, "broadcast")
+        return tensor.copy_(self.inner.broadcast(host, root))
 
     def _copy_to_host(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """A copy in main memory; never the tensor itself, which must not change before the collective has succeeded."""

@@ -195,9 +195,16 @@ def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator 
 # Memory, files, models, bars.
 
 
-def find_executable_batch_size(function: Callable[..., Any] | None = None, starting_batch_size: int = 128) -> Any:
-    """See `unisono.find_executable_batch_size`; the next size is nine tenths of the previous one, as in Accelerate."""
-    return out_of_memory.find_executable_batch_size(function, starting_batch_size, lambda size: size * 9 // 10)
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """See `unisono.find_executable_batch_size`. `reduce_batch_size_fn` takes no arguments, and returns the next size;
+    None uses nine tenths of the previous one, as Accelerate does."""
+    given = reduce_batch_size_fn
+    reduce = (lambda size: size * 9 // 10) if given is None else (lambda _: given())
+    return out_of_memory.find_executable_batch_size(function, starting_batch_size, reduce)
 
 
 def release_memory(*objects: Any) -> list[None]:

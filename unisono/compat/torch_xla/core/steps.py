@@ -36,7 +36,7 @@ class _Closures:
         if running is not None:
             running.result()
         if beside:
-            thread = ThreadPoolExecutor(1, "unisono-step-closures")  # an exiting process waits for it
+            thread = ThreadPoolExecutor(1, thread_name_prefix="unisono-step-closures")  # joined at exit
             self.running = thread.submit(copy_context().run, run_closures, beside)
             thread.shutdown(wait=False)
 

@@ -29,9 +29,7 @@ class DataParallel(native.DataParallel):
         self, loop_fn: Callable[..., T], loader: Iterable[Any], fixed_batch_size: bool = False, batchdim: int = 0
     ) -> list[T]:
         """Call `loop_fn(model, device_loader, device, context)` once per device; return the results, in device order.
-
-        The batches of an incomplete last round are dropped.
-        """
+        The batches of an incomplete last round are dropped."""
         check_type(loop_fn, "loop_fn", "pass a function", Callable)
 
         @wraps(loop_fn)

@@ -25,16 +25,14 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> Any:
-    """Call `fn(index, *args)` in one worker process per device, as `unisono.spawn` does, with the same errors.
+    """Call `fn(index, *args)` in one worker process per device, as `unisono.spawn` does, with the same errors. Returns
+    what the calls returned, by ordinal.
 
     Args:
         nprocs: 1 to the number of devices, any number on the CPU; None uses all. 1 runs `fn` in this process.
-        join: False returns a `ProcessContext` immediately.
+        join: False returns a `ProcessContext` immediately instead.
         start_method: "spawn", "fork" or "forkserver". All start workers in the same way, which is as fast as "fork" and
             safe for accelerators: `fn` and `args` are pickled by value, with what `fn` uses of its module.
-
-    Returns:
-        What the calls returned, by ordinal; or the `ProcessContext`.
     """
     check_choice(start_method, "start_method", "spawn", "fork", "forkserver")
     start: Any = native.spawn  # for a type checker, either of the two values of `join` is a signature
