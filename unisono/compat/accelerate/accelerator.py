@@ -247,8 +247,8 @@ class Accelerator(Native):
         return other.extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
-        """The model's state on this rank. With FSDP every rank must call it; it is complete on rank zero, and what the
-        others get is empty and cannot be pickled."""
+        """The model's state on this rank. With FSDP every rank must call it; it is complete on rank zero, and empty
+        elsewhere."""
         if self.distributed_type != DistributedType.FSDP:
             return self.unwrap_model(model).state_dict()
         return self.state_dict(model) or {}
