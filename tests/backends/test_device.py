@@ -45,7 +45,7 @@ def test_the_runtime_tells_devices_apart():
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (("vpu",), ValueError, "kind='vpu' is not a kind of device; choose one of cpu, cuda, mps, xla"),
+        (("vpu",), ValueError, "kind='vpu' is not a kind of device; choose one of cpu, cuda, mps, tpu, xla"),
         ((3,), TypeError, "kind=3 is of type int; pass a string"),
         (("cpu", -1), ValueError, "ordinal=-1 of cpu does not exist: ordinals start at 0"),
         (("cpu", "1"), TypeError, "ordinal='1' is of type str; pass an integer"),

@@ -49,7 +49,7 @@ def test_the_environment_chooses_the_family_where_a_program_names_none(monkeypat
     assert pick_backend() is get_backend("cpu")
     monkeypatch.setenv("UNISONO_BACKEND", "vpu")
     for ask in (pick_backend, lambda: get_backend("vpu"), lambda: pick_backend("vpu")):
-        with pytest.raises(ValueError, match=r"^backend 'vpu' does not exist; choose one of cpu, cuda, mps, xla$"):
+        with pytest.raises(ValueError, match=r"^backend 'vpu' does not exist; choose one of cpu, cuda, mps, tpu, xla$"):
             ask()
     assert pick_backend("cpu") is get_backend("cpu")
 

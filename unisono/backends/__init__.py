@@ -23,7 +23,7 @@ from unisono.arguments import check_type
 from unisono.backends.accelerator import AcceleratorBackend, current_accelerator
 from unisono.protocols import Backend
 
-OWN = ("cuda", "mps", "xla", "cpu")
+OWN = ("tpu", "cuda", "mps", "xla", "cpu")
 """The families with a file here, in the order in which `pick_backend` tries them: the CPU is the last."""
 
 FOREIGN: dict[str, EntryPoint] = {

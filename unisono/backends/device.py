@@ -12,11 +12,10 @@ import torch
 
 from unisono.arguments import check_type
 from unisono.backends import available_devices, family_names, get_backend, pick_backend, resolve_device
+from unisono.backends.accelerator import current_accelerator
 
 _RUNTIMES = {"cpu": ("eager", "xla"), "cuda": ("eager", "xla"), "xla": ("xla",)}
 """What serves the devices of a kind, the usual one first; all others are eager."""
-
-_OTHER_NAMES = {"gpu": "cuda", "tpu": "xla"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Device:
 
     Args:
         kind: the name of a family, such as "cpu", "cuda" or "npu", in upper or lower case; also "GPU" for cuda, and
-            "TPU" for xla.
+            "TPU" for xla where TorchTPU is not in use.
         ordinal: the device's index among those of its kind, from 0.
         backend: "eager" or "xla"; None is "xla" for the kind xla, and "eager" for the others.
 
@@ -41,7 +40,9 @@ class Device:
     def __post_init__(self) -> None:
         check_type(self.kind, "kind", "pass a string", str)
         check_type(self.ordinal, "ordinal", "pass an integer", int)
-        kind = _OTHER_NAMES.get(self.kind.lower(), self.kind.lower())
+        kind = self.kind.lower()
+        if kind in ("gpu", "tpu") and current_accelerator() != kind:
+            kind = "cuda" if kind == "gpu" else "xla"
         if kind not in family_names():
             kinds = ", ".join(sorted(family_names()))
             raise ValueError(f"kind={self.kind!r} is not a kind of device; choose one of {kinds}")

@@ -1,0 +1,61 @@
+"""TorchTPU, of which a stand-in is installed: what it sets for workers is theirs alone, and who is asked for a TPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono
+
+PACKAGE = """
+import os
+from types import SimpleNamespace
+
+def load():
+    import torch
+
+    def set_tpu_launch_env(*, nproc_per_node):
+        if nproc_per_node == 3:
+            raise ValueError("3 is no topology")
+        os.environ.setdefault("TORCH_TPU_SLICEBUILDER_ADDRESSES", ",".join(["localhost:1"] * nproc_per_node))
+
+    torch.utils.rename_privateuse1_backend("tpu")
+    distributed = SimpleNamespace(set_tpu_launch_env=set_tpu_launch_env)
+    torch._register_device_module("tpu", SimpleNamespace(distributed=distributed))
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("tpu")
+"""
+
+SCRIPT = """
+import os
+
+from unisono.backends import family_names, get_backend
+from unisono.backends.device import Device
+
+tpu = get_backend("tpu")
+print([len(tpu.worker_environment(count)["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")) for count in (2, 4)])
+print([name for name in os.environ if name.startswith("TORCH_TPU_")])
+try:
+    tpu.worker_environment(3)
+except Exception as error:
+    print(error)
+print(Device("TPU", 1), Device("TPU").torch_device, family_names()[0])
+"""
+
+
+@pytest.mark.slow
+def test_what_workers_need_is_in_no_other_environment_and_a_tpu_is_torch_tpu_s(tmp_path: Path) -> None:
+    (tmp_path / "torch_tpu.py").write_text(PACKAGE)
+    facts = tmp_path / "torch_tpu-0.2.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_tpu\nVersion: 0.2\n")
+    (facts / "entry_points.txt").write_text("[torch.backends]\ntorch_tpu = torch_tpu:load\n")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(unisono.__file__).parent.parent}"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environ, timeout=100)
+    two_and_four, here, refusal, names = done.stdout.splitlines()
+    assert (two_and_four, here) == ("[2, 4]", "[]"), done.stderr
+    assert refusal == "torch_tpu cannot prepare 3 workers: ValueError: 3 is no topology"
+    assert names == "tpu:1 tpu:0 tpu"
