@@ -99,6 +99,10 @@ class Backend(ABC):
         """Why none can, and the way out, in words; "" where there is nothing to say but that there is none."""
         return ""
 
+    def unused_hardware(self) -> str:
+        """What this machine has for the family and nobody can use, and the way out, in words; "" where it has none."""
+        return ""
+
     def hardware(self) -> str:
         """What its devices here are made of: "CPU", "CUDA", "MPS" or "TPU". Starts no runtime."""
         return self.name.upper()

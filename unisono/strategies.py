@@ -83,6 +83,9 @@ class FSDP:
         reshard_after_forward: whether a unit is resharded after its forward pass, and gathered again for its backward
             pass; False keeps it gathered between the two: more memory, less communication. An integer, a divisor of
             the number of ranks that share parameters, reshards to that many ranks. None reshards all but the root.
+        prefetch: the number of units that are gathered ahead of the one that runs, in the order in which the modules
+            were defined; None leaves it to torch: one in backward passes. More hides slow communication, and costs
+            memory.
         replicas: the number of groups of ranks that each hold all parameters: within a group parameters are gathered
             and gradients reduced; between groups, only the shards of gradients are reduced. The ranks of a group are
             consecutive: with one group per machine, parameters stay on the machine.
@@ -102,6 +105,7 @@ class FSDP:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     reshard_after_forward: bool | int | None = None
+    prefetch: int | None = None
     replicas: int = 1
     offload: bool = False
     broadcast_buffers: bool = True
@@ -110,6 +114,8 @@ class FSDP:
     def __post_init__(self) -> None:
         advice = "pass True, False, a number of ranks, or None"
         check_type(self.reshard_after_forward, "reshard_after_forward", advice, bool, int, NoneType)
+        if self.prefetch is not None:
+            check_integer(self.prefetch, "prefetch", 1, "pass a number of units, or None")
         check_integer(self.replicas, "replicas", 1, "pass a number of groups; 1 shares parameters among all ranks")
 
 

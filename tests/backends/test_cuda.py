@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.profiler import ProfilerActivity, profile
 
 from unisono import DeviceLoader
-from unisono.backends import cuda, get_backend
+from unisono.backends import cuda
 from unisono.backends.accelerator import dense_parts, pin_leaf
+from unisono.cli.checks import check_devices, get_backend
 from unisono.pickling import dumps
 
 
@@ -101,10 +103,25 @@ def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_se
     assert activated == [device] == [torch.device("cuda", index)]
 
 
-def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch):
+@pytest.mark.parametrize(
+    ("hip", "library", "function"),
+    [
+        (None, "libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
+        ("7.2.1", "libamdhip64.so.7", "hipThreadExchangeStreamCaptureMode"),
+    ],
+)
+def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch, hip, library, function):
     modes: list[int] = []
-    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: modes.append(mode._obj.value))
-    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+
+    def load(name: str, mode: int) -> Any:
+        if name != library:
+            raise OSError(name)
+        assert bool(mode & os.RTLD_NOLOAD) is (hip is not None)
+        return SimpleNamespace(**{function: lambda mode: modes.append(mode._obj.value)})
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    cuda._exchange_capture_mode.cache_clear()
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     activate = partial(cuda.CudaBackend().activate, torch.device("cuda", 0))
     activate()
@@ -113,6 +130,7 @@ def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(mo
     thread.start()
     thread.join()
     assert modes == [1]
+    cuda._exchange_capture_mode.cache_clear()
 
 
 # On a device.
@@ -231,3 +249,31 @@ def test_a_clock_tells_how_long_the_device_was_at_work():
     backend.synchronize(device)
     assert clock.elapsed_ns(first, second) > 1_000_000
     assert backend.peak_memory(device) >= weight.nbytes
+
+
+LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef)
+  MIG 3g.20gb     Device  1: (UUID: MIG-cba663e8)
+"""
+
+
+@pytest.mark.parametrize("listed", [LISTED, LISTED.splitlines()[0], None], ids=["MIG", "whole", "no nvidia-smi"])
+def test_a_device_that_mig_hides_is_named_with_the_way_out(monkeypatch, tmp_path, listed):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    if listed is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] && cat <<END\n{listed}\nEND\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
+    monkeypatch.setattr(cuda.CudaBackend, "device_count", lambda self: 1)
+    with pytest.raises(RuntimeError, match="invalid device ordinal") as caught:
+        cuda.CudaBackend().activate(torch.device("cuda", 1))
+    notes = getattr(caught.value, "__notes__", [])
+    findings = [finding for finding in check_devices() if "MIG" in finding.text]
+    assert len(notes) == len(findings) == (listed is LISTED)
+    for said in (*notes, *(f"{finding.text}: {finding.advice}" for finding in findings)):
+        assert said.startswith("MIG divides the GPUs here into 2 instances")
+        assert "CUDA_VISIBLE_DEVICES=MIG-..." in said

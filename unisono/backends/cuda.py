@@ -9,14 +9,18 @@ Counting devices uses NVML through torch and does not initialise CUDA, so a pare
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 import threading
 from contextlib import suppress
+from functools import cache
+from typing import Any
 
 import torch
 
 from unisono.backends.accelerator import AcceleratorBackend
 
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, and hipStreamCaptureModeThreadLocal
 
 
 class CudaBackend(AcceleratorBackend):
@@ -25,8 +29,16 @@ class CudaBackend(AcceleratorBackend):
     def unavailable_reason(self) -> str:
         return "" if torch.backends.cuda.is_built() or torch.version.hip else "this torch is built without CUDA"
 
+    def unused_hardware(self) -> str:
+        return describe_mig() if self.is_available() else ""
+
     def activate(self, device: torch.device) -> None:
-        super().activate(device)
+        try:
+            super().activate(device)
+        except RuntimeError as error:
+            if advice := describe_mig():
+                error.add_note(advice)
+            raise
         if threading.current_thread() is not threading.main_thread():
             _leave_captures_alone()
 
@@ -35,10 +47,40 @@ class CudaBackend(AcceleratorBackend):
         return super().may_record() and not torch.cuda.is_current_stream_capturing()
 
 
+def describe_mig() -> str:
+    """What this machine has of MIG, NVIDIA's division of a GPU into instances, of which CUDA shows a process one, and
+    the way out; "" where no GPU is divided, or nvidia-smi is missing."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    if not (count := listed.count("UUID: MIG-")):
+        return ""
+    return (
+        f"MIG divides the GPUs here into {count} instances, of which CUDA shows a process one: start one rank "
+        "(nprocs=1); or let a launcher give each rank CUDA_VISIBLE_DEVICES=MIG-..., a name that nvidia-smi -L prints, "
+        "as SLURM and Kubernetes do; or switch MIG off (nvidia-smi -mig 0)"
+    )
+
+
 def _leave_captures_alone() -> None:
     """Ensure that nothing in the calling thread ends a graph capture in another thread."""
-    with suppress(OSError):  # on other systems, the driver's library has another name
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+    exchange = _exchange_capture_mode()
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+@cache
+def _exchange_capture_mode() -> Any:
+    """The function of the driver's library, or of ROCm's runtime; None if it has another name, as on other systems."""
+    hip = torch.version.hip
+    names = ["libcuda.so.1"] if hip is None else ["libamdhip64.so", f"libamdhip64.so.{hip.split('.')[0]}"]
+    for name in names:
+        with suppress(OSError):
+            # As torch has loaded it: a second copy of a runtime would have a state of its own.
+            library = ctypes.CDLL(name, ctypes.DEFAULT_MODE if hip is None else os.RTLD_NOLOAD)
+            return getattr(library, f"{'cu' if hip is None else 'hip'}ThreadExchangeStreamCaptureMode")
+    return None
 
 
 backend_class = CudaBackend

@@ -41,6 +41,8 @@ def check_devices() -> Iterator[Finding]:
             yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)})")
         else:
             yield Finding("devices", "ok", f"none of {name}: {family.unavailable_reason() or 'there is none here'}")
+        if unused := family.unused_hardware():
+            yield Finding("devices", "warning", *unused.split(": ", 1))
 
 
 def check_resources() -> Iterator[Finding]:

@@ -34,6 +34,14 @@ _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "xor": torch.bitwise_xor,
 }
 
+# Values of ncclRedOp_t, as torch.cuda.nccl passes them on.
+_NCCL_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "mean": 4}
+# NCCL has no 16-bit integers, bool or complex numbers.
+_NCCL_TYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+)
+
 
 class SharedFold:
     """A reduction of tensors in place that several threads carry out together. Each calls `work`, which takes one block
@@ -66,7 +74,7 @@ class SharedFold:
 def all_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> SharedFold | torch.Tensor | None:
     """Begin the reduction of the ranks' tensors into each of them; return what is left to do: a fold for all threads,
     a result that every rank must copy into its tensor, or None."""
-    if len(tensors) == 1:
+    if len(tensors) == 1 or _reduced_by_nccl(tensors, op):
         return None
     if is_worth_sharing(tensors) and _are_flat(tensors):
         return SharedFold(tensors, op)
@@ -111,3 +119,15 @@ def _are_flat(tensors: Sequence[torch.Tensor]) -> bool:
     # Folded in place, memory that two tensors share would count twice.
     stretches = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
     return all(before[1] <= after[0] for before, after in pairwise(stretches))
+
+
+def _reduced_by_nccl(tensors: Sequence[torch.Tensor], op: ReduceOp) -> bool:
+    """Let NCCL reduce in place, if torch has an NCCL module for the tensors' family and each has a separate device."""
+    nccl = getattr(getattr(torch, tensors[0].device.type, None), "nccl", None)
+    devices = {tensor.device for tensor in tensors}
+    if nccl is None or not 1 < len(devices) == len(tensors) or tensors[0].dtype not in _NCCL_TYPES:
+        return False
+    if not nccl.is_available(tensors):
+        return False
+    nccl.all_reduce([tensor.detach() for tensor in tensors], op=_NCCL_OPS[op])
+    return True

@@ -14,6 +14,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 from modes import PROCESSES_2, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from twin import State, assert_all_are, compare, loader_of, seeded, sgd, steps
 
 from unisono import Accelerator, strategies
@@ -231,3 +232,25 @@ def test_the_scaler_begins_with_the_scale_that_was_asked_for() -> None:
     scaler = Accelerator(mixed_precision="fp16", scaler_options={"init_scale": 1024.0, "growth_interval": 7}).scaler
     assert scaler is not None
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (1024.0, 7)
+
+
+class Gathers(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "all_gather_copy_in"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ahead", "counts"), [(None, [1, 2, 3, 4]), (1, [2, 3, 4, 4]), (2, [3, 4, 4, 4])])
+def test_so_many_units_are_gathered_ahead(world_of_four: World, ahead: int | None, counts: list[int]) -> None:
+    layers = (nn.Linear(8, 8) for _ in range(4))
+    network: Any = shard(nn.Sequential(*layers), world_of_four, FSDP(units=(nn.Linear,), prefetch=ahead))
+    seen: list[int] = []
+    with Gathers() as gathers:
+        for each in network:
+            each.register_forward_hook(lambda *_: seen.append(gathers.count))
+        outputs = network(torch.ones(2, 8))
+        assert seen == counts
+        outputs.sum().backward()
+    assert gathers.count == 8  # each once more

@@ -74,7 +74,12 @@ def shard(model: nn.Module, world: World, options: FSDP) -> FSDPModule:
         # Otherwise torch multiplies within the collective (PREMUL_SUM), which gloo does not support.
         sharded.set_force_sum_reduction_for_comms(True)
     # torch's default is the mean over the ranks; the weights make it a sum.
-    scale_sums(units_in(model), 1.0)
+    units = units_in(model)
+    scale_sums(units, 1.0)
+    if (ahead := options.prefetch) is not None:
+        for place, each in enumerate(units):
+            each.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
+            each.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     return sharded  # the last one: the model itself
