@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from unisono.compat.accelerate.utils import (
     TorchDynamoPlugin,
     set_seed,
 )
-from unisono.errors import CheckpointError
 from unisono.strategies import FSDP
 
 ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
@@ -205,9 +203,6 @@ def test_an_fsdp_plugin_shards(mode: Mode) -> None:
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
         model = accelerator.prepare(nn.Linear(2, 2))
         state = accelerator.get_state_dict(model)
-        if not accelerator.is_main_process:
-            with pytest.raises(CheckpointError, match="whole on rank zero only"):
-                pickle.dumps(state)
         # As save_pretrained(state_dict=..., is_main_process=...) reads it on every rank.
         return accelerator.distributed_type, accelerator.is_fsdp2, len({**state}), "bias" in state
 
