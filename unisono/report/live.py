@@ -14,9 +14,8 @@ _HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "c
 
 def describe(run: Run) -> str:
     """The run now, as text."""
-    command = next((" ".join(each.facts.get("command", [])) for each in run.ranks if each.facts), "")
     rows = [_HEADINGS, *map(_row, run.ranks)]
-    lines = [f"{command}, {run.seconds:,.0f} s, {run.directory}", "", aligned(rows), "", diagnose(run)]
+    lines = [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", aligned(rows), "", diagnose(run)]
     return "\n".join([*lines, *(f"missing: {text}" for text in run.missing)])
 
 
