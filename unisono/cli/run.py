@@ -8,6 +8,7 @@ options, or from the environment set by Kubernetes or a SLURM step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import traceback
 from pathlib import Path
@@ -55,7 +56,24 @@ def run(parsed: argparse.Namespace) -> int:
             _run_on_machines(parsed, target, machines)
     except Exception as error:
         return _print_failure(error) if _has_run(error) else _print_refusal(parsed, error)
+    if parsed.log_dir is not None:
+        _print_end(parsed.log_dir)
     return 0
+
+
+def _print_end(log_dir: str) -> None:
+    """What the run was, in a line."""
+    from unisono.report.run import read_run
+
+    with contextlib.suppress(OSError):  # nothing is recorded: a full disk, which was reported
+        run = read_run(log_dir)
+        ranks = run.report.ranks
+        steps, rate = max((each.steps for each in ranks), default=0), run.report.samples_per_second if ranks else 0.0
+        print(
+            f"unisono run: finished in {run.seconds:,.1f} s, {steps:,} steps, {rate:,.0f} samples/s; "
+            f"{run.directory.resolve()} (unisono report {log_dir})",
+            file=sys.stderr,
+        )
 
 
 def _run_here(parsed: argparse.Namespace, target: Target) -> None:
@@ -102,7 +120,7 @@ def _options_of(parsed: argparse.Namespace, grace_s: float, has_prefix: bool) ->
         "hang_timeout_s": parsed.hang_timeout,
         "max_restarts": parsed.max_restarts or 0,
         "grace_s": grace_s,
-        "output": Output(parsed.log_dir, parsed.log_ranks, has_prefix),
+        "output": Output(parsed.log_dir, parsed.log_ranks, "several" if has_prefix else False),
         "process_group": parsed.process_group,
     }
 

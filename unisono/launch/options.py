@@ -31,7 +31,8 @@ class Output:
     Attributes:
         log_dir: the parent of this run's log directory: each rank's stdout and stderr.
         ranks: show the output of these ranks only; the log files contain every rank's.
-        prefix: begin each line with "[rank 1] "; None does so on stderr and leaves stdout unchanged.
+        prefix: begin each line with "[rank 1] "; "several" does so on stdout only once a second rank has written there;
+            None does so on stderr and leaves stdout unchanged.
 
     Raises:
         TypeError, ValueError: a value is invalid.
@@ -39,7 +40,7 @@ class Output:
 
     log_dir: str | os.PathLike[str] | None = None
     ranks: Collection[int] | None = None
-    prefix: bool | None = None
+    prefix: bool | Literal["several"] | None = None
 
     def __post_init__(self) -> None:
         check_type(self.log_dir, "log_dir", "pass the path of a directory", str, os.PathLike, NoneType)
@@ -49,7 +50,8 @@ class Output:
             raise TypeError(f"ranks={self.ranks!r} is of type {type(self.ranks).__name__}; pass ranks, as in [0]")
         for rank in self.ranks or ():
             check_integer(rank, "a rank of ranks", 0, "pass ranks, as in [0]")
-        check_type(self.prefix, "prefix", "pass True, False or None", bool, NoneType)
+        if self.prefix != "several":
+            check_type(self.prefix, "prefix", "pass True, False, 'several' or None", bool, NoneType)
 
 
 @explain_unknown_names()
