@@ -120,7 +120,7 @@ def _options_of(parsed: argparse.Namespace, grace_s: float, has_prefix: bool) ->
         "hang_timeout_s": parsed.hang_timeout,
         "max_restarts": parsed.max_restarts or 0,
         "grace_s": grace_s,
-        "output": Output(parsed.log_dir, parsed.log_ranks, "several" if has_prefix else False),
+        "output": Output(parsed.log_dir, parsed.log_ranks, "several" if has_prefix else False, parsed.profile),
         "process_group": parsed.process_group,
     }
 

@@ -187,6 +187,8 @@ class Stepper:
         for engine in self._engines:
             engine.after_step(self.optimizer)
         track.counts["steps"] += 1
+        if self.world.timeline.at_step is not None:
+            self.world.timeline.at_step(track.counts["steps"])
         self.was_skipped = self.taken.steps == before
         return result
 
