@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import run_options
@@ -122,23 +121,27 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         return None
     if not endpoint:
         raise ValueError(f"--nnodes {nodes[1]} needs --rdzv-endpoint host:port, where the machines meet")
-    from unisono.launch.hosts.agent import MachineOptions, secret_in
+    from unisono.launch.hosts.agent import MachineOptions
     from unisono.launch.hosts.endpoint import split_endpoint
+    from unisono.launch.hosts.secret import secret_of_run
 
     split_endpoint(endpoint)
     if parsed.max_restarts is None and nodes[0] < nodes[1]:
         parsed.max_restarts = 3  # a run that shrinks restarts
-    secret = {"secret": secret_in(Path(parsed.rdzv_secret_file))} if parsed.rdzv_secret_file else {}
+    run_id = parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono"
+    is_insecure, file = parsed.rdzv_insecure, parsed.rdzv_secret_file
+    if is_insecure and file is not None:
+        raise ValueError(f"--rdzv-insecure does without the secret of --rdzv-secret-file {file}; leave one of them out")
     return MachineOptions(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
         endpoint=endpoint,
-        run_id=parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono",
+        run_id=run_id,
         node_rank=parsed.node_rank,
         rdzv_conf=parsed.rdzv_conf,
         local_addr=parsed.local_addr,
         lost_after_s=parsed.lost_after,
-        **secret,
+        secret="" if is_insecure else secret_of_run(file, run_id, endpoint, nodes[1]),
     )
 
 

@@ -7,6 +7,8 @@ one, and not loaded otherwise. A pickle runs code when it is loaded, and the net
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from unisono.errors import UnisonoError
 
@@ -23,6 +25,16 @@ def use_secret(secret: str) -> None:
     """Sign what this process sends from now on, and load nothing that is not signed alike; "" is no secret."""
     global _secret
     _secret = secret.encode()
+
+
+@contextmanager
+def secret_used(secret: str) -> Iterator[None]:
+    """Use the secret within the block."""
+    use_secret(secret)
+    try:
+        yield
+    finally:
+        use_secret("")
 
 
 def has_secret() -> bool:
@@ -45,7 +57,10 @@ def unseal(data: bytes) -> bytes:
     if not _secret and not data.startswith(_MARK):
         return data
     if not _secret:
-        raise UnsignedError("the run has a secret, and this process has none; pass --rdzv-secret-file, or the variable")
+        raise UnsignedError("the run has a secret, and this process has none; leave out --rdzv-insecure")
     if not hmac.compare_digest(_MARK + tag(data[_SIZE:]), data[:_SIZE]):
-        raise UnsignedError("what came by the network is not signed with the secret of this run, and was not loaded")
+        raise UnsignedError(
+            "what came by the network is not signed with the secret of this run, and was not loaded; all machines need "
+            "the same --rdzv-secret-file, UNISONO_RDZV_SECRET or ~/.unisono-secret, and the same --rdzv-id"
+        )
     return data[_SIZE:]
