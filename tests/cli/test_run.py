@@ -405,6 +405,10 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
         (["--backend", "abacus", "train.py"], "backend 'abacus' does not exist; choose one of"),
         (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),
         (["--nnodes", "2", "--rdzv-endpoint", "node1", "train.py"], "'node1' is not an endpoint; pass host:port"),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--rdzv-secret-file", "F", "--rdzv-insecure", "train.py"],
+            "--rdzv-insecure does without the secret of --rdzv-secret-file F; leave one of them out",
+        ),
         (["--log-dir", "train.py", "-n", "2", "train.py"], "log_dir='train.py' cannot hold the files"),
         (["--start-method", "teleport", "-n", "2", "train.py"], "start_method='teleport'"),
     ],
@@ -446,7 +450,7 @@ def machines(*arguments: str, place: AgentPlace | None = None) -> dict[str, obje
     """How the machines meet, and what this one starts."""
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["run", *arguments, "train.py"])
+    parsed = parser.parse_args(["run", "--rdzv-insecure", *arguments, "train.py"])
     found = command._machine_options(parsed, place)
     return found and {**asdict(found), "nproc": parsed.nproc, "max_restarts": parsed.max_restarts or 0}
 

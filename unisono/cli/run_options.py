@@ -15,7 +15,8 @@ examples:
   unisono run -n 2 -m package.training --epochs 3    a module, as `python -m` runs it
   unisono run -n 2 --max-restarts 3 --log-dir logs train.py
 
-on two machines, the same on each (node1 is one of them); with 1:2 one may come later, or be lost:
+on two machines, the same on each (node1 is one of them; ~/.unisono-secret is the same on both); with 1:2 one may come
+later, or be lost:
   unisono run --nnodes 2 --rdzv-endpoint node1:29400 train.py
   unisono run --nnodes 1:2 --max-restarts 3 --rdzv-endpoint node1:29400 train.py
 

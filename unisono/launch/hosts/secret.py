@@ -1,6 +1,6 @@
 """The secret by which the machines of a run sign what they send one another (`comm/sealing.py`): where it comes from.
 
-A long-lived secret, of a file or the environment, is not used itself: each run has one derived from it and the run's id.
+A lasting secret, of a file or the environment, is not used itself: each run derives its own from it and the run id.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def secret_in(path: Path) -> str:
 def _check_length(secret: str, source: str) -> str:
     if len(secret) < _LEAST:
         raise ValueError(
-            f"{source} has {len(secret)} characters, and needs {_LEAST}; make a secret by: head -c 32 /dev/urandom | base64"
+            f"{source} has {len(secret)} characters, and needs {_LEAST}; make one by: head -c 32 /dev/urandom | base64"
         )
     return secret
 
@@ -68,9 +68,9 @@ def _secret_of_user(endpoint: str, max_nodes: int) -> str:
         reason = f" (there can be no ~/{_FILE}: {error})"
     raise ValueError(
         f"--nnodes {max_nodes} needs a secret, by which the machines sign what they send: without one, whoever reaches "
-        f"{endpoint} could run code in the ranks{reason}. Make a file on one machine, and copy it to the others if they "
-        f"do not see it:\n  {_MAKE}\nor name another by --rdzv-secret-file; or set {SECRET} in the environment of all "
-        "agents; or pass --rdzv-insecure, if nobody else can reach their network"
+        f"{endpoint} could run code in the ranks{reason}. Make a file, and copy it to the machines that do not see it:\n"
+        f"  {_MAKE}\nor name another by --rdzv-secret-file; or set {SECRET} in the environment of all agents; or pass "
+        "--rdzv-insecure, if nobody else can reach their network"
     )
 
 
