@@ -29,7 +29,7 @@ def secret_of_run(file: str | None, run_id: str, endpoint: str, max_nodes: int) 
     if file is not None:
         secret = secret_in(Path(file))
     elif given := os.environ.get(SECRET):
-        secret = _check_length(given, SECRET)
+        secret = _check_length(given.strip(), SECRET)
     elif max_nodes == 1:
         secret = token_hex(32)
     else:
@@ -40,7 +40,7 @@ def secret_of_run(file: str | None, run_id: str, endpoint: str, max_nodes: int) 
 def secret_in(path: Path) -> str:
     """The secret in a file. ValueError: there is none, it is too short, or others may read it."""
     try:
-        secret, mode = path.read_text().strip(), path.stat().st_mode
+        secret, mode = path.read_text("latin-1").strip(), path.stat().st_mode
     except OSError as error:
         raise ValueError(f"the secret file {path} cannot be read: {error.strerror}") from None
     if mode & 0o077:
@@ -68,9 +68,9 @@ def _secret_of_user(endpoint: str, max_nodes: int) -> str:
         reason = f" (there can be no ~/{_FILE}: {error})"
     raise ValueError(
         f"--nnodes {max_nodes} needs a secret, by which the machines sign what they send: without one, whoever reaches "
-        f"{endpoint} could run code in the ranks{reason}. Make a file, and copy it to the machines that do not see it:\n"
-        f"  {_MAKE}\nor name another by --rdzv-secret-file; or set {SECRET} in the environment of all agents; or pass "
-        "--rdzv-insecure, if nobody else can reach their network"
+        f"{endpoint} could run code in the ranks{reason}. Make a file, and copy it to the machines that do not see "
+        f"it:\n  {_MAKE}\nor name another by --rdzv-secret-file; or set {SECRET} in the environment of all agents; or "
+        "pass --rdzv-insecure, if nobody else can reach their network"
     )
 
 
