@@ -405,10 +405,6 @@ def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
         (["--backend", "abacus", "train.py"], "backend 'abacus' does not exist; choose one of"),
         (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),
         (["--nnodes", "2", "--rdzv-endpoint", "node1", "train.py"], "'node1' is not an endpoint; pass host:port"),
-        (
-            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--rdzv-secret-file", "F", "--rdzv-insecure", "train.py"],
-            "--rdzv-insecure does without the secret of --rdzv-secret-file F; leave one of them out",
-        ),
         (["--log-dir", "train.py", "-n", "2", "train.py"], "log_dir='train.py' cannot hold the files"),
         (["--start-method", "teleport", "-n", "2", "train.py"], "start_method='teleport'"),
     ],

@@ -129,9 +129,6 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
     if parsed.max_restarts is None and nodes[0] < nodes[1]:
         parsed.max_restarts = 3  # a run that shrinks restarts
     run_id = parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono"
-    is_insecure, file = parsed.rdzv_insecure, parsed.rdzv_secret_file
-    if is_insecure and file is not None:
-        raise ValueError(f"--rdzv-insecure does without the secret of --rdzv-secret-file {file}; leave one of them out")
     return MachineOptions(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
@@ -141,7 +138,7 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         rdzv_conf=parsed.rdzv_conf,
         local_addr=parsed.local_addr,
         lost_after_s=parsed.lost_after,
-        secret="" if is_insecure else secret_of_run(file, run_id, endpoint, nodes[1]),
+        secret=secret_of_run(parsed.rdzv_secret_file, run_id, endpoint, nodes[1]),
     )
 
 

@@ -15,8 +15,7 @@ examples:
   unisono run -n 2 -m package.training --epochs 3    a module, as `python -m` runs it
   unisono run -n 2 --max-restarts 3 --log-dir logs train.py
 
-on two machines, the same on each (node1 is one of them; ~/.unisono-secret is the same on both); with 1:2 one may come
-later, or be lost:
+on two machines, the same on each (node1 is one of them); with 1:2 one may come later, or be lost:
   unisono run --nnodes 2 --rdzv-endpoint node1:29400 train.py
   unisono run --nnodes 1:2 --max-restarts 3 --rdzv-endpoint node1:29400 train.py
 
@@ -115,10 +114,7 @@ _NPROC_HELP = (
     "workers on this machine, else one per device; gpu: one per accelerator, cpu: one per core, auto: the first that "
     "this machine has"
 )
-_SECRET_HELP = (
-    "a file with a secret, the same on all, by which the machines sign what they send; else UNISONO_RDZV_SECRET, else "
-    "~/.unisono-secret, which is made for a loopback endpoint and for SLURM"
-)
+_NO_SECRET: dict[str, Any] = {"action": "store_const", "const": "", "dest": "rdzv_secret_file"}
 _LOST_HELP = "continue without a machine that is silent for S seconds (%(default)s), or end where too few are left"
 
 # Spellings, the name of the value (none for a switch), help, settings of `add_argument`; without spellings a group.
@@ -163,8 +159,8 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("--master-port", "P", f"the port ({_PORT})", _POSITIVE),
     ("--rdzv-backend", "B", "only c10d; static is treated as c10d", {"choices": ["c10d", "static"]}),
     ("--rdzv-id", "ID", "the name of the run, the same on all", {}),
-    ("--rdzv-secret-file", "F", _SECRET_HELP, {}),
-    ("--rdzv-insecure", "", "do without a secret, on a network that only you can reach", {}),
+    ("--rdzv-secret-file", "F", "has the secret by which they sign; else UNISONO_RDZV_SECRET or ~/.unisono-secret", {}),
+    ("--rdzv-insecure", "", "do without a secret, on a network that only you can reach", _NO_SECRET),
     ("--rdzv-conf", "K=V,..", "settings of torch's rendezvous", {"type": _parse_settings, "default": {}}),
     ("--lost-after", "S", _LOST_HELP, {**_SECONDS, "default": 60.0}),
     ("--local-addr", "A", "this machine's address for the others", {}),

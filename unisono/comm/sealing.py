@@ -7,8 +7,6 @@ one, and not loaded otherwise. A pickle runs code when it is loaded, and the net
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from unisono.errors import UnisonoError
 
@@ -25,16 +23,6 @@ def use_secret(secret: str) -> None:
     """Sign what this process sends from now on, and load nothing that is not signed alike; "" is no secret."""
     global _secret
     _secret = secret.encode()
-
-
-@contextmanager
-def secret_used(secret: str) -> Iterator[None]:
-    """Use the secret within the block."""
-    use_secret(secret)
-    try:
-        yield
-    finally:
-        use_secret("")
 
 
 def has_secret() -> bool:

@@ -13,7 +13,7 @@ from agents import agent, free_port
 from faults import Script
 
 from unisono.comm import sealing
-from unisono.launch.hosts.secret import secret_in, secret_of_run
+from unisono.launch.hosts.secret import secret_of_run
 
 TRAIN = """
 import sys, time
@@ -86,17 +86,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_file_that_keeps_no_secret_is_refused(home: Path) -> None:
     file = home / ".unisono-secret"
     with pytest.raises(ValueError, match="cannot be read: No such file"):
-        secret_in(file)
-    file.write_text("long" * 8 + "\n")
-    file.chmod(0o640)
-    for given in (None, str(file)):
-        with pytest.raises(ValueError, match="may be read by others: chmod 600"):
-            secret_of_run(given, "run", "127.0.0.1:29400", 2)
-    file.chmod(0o600)
-    assert secret_in(file) == "long" * 8
-    file.write_text("short\n")
-    with pytest.raises(ValueError, match="has 5 characters, and needs 16; make one by: head"):
-        secret_of_run(None, "run", "127.0.0.1:29400", 2)
+        secret_of_run(str(file), "run", "127.0.0.1:29400", 1)
+    for text, mode, words in [
+        ("long" * 8, 0o640, "may be read by others: chmod 600"),
+        ("long" * 8, 0o604, "may be read by others: chmod 600"),
+        ("short\n", 0o600, "has 5 characters, and needs 16; make one by: head"),
+    ]:
+        file.write_text(text)
+        file.chmod(mode)
+        for given in (None, str(file)):
+            with pytest.raises(ValueError, match=words):
+                secret_of_run(given, "run", "127.0.0.1:29400", 2)
 
 
 def test_agents_of_one_machine_that_start_together_agree_on_a_file_that_nobody_else_reads(home: Path) -> None:

@@ -102,11 +102,10 @@ def _open(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
             return None
         time.sleep(_POLL_S)
     pid, number, token, network = store.get(_PLACE).decode().split()
-    if network != os.readlink(_NETWORK):  # what the memory is not for goes over the loopback, which is not the same
-        raise OSError("it is in another network")
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    # On another machine, or in another container, the same path is a different file.
-    if os.pread(file, _TOKEN, 0).hex() != token:
+    # On another machine, or in another container, the same path is a different file; and messages between two ranks go
+    # over the loopback, which is another one in another network.
+    if os.pread(file, _TOKEN, 0).hex() != token or os.readlink(_NETWORK) != network:
         os.close(file)
-        raise OSError("it is another file")
+        raise OSError("it is another file, or in another network")
     return Mapping(file, rank, size, num_bytes)

@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from unisono.comm.sealing import UnsignedError, seal, secret_used, unseal
+from unisono.comm.sealing import UnsignedError, seal, unseal, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import ASKED
 from unisono.launch.hosts.endpoint import (
@@ -130,7 +130,9 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
     log_directory = None if log_dir is None else make_log_directory(log_dir, platform.node())
     warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
     _quieten()
-    with secret_used(options.secret), variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
+    with contextlib.ExitStack() as stack, variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
+        stack.callback(use_secret, "")
+        use_secret(options.secret)
         parameters = _parameters(options)
         backend, store = create_backend(parameters)
         handler = create_handler(store, SealedBackend(backend), parameters)
