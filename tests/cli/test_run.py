@@ -450,7 +450,7 @@ def machines(*arguments: str, place: AgentPlace | None = None) -> dict[str, obje
     """How the machines meet, and what this one starts."""
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["run", *arguments, "train.py"])
+    parsed = parser.parse_args(["run", "--rdzv-insecure", *arguments, "train.py"])
     found = command._machine_options(parsed, place)
     return found and {**asdict(found), "nproc": parsed.nproc, "max_restarts": parsed.max_restarts or 0}
 

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import sys
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import run_options
@@ -140,23 +139,24 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         return None
     if not endpoint:
         raise ValueError(f"--nnodes {nodes[1]} needs --rdzv-endpoint host:port, where the machines meet")
-    from unisono.launch.hosts.agent import MachineOptions, secret_in
+    from unisono.launch.hosts.agent import MachineOptions
     from unisono.launch.hosts.endpoint import split_endpoint
+    from unisono.launch.hosts.secret import secret_of_run
 
     split_endpoint(endpoint)
     if parsed.max_restarts is None and nodes[0] < nodes[1]:
         parsed.max_restarts = 3  # a run that shrinks restarts
-    secret = {"secret": secret_in(Path(parsed.rdzv_secret_file))} if parsed.rdzv_secret_file else {}
+    run_id = parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono"
     return MachineOptions(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
         endpoint=endpoint,
-        run_id=parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono",
+        run_id=run_id,
         node_rank=parsed.node_rank,
         rdzv_conf=parsed.rdzv_conf,
         local_addr=parsed.local_addr,
         lost_after_s=parsed.lost_after,
-        **secret,
+        secret=secret_of_run(parsed.rdzv_secret_file, run_id, endpoint, nodes[1]),
     )
 
 
