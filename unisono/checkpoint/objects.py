@@ -82,6 +82,13 @@ def user_module(each: nn.Module) -> nn.Module:
     return each.module if isinstance(each, PreparedModel) else each
 
 
+def agreed_module(each: nn.Module) -> nn.Module:
+    """The module that was given to `prepare`, after ranks that step alone have met. A collective under "diloco"."""
+    if isinstance(each, PreparedModel):
+        each.engine.meet()
+    return user_module(each)
+
+
 def modules_of(objects: Objects) -> list[nn.Module]:
     """The models among the objects."""
     return [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
