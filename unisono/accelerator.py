@@ -68,8 +68,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             nothing; the last step of a loop uses the microbatches that remain.
         max_grad_norm: clip the gradient norm, over all parameters of an optimizer and all ranks, before each step.
         strategy: for processes: "ddp", "zero1" (shards the optimizer state) or "fsdp" (shards parameters and gradients
-            as well). "diloco", for slow networks: ranks step alone, and meet every few steps. "spmd", for XLA in a plain script: one program whose batches are laid over all devices of the
-            process; BatchNorm sees the global batch. `unisono.strategies` has a class for each, with its options.
+            as well). "diloco", for slow networks: ranks step alone, and meet every few steps, which is not exact.
+            "spmd", for XLA in a plain script: one program whose batches are laid over all devices of the process;
+            BatchNorm sees the global batch. `unisono.strategies` has a class for each, with its options.
         compile: compile the models; a mapping holds the arguments of `torch.compile`.
         seed: seeds the generators of Python, NumPy and torch, alike on each rank, and the loaders' orders. After the
             first `prepare` with a model, each rank's generators continue from a seed of their own.

@@ -41,8 +41,12 @@ class LossScaler(GradScaler):
 
     def share_overflow(self, optimizer: Optimizer, world: World) -> None:
         """Have all ranks skip a step whose gradients, each rank's own, have overflowed on one. A collective."""
-        gradients = [values_of(each.grad) for group in optimizer.param_groups for each in group["params"]
-                     if each.grad is not None]
+        gradients = [
+            values_of(each.grad)
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        ]
         sign = nn.utils.get_total_norm(gradients, torch.inf) * 0  # 0, or NaN
         gradients[0].add_(world.comm.all_reduce(sign))
 

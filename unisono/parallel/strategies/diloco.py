@@ -52,8 +52,10 @@ class DiLoCoStrategy(Strategy):
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         if isinstance(each, nn.Module) and self.options.sent_as and any(map(torch.is_complex, each.parameters())):
-            raise ValueError(f"sent_as={self.options.sent_as!r} is for real numbers, and {type(each).__name__} has "
-                             "complex parameters; pass sent_as=None")
+            raise ValueError(
+                f"sent_as={self.options.sent_as!r} is for real numbers, and {type(each).__name__} has "
+                "complex parameters; pass sent_as=None"
+            )
 
     def wrap_model(self, module: nn.Module) -> Engine:
         if self.world.world_size > 1:
