@@ -163,4 +163,4 @@ class SPMD:
     name: ClassVar[str] = "spmd"
 
 
-Choice = DDP | FSDP | DiLoCo | SPMD
+Choice = DDP | DiLoCo | FSDP | SPMD

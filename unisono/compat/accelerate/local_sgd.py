@@ -20,8 +20,8 @@ class LocalSGD:
     `step`.
 
     Args:
-        model: prepared, else a TypeError; not sharded or local already, else a ValueError when the
-            block is entered.
+        model: prepared, else a TypeError; not sharded, nor in such a block, else a ValueError when the block is
+            entered.
         enabled: False disables it: the block changes nothing.
     """
 
@@ -40,7 +40,10 @@ class LocalSGD:
                 "strategy='ddp'"
             )
         if self.enabled and engine.is_local:
-            raise ValueError(f"the {engine.name} steps locally already, under strategy='diloco'; leave LocalSGD out")
+            raise ValueError(
+                f"the {engine.name} steps locally already, in a LocalSGD block or under strategy='diloco'; leave this "
+                "block out"
+            )
         engine.is_local = self.enabled
         return self
 

@@ -26,7 +26,7 @@ from unisono.protocols import Backend
 from unisono.strategies import DDP, FSDP, SPMD, Choice, DiLoCo, ZeRO1
 from unisono.world import World
 
-STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, FSDP, DiLoCo, SPMD, ZeRO1)}
+STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, DiLoCo, FSDP, SPMD, ZeRO1)}
 """Options by strategy name."""
 
 given_up: WeakSet[Optimizer] = WeakSet()
