@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
-from unisono.checkpoint.objects import agreed_module, user_module
+from unisono.checkpoint.objects import meet, user_module
 from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
@@ -421,7 +421,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
                 f"state_dict takes a prepared model or optimizer, got a {type(prepared).__name__}; loaders, schedulers "
                 "and the scaler have a state_dict() of their own"
             )
-        return model_state(agreed_module(prepared), self.world)
+        meet(prepared)
+        return model_state(self.unwrap_model(prepared), self.world)
 
     if not TYPE_CHECKING:  # for a type checker a name that is not here is an error
 
@@ -440,7 +441,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         if isinstance(prepared, Optimizer):
             load_optimizer_state(prepared, state, self.world, may_differ=False)
         else:
-            load_model_state(agreed_module(prepared), state, self.world)
+            meet(prepared)
+            load_model_state(self.unwrap_model(prepared), state, self.world)
 
 
 def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, loader: Any) -> Any:

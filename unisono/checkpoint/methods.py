@@ -23,7 +23,7 @@ from unisono.checkpoint.contents import Format, write_state
 from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
-from unisono.checkpoint.objects import agreed_module, kind_of
+from unisono.checkpoint.objects import kind_of, meet, user_module
 from unisono.checkpoint.saver import Loaded, Saver
 from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
@@ -79,8 +79,6 @@ class PreparedStates:
         if is_async:
             self._poll_in_steps()
         claims = claims_of(self._steps, self._prepared_engines())
-        for engine in self._prepared_engines():
-            engine.meet(saves=True)
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._prepared_engines())
         facts, step = {"taken": taken, "claims": claims}, max((steps for steps, *_ in taken), default=0)
@@ -90,8 +88,6 @@ class PreparedStates:
     def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
         """See `Accelerator.load_state`."""
         folder = self._root if directory is None else folder_at(directory)
-        for engine in self._prepared_engines():
-            engine.meet()  # so that nothing that is loaded counts as a step
         choose = self._run_load_hooks if self.load_hooks else None
         restored = self._saver.load(folder, self._named_objects(), must_exist, choose)
         if restored is None:
@@ -301,8 +297,9 @@ class CheckpointMethods:
             CheckpointError: safetensors is asked for, and the state has more than tensors.
         """
         self.world.comm.announce("save_model")
+        meet(model)
         copy = on_host if self.world.rank == 0 else None
-        state, directory = model_state(agreed_module(model), self.world, copy), Path(save_directory)
+        state, directory = model_state(user_module(model), self.world, copy), Path(save_directory)
         name, file_format = _FILES[safe_serialization]
 
         def write() -> None:

@@ -82,11 +82,10 @@ def user_module(each: nn.Module) -> nn.Module:
     return each.module if isinstance(each, PreparedModel) else each
 
 
-def agreed_module(each: nn.Module) -> nn.Module:
-    """The module that was given to `prepare`, after ranks that step alone have met. A collective under "diloco"."""
+def meet(each: Any, saves: bool = False) -> None:
+    """Have ranks that step alone be in one state of this object, if it is a prepared model: `Engine.meet`."""
     if isinstance(each, PreparedModel):
-        each.engine.meet()
-    return user_module(each)
+        each.engine.meet(saves)
 
 
 def modules_of(objects: Objects) -> list[nn.Module]:

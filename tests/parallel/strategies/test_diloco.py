@@ -124,20 +124,22 @@ class Fork(nn.Module):
             *(nn.BatchNorm1d(5), nn.Linear(5, 2), nn.Linear(5, 2)),
             nn.Linear(2, 2).requires_grad_(False),
         )
-        self.users = {0}
+        self.phase, self.users = nn.Parameter(torch.ones(2, dtype=torch.complex128)), {0}
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs = self.norm(inputs)
-        return self.last(self.left(inputs) + (self.right(inputs) if rank() in self.users else 0))
+        outputs = self.left(inputs) + (self.right(inputs) if rank() in self.users else 0)
+        return self.last(outputs * (1 + self.phase.prod().imag))
 
 
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
 def test_ranks_agree_after_meetings_whatever_they_have_used_and_whatever_was_frozen_between(mode: Mode) -> None:
     def body() -> list[Any]:
         network = seeded(Fork().double())
-        training = Training(DiLoCo(every=100), network=network)
+        training = Training(DiLoCo(every=100, sent_as="bf16"), network=network)
         before = network.last.weight.clone()
         found: list[Any] = training.epoch()[-1:]
+        assert found[0]["phase"].imag.all()
         network.users = {1}
         found += training.epoch()[-1:]
         assert torch.equal(network.last.weight, before)
@@ -282,9 +284,9 @@ def test_what_it_cannot_do_is_refused_with_a_way_out() -> None:
         mean_loss(training.network, next(iter(training.loader))).backward()
         with pytest.raises(RuntimeError, match=r"which was not prepared.*prepare\(optimizer\)"):
             adamw(training.network)[0].step()
-        with pytest.raises(ValueError, match=r"complex parameters; pass sent_as=None"):
-            Accelerator(strategy=DiLoCo(sent_as="bf16")).prepare(nn.Linear(2, 2, dtype=torch.complex64))
+        with pytest.raises(TypeError, match="LBFGS; use strategy='ddp'"):
+            Training("diloco", lambda network: [torch.optim.LBFGS(network.parameters())])
 
     THREADS_2.run(body)
-    with pytest.raises(ValueError, match=r"too few levels for 32 ranks.*pass sent_as='bf16'"):
+    with pytest.raises(ValueError, match=r"too few levels for the sum of 32 ranks.*pass sent_as='bf16'"):
         Mode("threads", 32).run(lambda: Accelerator(strategy=DiLoCo(sent_as="int8")))

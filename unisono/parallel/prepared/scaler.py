@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from unisono.parallel.gradients import values_of
+from unisono.parallel.parameter_names import parameters_of
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,7 @@ class LossScaler(GradScaler):
 
     def share_overflow(self, optimizer: Optimizer, world: World) -> None:
         """Have all ranks skip a step whose gradients, each rank's own, have overflowed on one. A collective."""
-        gradients = [
-            values_of(each.grad)
-            for group in optimizer.param_groups
-            for each in group["params"]
-            if each.grad is not None
-        ]
+        gradients = [values_of(each.grad) for each in parameters_of(optimizer) if each.grad is not None]
         sign = nn.utils.get_total_norm(gradients, torch.inf) * 0  # 0, or NaN
         gradients[0].add_(world.comm.all_reduce(sign))
 

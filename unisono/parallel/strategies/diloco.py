@@ -17,11 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.gradients import buckets
-from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine, Trainer
 from unisono.parallel.strategies.states import load_optimizer_state
@@ -45,17 +44,14 @@ class DiLoCoStrategy(Strategy):
         super().__init__(world, steps, options)
         if options.sent_as == "int8" and world.world_size > _MOST_RANKS:
             raise ValueError(
-                f"sent_as='int8' is added up in int8, which has too few levels for {world.world_size} ranks, more than "
-                f"{_MOST_RANKS}; pass sent_as='bf16'"
+                f"sent_as='int8' has too few levels for the sum of {world.world_size} ranks, more than {_MOST_RANKS}; "
+                "pass sent_as='bf16'"
             )
 
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
-        if isinstance(each, nn.Module) and self.options.sent_as and any(map(torch.is_complex, each.parameters())):
-            raise ValueError(
-                f"sent_as={self.options.sent_as!r} is for real numbers, and {type(each).__name__} has "
-                "complex parameters; pass sent_as=None"
-            )
+        if isinstance(each, LBFGS):  # whose state is at one parameter, and has no place for the momenta of the others
+            raise TypeError("strategy='diloco' does not work with LBFGS; use strategy='ddp', or another optimizer")
 
     def wrap_model(self, module: nn.Module) -> Engine:
         if self.world.world_size > 1:
@@ -137,13 +133,14 @@ class DiLoCoEngine(Engine):
                 places[each][_MOMENTUM] = outer.state[start]["momentum_buffer"]
 
     def _places(self, parameters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Where the outer momentum of each parameter is kept: in its optimizer's state, but in a spare place where that
+        """Where the outer momentum of each parameter is kept: in its optimizer's state; or in a spare place where that
         has not begun, as on a rank that has not used the parameter: optimizers begin a state where there is none."""
         places = {each: self._spare.setdefault(each, {}) for each in parameters}
-        for optimizer in self.optimizers():
-            has_none = not any(state.keys() - {_MOMENTUM} for state in optimizer.state.values())
-            for each in parameters_of(optimizer):
-                if each in places and (has_none or each in optimizer.state):
+        for optimizer, group in ((each, group) for each in self.optimizers() for group in each.param_groups):
+            known = {each: optimizer.state[each] for each in group["params"] if each in optimizer.state}
+            has_none = not any(state.keys() - {_MOMENTUM} for state in known.values())  # as SGD without momentum
+            for each in group["params"]:
+                if each in places and (has_none or each in known):
                     places[each] = optimizer.state[each]
                     places[each].update(self._spare.pop(each, {}))
         return places
@@ -153,6 +150,8 @@ class DiLoCoEngine(Engine):
         comm, sent_as = self._world.comm, self._options.sent_as
         if comm.size == 1:
             return moved
+        if moved.is_complex():
+            return torch.view_as_complex(self._mean(torch.view_as_real(moved).view(-1)).view(-1, 2))
         if sent_as == "bf16":
             return comm.all_reduce(moved.bfloat16(), "mean").to(moved.dtype)
         wide = moved.to(torch.promote_types(moved.dtype, torch.float32))
