@@ -13,6 +13,7 @@ from torch import nn
 from twin import CLOSE, State, assert_same_bits, data, loader_of, mean_loss, model, seeded
 
 from unisono import Accelerator, rank
+from unisono.compat.accelerate.local_sgd import LocalSGD
 from unisono.strategies import DiLoCo
 
 SAMPLES, BATCH, EVERY = 23, 3, 3  # the last batch is uneven, and the end of a loop is between meetings
@@ -284,6 +285,11 @@ def test_what_it_cannot_do_is_refused_with_a_way_out() -> None:
         mean_loss(training.network, next(iter(training.loader))).backward()
         with pytest.raises(RuntimeError, match=r"which was not prepared.*prepare\(optimizer\)"):
             adamw(training.network)[0].step()
+        with (
+            pytest.raises(ValueError, match="under strategy='diloco'; leave this block out"),
+            LocalSGD(training.accelerator, training.network, 2),
+        ):
+            pass
         with pytest.raises(TypeError, match="LBFGS; use strategy='ddp'"):
             Training("diloco", lambda network: [torch.optim.LBFGS(network.parameters())])
 
