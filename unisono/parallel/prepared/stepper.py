@@ -218,6 +218,8 @@ class Stepper:
                     "mixed_precision='fp16' scales the loss, and this step's gradients were made by loss.backward(); "
                     "call accelerator.backward(loss) instead"
                 )
+            if any(engine.is_local for engine in self._engines):
+                self._scaler.share_overflow(self.optimizer, self.world)
             self._scaler.unscale_(self.optimizer)
             self.look_again()
 
