@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.cli import run_options
 from unisono.cli.run_options import endpoint_of, node_range
@@ -83,8 +83,8 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
     nproc = parsed.nproc or pick_backend(parsed.backend).device_count()
     args = target, {**variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0), **variables_of_machine()}
     # A single worker's stdout stays a terminal.
-    has_prefix = nproc > 1 and not parsed.no_prefix
-    spawn(run_worker_target, args, nproc, **_options_of(parsed, parsed.grace or 5.0, has_prefix))
+    prefix: Literal["several", False] = "several" if nproc > 1 and not parsed.no_prefix else False
+    spawn(run_worker_target, args, nproc, **_options_of(parsed, parsed.grace or 5.0, prefix))
 
 
 def _run_on_machines(parsed: argparse.Namespace, target: Target, machines: MachineOptions) -> None:
@@ -106,7 +106,7 @@ def _run_on_machines(parsed: argparse.Namespace, target: Target, machines: Machi
     run_agent(make_job(call, count, family, Options(**given)), machines).unwrap()
 
 
-def _options_of(parsed: argparse.Namespace, grace_s: float, has_prefix: bool) -> SpawnOptions:
+def _options_of(parsed: argparse.Namespace, grace_s: float, prefix: bool | Literal["several"]) -> SpawnOptions:
     """The options of the command line as those of `spawn`."""
     from unisono.launch.options import Cores, Output
 
@@ -119,7 +119,7 @@ def _options_of(parsed: argparse.Namespace, grace_s: float, has_prefix: bool) ->
         "hang_timeout_s": parsed.hang_timeout,
         "max_restarts": parsed.max_restarts or 0,
         "grace_s": grace_s,
-        "output": Output(parsed.log_dir, parsed.log_ranks, "several" if has_prefix else False, parsed.profile),
+        "output": Output(parsed.log_dir, parsed.log_ranks, prefix, parsed.profile),
         "process_group": parsed.process_group,
     }
 
