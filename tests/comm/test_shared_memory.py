@@ -194,7 +194,9 @@ def test_ranks_without_memory_in_common_say_why_once_and_send_messages(capfd):
         return tensor.item()
 
     assert spawn(work, nprocs=2) == [4.0, 4.0]
-    said = "[rank 0] the ranks have no memory in common, and send messages, which is slower ([Errno 27] File too large)\n"
+    said = (
+        "[rank 0] the ranks have no memory in common, and send messages, which is slower ([Errno 27] File too large)\n"
+    )
     assert capfd.readouterr().err == said
 
 

@@ -23,7 +23,6 @@ def say_asked(signum: int, grace_s: float | None = None) -> None:
         os.write(2, f"{begin}unisono: asked by {signal.Signals(signum).name}, the workers {what}{end}\n".encode())
 
 
-
 class ProcessContext:
     """The running workers of `spawn(..., join=False)`. As a context manager it joins at the end, or stops them on an
     error."""
