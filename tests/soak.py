@@ -1,10 +1,10 @@
 """Train at random under random faults, for as long as asked: `python tests/soak.py --minutes 30`.
 
-Each run trains in random worlds until all epochs are over: on processes, threads or an engine, with a fault in each life
-but the last, and other ranks and another strategy in the next. Then each sample of each epoch was trained on once, the
-weights are those of one device, each fault has ended in the errors that are meant for it, and this process, which starts
-all of them, has nothing more than before: no descriptors, threads, processes, files. Prints a line per run, what the
-user reads of each fault, and a summary; `--seed N` repeats one run. As root, in mounts of its own, with full disks, too.
+Each run trains until all epochs are over: on processes, threads or an engine, with a fault in each life but the last,
+and other ranks and another strategy in the next. Then each sample of each epoch was trained on once, the weights are
+those of one device, each fault has had the end that is meant for it, and this process has no more descriptors, threads,
+processes and files than before. Prints a line per run, what the user reads of each fault, and a summary; `--seed N`
+repeats one run. As root, in mounts of its own, disks are full at times, too.
 """
 
 from __future__ import annotations
@@ -68,98 +68,80 @@ ENDS = {  # fault: how a life may end by it
     "a full disk": ["OSError", "well"],  # where none was saved later
     "a full /dev/shm": ["OSError", "RuntimeError", "WorkerDiedError", "well"],
 }
+SIGNALS = {"kill -9 of a rank": signal.SIGKILL}
+SIGNALS |= dict.fromkeys(["a short SIGSTOP of a rank", "SIGSTOP of a rank"], signal.SIGSTOP)
 FULL = ("a full disk", "a full /dev/shm")
 IN_THREADS = ["none", "a slow rank", "an early break", "an exception", "a full disk"]
 
 
-class Fault(NamedTuple):
-    """What happens after a batch, on one rank, once; and how often is saved."""
-
-    kind: str
-    rank: int
-    batch: int
-    every: int
-    is_async: bool
-    root: Path
-
-    def __call__(self, accelerator: Accelerator, count: int) -> bool:
-        world = current_world()
-        is_due = count == self.batch and world.restart_count == 0
-        is_here = world.rank == self.rank % world.world_size
-        full = {"a full disk": self.root, "a full /dev/shm": Path("/dev/shm")}
-        if is_due and is_here and self.kind in full:
-            fill(full[self.kind])
-        if self.kind == "a slow rank" and is_here:
-            time.sleep(0.05)
-        if count % self.every == 0 or (is_due and self.kind == "an early break"):
-            accelerator.save_state(is_async=self.is_async)
-        if is_due and is_here:
-            self.strike()
-        return is_due and self.kind == "an early break"
-
-    def strike(self) -> None:
-        if self.kind == "an exception":
-            raise LookupError("a fault of the soak")
-        if self.kind == "kill -9 of a rank":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "a short SIGSTOP of a rank":
-            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
-        if "SIGSTOP" in self.kind:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def fill(directory: Path) -> None:
-    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
-        while file.write(bytes(1 << 16)):
-            pass
-
-
 class Life(NamedTuple):
-    """A training from its checkpoint, if there is one, to its end or its fault."""
+    """A training from its checkpoint, if there is one, to its end or its fault: after a batch, on one rank, once."""
 
+    root: Path
     mode: str
     ranks: int
     strategy: str
     workers: int
     restarts: int
     group: str | None
-    fault: Fault
+    fault: str
+    rank: int
+    batch: int
+    every: int  # batches between saves
+    is_async: bool
 
-    def live(self, root: Path) -> tuple[torch.Tensor, Ledger]:
-        run = Run(root / "run", self.strategy, workers=self.workers, after=self.fault)
+    @classmethod
+    def drawn(cls, draw: random.Random, root: Path, faults: list[str], workers: int) -> Life:
+        mode = draw.choice(["processes"] * 6 + ["threads"] * 3 + ["engine"])
+        ranks = draw.choice([2, 4, 6, 8] if mode == "engine" else RANKS)
+        strategy = draw.choice(["ddp", "zero1", "fsdp"]) if mode != "threads" else "ddp"
+        fault = draw.choice([each for each in faults if mode != "threads" or each in IN_THREADS])
+        if mode == "processes" and fault not in IN_THREADS:
+            ranks = max(2, ranks)  # one rank is this very process
+        restarts = draw.choice([0, 0, 1]) if fault in ("kill -9 of a rank", "SIGSTOP of a rank", "an exception") else 0
+        place = draw.randrange(ranks), draw.randrange(1, 6), draw.randrange(1, 4)
+        group = draw.choice([None, None, "gloo"])
+        return cls(root, mode, ranks, strategy, workers, restarts, group, fault, *place, draw.random() < 0.5)
+
+    def live(self) -> tuple[torch.Tensor, Ledger]:
+        run = Run(self.root / "run", self.strategy, workers=self.workers, after=self.after)
         if self.mode == "threads":
             return Mode("threads", self.ranks).run(run)[0]
         options: dict[str, Any] = {"timeout": 120.0, "max_restarts": self.restarts, "process_group": self.group}
-        options["hang_timeout_s"] = HANG_S if "SIGSTOP" in self.fault.kind else None
-        if self.mode == "engine":
-            options["engine"] = Local(2)
+        options["hang_timeout_s"] = HANG_S if "SIGSTOP" in self.fault else None
+        options["engine"] = Local(2) if self.mode == "engine" else None
         return spawn(lambda _: run(), nprocs=self.ranks, cores=1, backend="cpu", **options)[0]
 
+    def after(self, accelerator: Accelerator, count: int) -> bool:
+        is_here = current_world().rank == self.rank
+        is_due = count == self.batch and current_world().restart_count == 0
+        leaves = is_due and self.fault == "an early break"
+        if is_here and self.fault == "a slow rank":
+            time.sleep(0.05)
+        if is_here and is_due and self.fault in FULL:
+            filler = (self.root if self.fault == "a full disk" else Path("/dev/shm")) / "filler"
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(1 << 16)):
+                    pass
+        if leaves or count % self.every == 0:
+            accelerator.save_state(is_async=self.is_async)
+        if is_here and is_due and self.fault == "an exception":
+            raise LookupError("a fault of the soak")
+        if is_here and is_due and self.fault == "a short SIGSTOP of a rank":
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+        if is_here and is_due and self.fault in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[self.fault])
+        return leaves
 
-LIMITED = """
-import json, os, resource
-from pathlib import Path
+
+COMMAND = """
+import os, resource, signal, sys
 
 if __name__ == "__main__":
     {limits}
-    from resumable import Run
-    from unisono import spawn
-
-    weights, ledger = spawn(lambda _: Run(Path("run"))(), nprocs={ranks}, backend="cpu", cores=1, timeout=60)[0]
-    print(json.dumps(ledger.seen))
-"""
-IS_READABLE = all(each.stat().st_mode & 1 for place in (os.__file__, torch.__file__) for each in Path(place).parents)
-DROP = "os.setgroups([]); os.setgid(65534); os.setuid(65534)" if IS_ROOT and IS_READABLE else ""
-LIMITS = {
-    f"ulimit -n 64{', as nobody' if DROP else ''}": f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); {DROP}",
-    "a refused memfd": "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))",  # by its size
-}
-COMMAND = """
-import os, sys
-from unisono.cli.main import main
-
-os.environ["LAUNCHER"] = str(os.getpid())
-sys.exit(main(["run", "-n", "{ranks}", "--backend", "cpu", "--no-prefix", "train.py"]))
+    from unisono.cli.main import main
+    os.environ["LAUNCHER"] = str(os.getpid())
+    sys.exit(main(["run", "-n", "{ranks}", "--backend", "cpu", "--no-prefix", "train.py"]))
 """
 TRAINING = """
 import json, os, signal
@@ -172,35 +154,36 @@ def after(accelerator, count):
         Path("hit").touch()
         launcher = int(os.environ["LAUNCHER"])
         {strike}
-    if {handles} and should_stop():
+    is_over = {handles} and should_stop()
+    if is_over or count % 2 == 0:
         accelerator.save_state()
-        return True
-    if count % 2 == 0:
-        accelerator.save_state()
+    return is_over
 
 {handles} and should_stop()
 weights, ledger = Run(Path("run"), after=after)()
 if rank() == 0:
     print(json.dumps(ledger.seen))
 """
-STRIKES = {
-    "the launcher": ("os.kill(launcher, signal.SIGTERM)", -signal.SIGTERM),
-    "a rank": ("os.kill(os.getpid(), signal.SIGTERM)", 143),
-    "the group": ("os.killpg(os.getpgid(launcher), signal.SIGTERM)", -signal.SIGTERM),
+IS_READABLE = all(each.stat().st_mode & 1 for place in (os.__file__, torch.__file__) for each in Path(place).parents)
+DROP = "os.setgroups([]); os.setgid(65534); os.setuid(65534)" if IS_ROOT and IS_READABLE else ""
+LAUNCHES = {  # fault: what limits the launcher, the strike, the exit code, and what is said
+    "ulimit -n 64" + ", as nobody" * bool(DROP): (
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); {DROP}",
+        *("pass", 0, ""),
+    ),
+    "a refused memfd": (  # for its size
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))",
+        *("pass", 0, "no memory in common"),
+    ),
+    "SIGTERM to the launcher": ("", "os.kill(launcher, signal.SIGTERM)", -signal.SIGTERM, "asked by SIGTERM"),
+    "SIGTERM to the group": (
+        "",
+        "os.killpg(os.getpgid(launcher), signal.SIGTERM)",
+        -signal.SIGTERM,
+        "asked by SIGTERM",
+    ),
+    "SIGTERM to a rank": ("", "os.kill(os.getpid(), signal.SIGTERM)", 143, ""),
 }
-
-
-def any_life(draw: random.Random, root: Path, faults: list[str], workers: int) -> Life:
-    mode = draw.choice(["processes"] * 6 + ["threads"] * 3 + ["engine"])
-    ranks = draw.choice([2, 4, 6, 8] if mode == "engine" else RANKS)
-    strategy = draw.choice(["ddp", "zero1", "fsdp"]) if mode != "threads" else "ddp"
-    kind = draw.choice([each for each in faults if mode != "threads" or each in IN_THREADS])
-    if mode == "processes" and ranks == 1 and kind not in IN_THREADS:
-        ranks = 2  # one rank is this very process
-    restarts = draw.choice([0, 0, 1]) if kind in ("kill -9 of a rank", "SIGSTOP of a rank", "an exception") else 0
-    group = draw.choice([None, None, "gloo"])
-    fault = Fault(kind, draw.randrange(8), draw.randrange(1, 6), draw.randrange(1, 4), draw.random() < 0.5, root)
-    return Life(mode, ranks, strategy, workers, restarts, group, fault)
 
 
 class Soak:
@@ -226,10 +209,10 @@ class Soak:
         faults = [each for each in faults if HAS_MOUNTS or each not in FULL]
         faults = [each for each in faults if workers or each != "a full /dev/shm"]
         for number in reversed(range(draw.randrange(2, 4))):
-            life = any_life(draw, root, faults if number else ["none"], workers)
-            kind, outcome, read = life.fault.kind, "well", ""
+            life = Life.drawn(draw, root, faults if number else ["none"], workers)
+            kind, outcome, read = life.fault, "well", ""
             try:
-                weights, ledger = life.live(root)
+                weights, ledger = life.live()
                 outcome = "well" if all(len(each) == 90 for each in ledger.seen) else "left"
             except Exception as error:
                 error.add_note(f"in {life}")
@@ -248,76 +231,49 @@ class Soak:
         return "; ".join(said)
 
     def train_side_by_side(self, draw: random.Random, root: Path) -> str:
-        seeds = [draw.random() for _ in range(2)]
-        for number in range(2):
-            (root / str(number)).mkdir()
+        def train(number: int, seed: float) -> str:
+            (own := root / str(number)).mkdir()
+            return self.train(random.Random(seed), own, without=FULL)  # which both would have
+
         with ThreadPoolExecutor(2) as pool:
-            jobs = [
-                pool.submit(self.train, random.Random(seed), root / str(number), FULL)  # both have it
-                for number, seed in enumerate(seeds)
-            ]
-        return " | ".join(job.result() for job in jobs)
+            return " | ".join(pool.map(train, range(2), [draw.random() for _ in range(2)]))
 
     def be_hit(self, draw: random.Random, root: Path) -> str:
-        """Trainings whose launcher, ranks or all processes are hit anywhere: by SIGTERM, or by SIGKILL in a save."""
+        """Trainings whose caller, ranks or all processes are hit anywhere: by SIGTERM, or by SIGKILL in a save."""
         kind = draw.choice(["preempt", "kill"])
         landed = hits_of(kind, draw.randrange(1 << 30))
         return "; ".join(self.note(f"{kind}: {each}", "well") for each in landed.elements())
 
-    def be_limited(self, draw: random.Random, root: Path) -> str:
-        fault, ranks = draw.choice(list(LIMITS)), draw.choice(RANKS[1:])
-        with Script(
-            LIMITED.format(limits=LIMITS[fault], ranks=ranks), root, "file", TMPDIR=str(root), PYTHONPATH=PATH
-        ) as script:
-            code, output, errors = script.end(LIMIT_S)
-            assert not script.survivors()
-            if "memfd" in fault:
-                assert "no memory in common" in errors, errors
-            if code == 0:
-                assert_each_once(ledger_of(output))
-            else:
-                assert "ulimit -n" in errors, errors
-        read = errors if code == 0 else errors.strip().splitlines()[-1]
-        return f"processes-{ranks}: {self.note(fault, 'well' if code == 0 else 'refused', read)}"
-
-    def be_told_to_stop(self, draw: random.Random, root: Path) -> str:
-        """`unisono run`, and again."""
-        victim, handles, ranks = draw.choice(list(STRIKES)), draw.random() < 0.5, draw.choice(RANKS[1:])
-        strike, code_of_it = STRIKES[victim]
+    def launch(self, draw: random.Random, root: Path) -> str:
+        """`unisono run` of a training, until it has ended well."""
+        fault, ranks = draw.choice(list(LAUNCHES)), draw.choice(RANKS[1:])
+        limits, strike, code_then, words = LAUNCHES[fault]
+        handles = not limits and draw.random() < 0.5
         places = {"batch": draw.randrange(1, 6), "rank": draw.randrange(ranks), "strike": strike, "handles": handles}
         (root / "train.py").write_text(TRAINING.format(**places))
-        fault = (
-            f"SIGTERM to {victim} of `unisono run`, should_stop()"
-            if handles
-            else f"SIGTERM to {victim} of `unisono run`"
-        )
-        for expected in (143 if handles else code_of_it, 0):
-            with Script(COMMAND.format(ranks=ranks), root, PYTHONPATH=PATH) as script:
+        source, environ = COMMAND.format(limits=limits, ranks=ranks), {"TMPDIR": str(root), "PYTHONPATH": PATH}
+        said = []
+        for expected in dict.fromkeys([143 if handles else code_then, 0]):
+            with Script(source, root, "file" if limits else "warm", **environ) as script:
                 code, output, errors = script.end(LIMIT_S)
                 assert not (left := script.survivors()), left
                 assert code == expected, f"{fault}: exit code {code}"
-                assert victim == "a rank" or not expected or "asked by SIGTERM" in errors, f"{fault}: {errors}"
-            if expected:
-                said = f"run-{ranks}: {self.note(fault, f'exit code {code}', errors)}"
-        assert_each_once(ledger_of(output))
-        return said
+                assert said or words in errors, f"{fault}: {errors}"
+            said.append(f"run-{ranks}: {self.note(fault + ', should_stop()' * handles, f'exit code {code}', errors)}")
+        ledger = Ledger()
+        ledger.seen = json.loads(output.splitlines()[-1])
+        assert_each_once(ledger)
+        return said[0]
 
-    def crowd(self, draw: random.Random, root: Path) -> str:
-        assert spawn(lambda _: all_reduce(torch.ones(1)).item(), nprocs=64, cores=1, backend="cpu") == [64.0] * 64
-        return self.note("64 ranks", "well")
-
-    def repeat(self, draw: random.Random, root: Path) -> str:
-        for _ in range(300):
-            assert spawn(lambda index: index, nprocs=2, cores=1, backend="cpu") == [0, 1]
-        return self.note("300 groups in a row", "well")
-
-    def spawn_from_threads(self, draw: random.Random, root: Path) -> str:
+    def start_many(self, draw: random.Random, root: Path) -> str:
         def start(number: int) -> list[Any]:
             return spawn(lambda index: (number, index), nprocs=2, cores=1, backend="cpu")
 
+        assert spawn(lambda _: all_reduce(torch.ones(1)).item(), nprocs=64, cores=1, backend="cpu") == [64.0] * 64
+        assert [start(number) for number in range(300)] == [[(number, 0), (number, 1)] for number in range(300)]
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(start, range(100))) == [[(number, 0), (number, 1)] for number in range(100)]
-        return self.note("100 spawns from 4 threads", "well")
+        return "64 ranks; 300 groups in a row; 100 groups from 4 threads -> well"
 
     def run(self, what: Any, seed: int) -> str:
         """One run, in a directory of its own, of which nothing may be left."""
@@ -341,54 +297,47 @@ class Soak:
         return said
 
 
-def ledger_of(output: str) -> Ledger:
-    ledger = Ledger()
-    ledger.seen = json.loads(output.splitlines()[-1])
-    return ledger
-
-
 def files_here() -> set[str]:
     """In /dev/shm, where it is this program's own, and in the directory for temporary files."""
     places = [os.environ["TMPDIR"], *(["/dev/shm"] if HAS_MOUNTS else [])]
     return {os.path.join(place, name) for place in places for name in os.listdir(place)}
 
 
-KINDS = [*["train"] * 5, "train_side_by_side", "be_hit", "be_limited", "be_told_to_stop"]
-KINDS += ["crowd", "repeat", "spawn_from_threads"]  # once each
+def held_by(process: psutil.Process) -> dict[str, int]:
+    memory = process.memory_full_info().uss >> 20
+    return {"descriptors": process.num_fds(), "threads": process.num_threads(), "MiB": memory}
+
+
+KINDS = [*["train"] * 5, "train_side_by_side", "be_hit", *["launch"] * 2]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, help="only this run")
-    parser.add_argument("--kind", choices=KINDS, help="only runs of this kind")
+    parser.add_argument("--kind", choices={*KINDS, "start_many"}, help="only runs of this kind")
     given = parser.parse_args()
     torch.set_num_threads(1)
     preload()
-    soak, failed, runs, began = Soak(), 0, 0, time.monotonic()
-    once = {} if given.kind else dict(zip((3, 6, 9), KINDS[-3:], strict=True))
-    seed, me = random.SystemRandom().randrange(1 << 30) if given.seed is None else given.seed, psutil.Process()
-    held: dict[str, int] = {}
+    soak, failed, runs, began, me = Soak(), 0, 0, time.monotonic(), psutil.Process()
+    seed = random.SystemRandom().randrange(1 << 30) if given.seed is None else given.seed
     while time.monotonic() - began < 60 * given.minutes and not (given.seed is not None and runs):
-        kind = given.kind or once.pop(runs, "") or random.Random(f"kind {seed}").choice(KINDS[:-3])
+        kind = given.kind or ("start_many" if runs == 2 else random.Random(f"kind {seed}").choice(KINDS))
         at = time.monotonic()
         try:
             said = soak.run(getattr(soak, kind), seed)
         except Exception as error:
             failed += 1
             said = "\n    ".join([f"FAILED {type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        print(
-            f"{seed:10} {time.monotonic() - at:5.1f} s {me.memory_full_info().uss >> 10} KiB {kind}: {said}", flush=True
-        )
+        print(f"seed {seed}, {time.monotonic() - at:.1f} s, {kind}: {said}", flush=True)
         runs, seed = runs + 1, seed + 1
-        if runs in (1, 10):  # by then it has what it keeps
-            held = {"descriptors": me.num_fds(), "threads": me.num_threads(), "KiB": me.memory_full_info().uss >> 10}
-    grown = {"descriptors": me.num_fds(), "threads": me.num_threads(), "KiB": me.memory_full_info().uss >> 10}
+        if runs in (1, 10, 50):  # by then it has what it keeps
+            first, at_first = runs, held_by(me)
     print("\nwhat the user reads:", *(f"{fault}\n    {text}" for fault, text in sorted(soak.read.items())), sep="\n")
     for name, counts in (("faults", soak.faults), ("outcomes", soak.outcomes)):
         print(f"{counts.total()} {name}:", ", ".join(f"{count} {what}" for what, count in counts.most_common()))
-    growth = ", ".join(f"{grown[name] - held[name]:+} {name}" for name in held)
-    print(f"{runs} runs, {failed} failed, {time.monotonic() - began:.0f} s; growth: {growth}")
+    growth = ", ".join(f"{value - at_first[name]:+} {name}" for name, value in held_by(me).items())
+    print(f"{runs} runs, {failed} failed, {time.monotonic() - began:.0f} s; growth since run {first}: {growth}")
     return int(failed > 0)
 
 
