@@ -31,8 +31,8 @@ TESTS = Path(__file__).parent
 IS_ROOT, MOUNTED = os.geteuid() == 0, "UNISONO_SOAK_MOUNTS"
 if __name__ == "__main__" and IS_ROOT and MOUNTED not in os.environ and shutil.which("unshare"):
     with contextlib.suppress(subprocess.CalledProcessError):  # without the right to
-        subprocess.run(["unshare", "--mount", "true"], check=True, stderr=subprocess.DEVNULL)
         enter = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=256m soak /dev/shm && exec "$@"', "soak"]
+        subprocess.run([*enter, "true"], check=True, stderr=subprocess.DEVNULL)
         os.execvpe("unshare", [*enter, sys.executable, *sys.argv], {**os.environ, MOUNTED: "1"})
 sys.path += [each for each in (str(TESTS), str(TESTS / "checkpoint")) if each not in sys.path]
 PATH = f"{TESTS.parent}:{TESTS}:{TESTS / 'checkpoint'}"
