@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, Report, gather_report, spawn, world_size
+from unisono import Accelerator, Output, spawn, world_size
+from unisono.report.run import read_run
 from unisono.simulation.description import Fleet, Model, measure
 from unisono.simulation.prediction import predict
 from unisono.timeline import STEP
@@ -34,8 +35,8 @@ def network(width: int) -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())))
 
 
-def train(index: int, steps: int, width: int, path: Path) -> None:
-    """Leave a report of some steps; the batch of a process is the same for any number of them."""
+def train(index: int, steps: int, width: int) -> None:
+    """Some steps; the batch of a process is the same for any number of them."""
     torch.set_num_threads(1)
     accelerator = Accelerator(seed=0)
     model = network(width)
@@ -46,14 +47,12 @@ def train(index: int, steps: int, width: int, path: Path) -> None:
         optimizer.zero_grad()
         F.mse_loss(model(x), x).backward()
         optimizer.step()
-    report = gather_report()
-    if report is not None:
-        report.save(path)
 
 
 def steps_s(path: Path) -> list[float]:
     """The times from the end of a step to that of the next, of all ranks."""
-    ends = [[stop for phase, _, stop in dict(rank.spans)["loop"] if phase == STEP] for rank in Report.load(path).ranks]
+    loops = [max(each.spans().values(), key=len) for each in read_run(path).ranks]
+    ends = [[stop for phase, _, stop in spans if phase == STEP] for spans in loops]
     return [(after - before) / 1e9 for each in ends for before, after in pairwise(each)]
 
 
@@ -68,9 +67,9 @@ def main() -> None:
     print(conditions())
     steps: dict[int, list[float]] = {1: [], 2: [], 4: []}
     with TemporaryDirectory() as directory:
-        path = Path(directory) / "report.json"
+        path = Path(directory)
         for ranks in [*steps] * options.blocks:
-            spawn(train, args=(options.steps, options.width, path), nprocs=ranks)
+            spawn(train, args=(options.steps, options.width), nprocs=ranks, output=Output(path))
             steps[ranks] += steps_s(path)
             if ranks == 1:
                 found = measure(path)

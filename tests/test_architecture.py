@@ -25,9 +25,9 @@ FLOORS = (
     "errors protocols pickling stacks preemption outcome randomness tree timeline storages rows foreign_names "
     "strategies arguments terminal torch_private",
     "deliveries backends comm",
-    "world",
+    "world report",
     "loaders parallel launch precision placement tracking",
-    "accelerator checkpoint engines functional report progress progress_bars",
+    "accelerator checkpoint engines functional progress progress_bars",
     "cli compat simulation",
     "__main__",
 )

@@ -41,6 +41,7 @@ _STAMPS_AHEAD = 16  # of about two steps: read earlier, the device might not hav
 
 FETCH, MOVE, COMPUTE, REDUCE, STEP = PHASES = ("fetch", "move", "compute", "reduce", "step")
 EVALUATE, LOG, SAVE = "evaluate", "log", "save"
+FORWARD, BACKWARD = "forward", "backward"  # only in runs that are recorded
 
 
 class Waits(NamedTuple):
@@ -230,6 +231,7 @@ class Timeline:
         self._tracks: list[Track] = []
         self._idle: list[Track] = []
         self._clock: DeviceClock | None = None
+        self.is_recorded = False
         self.logged: deque[tuple[int, int | None, dict[str, Any]]] = deque(maxlen=MAX_LOGGED)
         """What the loop has logged, for the record of the rank: when, the step, and the values."""
         self._of_thread = threading.local()

@@ -49,16 +49,17 @@ def nodes(tree: Any) -> list[Any]:
     """The leaves of `tree` but texts and numbers, in order, and each container after what it holds; all once. Fast
     where a container holds only texts and numbers."""
     found: dict[int, Any] = {}  # with the nodes, as in `_map`
-
-    def visit(node: Any) -> None:
-        if type(node) not in _PLAIN_TYPES and id(node) not in found:
-            if is_container(node) and not is_plain(held := children(node)):
-                for child in held:
-                    visit(child)
-            found[id(node)] = node  # not before: a container that contains itself is a RecursionError
-
-    visit(tree)
+    _visit(tree, found)
     return [*found.values()]
+
+
+def _visit(node: Any, found: dict[int, Any]) -> None:
+    # Not a function within `nodes`: it would be in a cycle with `found`, which would hold batches until a collection.
+    if type(node) not in _PLAIN_TYPES and id(node) not in found:
+        if is_container(node) and not is_plain(held := children(node)):
+            for child in held:
+                _visit(child, found)
+        found[id(node)] = node  # not before: a container that contains itself is a RecursionError
 
 
 def objects(tree: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from epochs import PATIENCE_S, CodedError, is_awaiting_batch
 from flows import Moving, failing, flow
 from hypothesis import given
@@ -70,7 +71,7 @@ def test_time_until_a_batch_could_be_used_is_the_transfers():
 @pytest.mark.parametrize("backend", [Moving, CpuBackend])
 def test_bytes_repeated_samples_and_the_depth_of_the_queue_are_counted(backend):
     with flow(backend(), prefetch=4) as made:
-        made.pipeline.start(iter([[Piece(b"12345", Claim(2, 4, 0, 1), None)]] * 4))
+        made.pipeline.start(iter([[Piece(torch.zeros(5, dtype=torch.uint8), Claim(2, 4, 0, 1), None)]] * 4))
         while made.lane.sent < 4:
             threading.Event().wait(0.001)
         assert len(list(made.iterator(made.lane))) == 4

@@ -346,7 +346,7 @@ def test_unequal_shapes_are_named_by_rank_with_the_way_out(peers):
         assert "rank 1 c" in text
         assert "functional.all_gather(float64[3, 4], 0) with a gradient" in text
         assert "functional.all_gather(float64[2, 4], 0) with a gradient" in text
-        assert "functional.all_gather_samples" in text
+        assert "all_gather_samples takes different numbers of rows" in text
 
 
 def test_a_gradient_on_some_ranks_only_is_named_in_the_forward_pass(peers):
@@ -358,7 +358,6 @@ def test_a_gradient_on_some_ranks_only_is_named_in_the_forward_pass(peers):
         assert "CollectiveMismatchError" in text
         assert "with a gradient" in text
         assert "without a gradient" in text
-        assert "all_gather_samples" not in text, "it is not their rows"
 
 
 def test_a_backward_pass_of_some_ranks_only_is_named(peers):

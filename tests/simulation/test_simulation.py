@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from matplotlib import image
 from torch.utils.data import DataLoader
 
-from unisono import DeviceLoader, gather_report, optimizer_step
+from unisono import DeviceLoader, optimizer_step
 from unisono.cli.main import main
-from unisono.report.summary import Report
+from unisono.report.record import Recorder
+from unisono.report.summary import RankSummary, summarise
 from unisono.simulation.collectives import half_s
 from unisono.simulation.description import Fleet, Model, measure, read
 from unisono.simulation.output import save_picture
@@ -234,54 +235,51 @@ def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
 # What a run says.
 
 
-def train(path: Path, steps: int) -> Report:
-    with use_world(solo_world()):
+def train(directory: Path, steps: int) -> RankSummary:
+    with use_world(solo_world()) as world:
+        recorder = Recorder(world, directory)
         model = torch.nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for x in DeviceLoader(DataLoader(torch.randn(4 * steps, 8), batch_size=4)):
             model(x).sum().backward()
             optimizer_step(optimizer)
-        report = gather_report()
-    assert report is not None
-    report.save(path)
-    return report
+        recorder.end(None)
+        return summarise()
 
 
-def test_a_report_gives_the_times_of_its_run_and_the_table_overrides_them(tmp_path, description):
-    path = tmp_path / "there" / "run.json"
-    report = train(path, 20)
-    assert Report.load(path) == report
-    found = measure(path)
+def test_a_run_gives_the_times_of_its_steps_and_the_table_overrides_them(tmp_path, description):
+    rank = train(tmp_path, 20)
+    found = measure(tmp_path)
     assert (found["batch"], found["sample_bytes"]) == (4, 32)
     assert len(found["steps_s"]) == 19, "the first step warms up"
     whole_s = found["forward_s"] + found["backward_s"] + found["optimizer_s"]
     assert whole_s == pytest.approx(sum(found["steps_s"]) / 19)
-    assert 19 * whole_s < report.ranks[0].loop_seconds
-    model, _ = read(description("forward_s = 0.1\nbackward_s = 0.2", "forward_s = 0.5"), path)
+    assert 19 * whole_s < rank.loop_seconds
+    model, _ = read(description("forward_s = 0.1\nbackward_s = 0.2", "forward_s = 0.5"), tmp_path)
     assert (model.forward_s, model.backward_s, model.batch) == (0.5, found["backward_s"], 32)
 
 
 def test_the_rate_of_a_loader_is_known_from_a_run_that_waited_for_it(tmp_path):
-    path = tmp_path / "run.json"
-    (rank,) = train(path, 5).ranks
-    waited = replace(rank, seconds={**rank.seconds, FETCH: 10.0}, waits={**rank.waits, "source": 10.0})
-    Report([waited]).save(path)
-    assert measure(path)["loader_samples_per_s"] == pytest.approx(20 / waited.loop_seconds)
+    train(tmp_path, 5)
+    file = tmp_path / "rank-0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    last = [line for line in lines if "seconds" in line][-1]
+    last["seconds"][FETCH], last["waits"]["source"] = 10.0, 10.0
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    seconds = sum(last["seconds"].values()) - last["seconds"]["move"]
+    assert measure(tmp_path)["loader_samples_per_s"] == pytest.approx(20 / seconds)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_report_without_steps_is_refused(tmp_path, steps, description, capsys):
-    train(tmp_path / "run.json", steps) if steps else Report([]).save(tmp_path / "run.json")
-    assert main(["simulate", str(description()), "--report", str(tmp_path / "run.json")]) == 1
-    assert "run.json holds no steps after the first" in capsys.readouterr().err
+def test_a_run_without_steps_is_refused(tmp_path, steps, description, capsys):
+    train(tmp_path, steps)
+    assert main(["simulate", str(description()), "--report", str(tmp_path)]) == 1
+    assert "holds no steps after the first" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"ranks": [{"rank": 0}]}', '{"ranks": 3}'])
-def test_a_file_that_is_no_report_is_refused(tmp_path, text):
-    path = tmp_path / "run.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"run\.json is no report that Report\.save has written"):
-        measure(path)
+def test_a_directory_without_a_record_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no record of a run"):
+        measure(tmp_path)
 
 
 # What it prints.

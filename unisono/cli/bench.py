@@ -11,18 +11,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from unisono.report.text import aligned
 
 _RATIO = re.compile(
     r"(?P<name>\S.*?) +(?P<ratio>\d+\.\d+) +quartiles (?P<low>[\d.]+) \.\. (?P<high>[\d.]+) +(?P<pairs>\d+) pairs"
 )
 _MUST_AGREE = ("device", "machine", "cores", "processor")
-_NEEDS = {"xla": "torch_xla"}  # a script that is left out where this is not installed
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,9 +34,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("compare", nargs="*", metavar="compare OLD NEW", help="compare two files")
     parser.add_argument("--suite", default="bench", help="the directory of the scripts; default: bench")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these scripts, by their names without .py")
-    parser.add_argument(
-        "--device", default="cpu", help="passed to the scripts that take --device; others run on the CPU"
-    )
+    parser.add_argument("--device", default="", help="passed to the scripts that take --device; others run on the CPU")
     parser.add_argument("-o", "--output", help="the file: results (default bench.json), or the picture of a comparison")
     parser.set_defaults(parser=parser, run=run)
 
@@ -73,14 +68,14 @@ def _run_suite(arguments: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     failed = []
     for script in chosen:
-        takes_device = '"--device"' in script.read_text()
+        takes_device = bool(arguments.device) and '"--device"' in script.read_text()
         command = [sys.executable, str(script), *(["--device", arguments.device] if takes_device else [])]
-        if script.stem in _NEEDS and not _is_installed(_NEEDS[script.stem]):
+        if "import torch_xla" in script.read_text() and find_spec("torch_xla") is None:
             continue
         print(f"{' '.join(command[1:])}", flush=True)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        device = arguments.device if takes_device else "cpu"
+        device = arguments.device if takes_device else ""
         found += [{"script": script.stem, "device": device, **each} for each in _ratios(process.stdout)]
         if process.wait():
             failed.append(script.stem)
@@ -90,12 +85,6 @@ def _run_suite(arguments: argparse.Namespace) -> int:
     if failed:
         print(f"unisono bench: failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
-
-
-def _is_installed(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
 
 
 def _ratios(lines: Any) -> Iterator[dict[str, Any]]:
@@ -119,7 +108,7 @@ def machine_facts(device: str) -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "load": os.getloadavg(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -170,6 +159,8 @@ def _pairs(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, dic
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
     """A table: each ratio before and after, and old / new; above 1, it has become better. `*`: beyond the quartiles."""
+    from unisono.report.text import aligned  # here, since it imports torch
+
     rows = [["", "device", "old", "new", "old/new", ""]]
     for device, name, before, after in _pairs(old, new):
         is_clear = before["high"] < after["low"] or after["high"] < before["low"]

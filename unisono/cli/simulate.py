@@ -13,7 +13,7 @@ _DEVICES = (1, 8, 64, 512, 4096, 32_768, 100_000)
 _EXAMPLES = """
 examples:
   unisono simulate fleet.toml                               a table, to 100,000 devices
-  unisono simulate fleet.toml --report run.json             times from report.save("run.json") of a small run
+  unisono simulate fleet.toml --report logs                 times from a small run: unisono run --log-dir logs
   unisono simulate fleet.toml --devices 8,256 --json        the same numbers, for programs
   unisono simulate fleet.toml --picture fleet.png
 
@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("fleet", type=Path, metavar="FLEET", help="a TOML file: [model], [fleet]; see docs/simulate.md")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="of a run of the model, as Report.save writes it")
+    parser.add_argument("--report", type=Path, metavar="RUN", help="the log directory of a run of the model")
     parser.add_argument("--devices", type=_numbers, default=_DEVICES, metavar="N,N", help="numbers of devices")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a PNG file, up to the largest number")

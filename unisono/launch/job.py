@@ -70,6 +70,7 @@ class Job:
     Attributes:
         call: `Settings`, then `(fn, args)`, pickled by value where needed.
         num_threads: CPU threads of each worker.
+        records: the directory of the ranks' records; "" for none.
         place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
     """
 
@@ -79,6 +80,7 @@ class Job:
     num_threads: int
     place: RankPlace
     caller: Caller = field(default_factory=Caller)
+    records: str = ""
 
     @property
     def ranks(self) -> range:

@@ -13,7 +13,7 @@ import os
 import pickle
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -88,11 +88,13 @@ class Inbox:
 
 
 @contextlib.contextmanager
-def beating(world: World, reporter: Reporter, interval_s: float) -> Iterator[None]:
-    """Report the pulse of `world` during the block."""
+def beating(
+    world: World, reporter: Reporter, interval_s: float, record: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Report the pulse of `world` during the block, and call `record` each time."""
     is_over = threading.Event()
     thread = threading.Thread(
-        target=_send_pulses, args=(world, reporter, interval_s, is_over), name="unisono-pulse", daemon=True
+        target=_send_pulses, args=(world, reporter, interval_s, record, is_over), name="unisono-pulse", daemon=True
     )
     thread.start()
     try:
@@ -115,7 +117,9 @@ def take_pulse(world: World) -> Pulse:
     )
 
 
-def _send_pulses(world: World, reporter: Reporter, interval_s: float, is_over: threading.Event) -> None:
+def _send_pulses(
+    world: World, reporter: Reporter, interval_s: float, record: Callable[[], None], is_over: threading.Event
+) -> None:
     """Body of the pulse's thread."""
     reported: Pulse | None = None
     # The first one at once: until then, the supervisor does not count this rank.
@@ -124,5 +128,6 @@ def _send_pulses(world: World, reporter: Reporter, interval_s: float, is_over: t
         if pulse != reported:
             reporter.send(Kind.PULSE, pickle.dumps(pulse))
             reported = pulse
+        record()
         if is_over.wait(interval_s):
             return

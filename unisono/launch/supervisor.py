@@ -58,6 +58,8 @@ class Supervisor:
         log_dir = self._options.output.log_dir
         if log_directory is None and log_dir is not None:  # here, so that an invalid one is an error in the caller
             self.log_directory = make_log_directory(log_dir)
+        if self.log_directory is not None:
+            self._job = replace(job, records=str(self.log_directory))
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[Callable[[Group], None]] = []
         self._readings: list[threading.Event] = []  # set once the workers' pipes have been read

@@ -47,6 +47,7 @@ from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import name_process
 from unisono.outcome import Outcome, chain_of, this_process
 from unisono.pickling import loads_call
+from unisono.report.record import Recorder
 from unisono.world import World, set_process_world
 
 TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a worker for its stacks, also inside C++; USR2 is the user's
@@ -60,6 +61,7 @@ _is_loading = False  # while the call is being unpickled, which imports modules
 def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     """Run worker `rank` of the job in that file; its reports go to `report_fd`."""
     world: World | None = None
+    recorder: Recorder | None = None
     reporter = Reporter(report_fd)
     name_process(f"unisono-rank-{rank}")
     try:
@@ -78,7 +80,8 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()
-        with beating(world, reporter, job.pulse_s):
+        recorder = Recorder(world, Path(job.records)) if job.records else None
+        with beating(world, reporter, job.pulse_s, recorder.sample if recorder else lambda: None):
             outcome = Outcome.capture(_call_fn, job, world, reporter)
             # Inside the block, so threads that `fn` has left running still count as progress.
             if outcome.error is None:
@@ -102,6 +105,9 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # first: once the caller knows of a failure, it may signal this process
         with contextlib.suppress(Exception):
             stream.flush()
+    with contextlib.suppress(Exception):  # whatever is wrong with the record, the outcome is reported
+        if recorder is not None:
+            recorder.end(outcome.error)
     if preemption.is_agreed() and world is not None:
         reporter.send(Kind.STOPPED, str(count_of(world, "steps")).encode())
     reporter.send(Kind.OUTCOME, replace(outcome, where=where, is_secondary=is_secondary).to_bytes())

@@ -39,6 +39,7 @@ from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
+from unisono.timeline import BACKWARD
 from unisono.torch_private import current_graph_task_id, queue_callback
 from unisono.tree import tensors
 
@@ -165,6 +166,9 @@ class Passes:
                     "model, optimizer, loader)",
                     self._world.comm.size,
                 )
+        timeline, before = self._world.timeline, None
+        if timeline.is_recorded:
+            before = timeline.loop().switch(BACKWARD)
         self._is_called = True
         try:
             if weight is not None or batch is not None:
@@ -177,6 +181,8 @@ class Passes:
             raise
         finally:
             self._is_called, self._given = False, None
+            if timeline.is_recorded:
+                timeline.loop().switch(before)
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""

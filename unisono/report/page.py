@@ -26,9 +26,8 @@ _BINS = 40
 def write_page(run: Run, path: str | Path) -> Path:
     """Write the page; return its absolute path. OSError if it cannot be written."""
     assets = Path(__file__).with_name("assets")
-    title = " ".join(Path(each).name if place == 0 else each for place, each in enumerate(_command(run))) or "A run"
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(run.command),
         "uplot_css": (assets / "uPlot.min.css").read_text(),
         "uplot_js": (assets / "uPlot.min.js").read_text(),
         "data": json.dumps(page_data(run), separators=(",", ":")).replace("</", "<\\/"),
@@ -67,10 +66,6 @@ def page_data(run: Run) -> dict[str, Any]:
         "ranks": [_timeline_of(run, each, phases) for each in run.ranks],
         "charts": list(filter(None, _charts(run))),
     }
-
-
-def _command(run: Run) -> list[str]:
-    return next((each.facts.get("command", []) for each in run.ranks if each.facts), [])
 
 
 def _table(run: Run, phases: Sequence[str]) -> list[list[str]]:

@@ -48,6 +48,7 @@ class Recorder:
         self._world = world
         self._path = directory / f"rank-{world.rank}.jsonl"
         self._spans = directory / f"rank-{world.rank}.spans.jsonl"
+        world.timeline.is_recorded = True
         self._lock = threading.Lock()
         self._began_ns = self._read_ns = time.perf_counter_ns()
         self._left_ns = 0  # of the step that had not ended at the last reading

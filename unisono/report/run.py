@@ -77,6 +77,13 @@ class Run:
     ranks: list[RankRecord]
 
     @property
+    def command(self) -> str:
+        """What was started, as a line."""
+        first, *others = next((each.facts["command"] for each in self.ranks if each.facts.get("command")), ["a run"])
+        name = Path(first).name
+        return " ".join(["unisono" if name == "__main__.py" else name, *others])
+
+    @property
     def report(self) -> Report:
         """The report of the ranks that have recorded anything."""
         return Report([each.summary for each in self.ranks if each.summary is not None])

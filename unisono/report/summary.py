@@ -8,19 +8,20 @@ peers in two places: for the reader that it shares with them, and where gradient
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.timeline import (
+    BACKWARD,
     COMPUTE,
     DEVICE,
     EVALUATE,
     FETCH,
+    FORWARD,
     LOG,
     MOVE,
     PHASES,
@@ -39,6 +40,7 @@ LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
 
 _LABELS = {FETCH: "waiting for data", MOVE: "moving", COMPUTE: "loop body", REDUCE: "reducing", STEP: "stepping"}
 _LABELS |= {EVALUATE: "evaluating", LOG: "logging", SAVE: "saving"}
+_LABELS |= {FORWARD: "forward pass", BACKWARD: "backward pass"}
 
 
 def label(phase: str) -> str:
@@ -148,37 +150,6 @@ class Report:
         from unisono.report.picture import save_picture
 
         return save_picture(self, losses, path)
-
-    def save(self, path: str | Path) -> Path:
-        """Write everything that the report holds into a JSON file: for `unisono simulate`, and programs of your own.
-
-        Args:
-            path: the file to write; its directory is created if needed.
-
-        Returns:
-            The absolute path.
-        """
-        target = Path(path).absolute()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(asdict(self)))
-        return target
-
-    @classmethod
-    def load(cls, path: str | Path) -> Report:
-        """Read a file that `save` has written.
-
-        Args:
-            path: the file.
-
-        Raises:
-            ValueError: it holds something else.
-        """
-        try:
-            ranks = [RankSummary(**each) for each in json.loads(Path(path).read_text())["ranks"]]
-            spans = [[(name, [Span(*each) for each in track]) for name, track in rank.spans] for rank in ranks]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is no report that Report.save has written: {error!r}") from error
-        return cls([replace(rank, spans=each) for rank, each in zip(ranks, spans, strict=True)])
 
     def __repr__(self) -> str:
         return (

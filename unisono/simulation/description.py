@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any, TypeVar
 
 import numpy
 
-from unisono.report.summary import SOURCE, RankSummary, Report
+from unisono.report.run import read_run
+from unisono.report.summary import SOURCE
 from unisono.strategies import DDP, FSDP, ZeRO1
-from unisono.timeline import DEVICE, EVALUATE, FETCH, LOG, MOVE, REDUCE, SAVE, STEP
+from unisono.timeline import DEVICE, EVALUATE, FETCH, FORWARD, LOG, MOVE, REDUCE, SAVE, STEP, Span
 
 T = TypeVar("T")
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
@@ -136,7 +138,7 @@ def read(path: Path, report: Path | None = None) -> tuple[Model, Fleet]:
     """Read a description: TOML with the tables `model` and `fleet`, whose keys are the attributes of these classes.
 
     Args:
-        report: the report of a run of this model (`Report.save`), for what the tables do not say.
+        report: the directory of a recorded run of this model, for what the tables do not say.
 
     Raises:
         ValueError: a file is not what it should be, or says what cannot be; an OSError if there is none.
@@ -166,41 +168,45 @@ def _made(cls: type[T], found: dict[str, Any], given: dict[str, Any]) -> T:
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """What the report of a run shows of its model and loader: attributes of `Model` and `Fleet`.
+    """What the record of a run shows of its model and loader: attributes of `Model` and `Fleet`.
 
     Steps are taken from the spans, the device's where it has a clock; the first of each rank, which warms up, is left
-    out. Of forward and backward pass only the sum is known: the backward pass has twice the work (a product for the
-    gradients of the inputs, and one for those of the weights). Under DDP, a run on several ranks counts what the
-    backward pass waits for as its own time: measure on one device.
+    out. Where the forward pass has no span, a third of the computing is its: the backward pass has twice the work (a
+    product for the gradients of the inputs, and one for those of the weights). Under DDP, a run on several ranks counts
+    what the backward pass waits for as its own time: measure on one device.
 
     Raises:
-        ValueError: it is no report, or no rank has two steps.
+        ValueError: no rank has two steps.
+        FileNotFoundError: there is no record.
     """
-    report = Report.load(path)
-    steps = numpy.array([each for rank in report.ranks for each in _steps(rank)[1:]])
+    run = read_run(path)
+    report = run.report
+    steps = numpy.array([each for rank in run.ranks for each in _steps(rank.spans())[1:]])
     if not len(steps):
         advice = "train for some over a loader of this package, by optimizer_step or a prepared optimizer"
         raise DescriptionError(f"{path} holds no steps after the first; {advice}")
-    compute_s, optimizer_s = (float(each) for each in steps.mean(0))
+    forward_s, compute_s, optimizer_s = (float(each) for each in steps.mean(0))
     samples, loops_s = (sum(getattr(rank, name) for rank in report.ranks) for name in ("samples", "loop_seconds"))
     return {
         "batch": samples / sum(rank.steps for rank in report.ranks),
-        "forward_s": compute_s / 3,
-        "backward_s": compute_s * 2 / 3,
+        "forward_s": forward_s or compute_s / 3,
+        "backward_s": compute_s - (forward_s or compute_s / 3),
         "optimizer_s": optimizer_s,
         "sample_bytes": sum(rank.nbytes for rank in report.ranks) / max(samples, 1),
-        "steps_s": tuple(steps.sum(1).tolist()),
+        "steps_s": tuple(steps[:, 1:].sum(1).tolist()),
         "loader_samples_per_s": samples / loops_s if report.waited(SOURCE) >= _INPUT_BOUND else 0.0,
     }
 
 
-def _steps(rank: RankSummary) -> list[tuple[float, float]]:
-    """Seconds of computing, and of the optimizer, in each step."""
-    tracks, found, compute_ns = dict(rank.spans), [], 0
-    for phase, start, stop in tracks.get(DEVICE) or tracks.get("loop", []):
+def _steps(tracks: Mapping[str, Sequence[Span]]) -> list[tuple[float, float, float]]:
+    """Seconds of the forward pass, of all computing, and of the optimizer, in each step."""
+    found, forward_ns, compute_ns = [], 0, 0
+    by_kind = {name.split()[0]: spans for name, spans in tracks.items() if spans}
+    for phase, start, stop in by_kind.get(DEVICE) or by_kind.get("loop", []):
         if phase == STEP:
-            found.append((compute_ns / 1e9, (stop - start) / 1e9))
-            compute_ns = 0
+            found.append((forward_ns / 1e9, compute_ns / 1e9, (stop - start) / 1e9))
+            forward_ns = compute_ns = 0
         elif phase not in _NO_WORK:
             compute_ns += stop - start
+            forward_ns += (stop - start) * (phase == FORWARD)
     return found

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ class Tracked:
             return
         with self.world.timeline.loop().named(LOG):
             plain, number = plain_values(values), plain_step(step)
+            self.world.timeline.logged.append((time.perf_counter_ns(), number, plain))
             # A copy for each, which a user's tracker may modify.
             _for_each(self._trackers.found("log"), lambda tracker: tracker.log(dict(plain), number))
 

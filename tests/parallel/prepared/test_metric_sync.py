@@ -53,3 +53,23 @@ def test_metrics_of_a_collection_gather_states_of_different_sizes(mode: Mode) ->
 
     expected = sorted(float(each) for rank in range(mode.ranks > 1, mode.ranks) for each in range(rank + 1))
     assert mode.run(body) == [expected] * mode.ranks
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("call", ["update", "forward"])
+def test_rows_of_all_ranks_are_refused_unless_the_metric_leaves_gathering_to_the_loop(mode: Mode, call: str) -> None:
+    def body() -> float:
+        accelerator = Accelerator()
+        loader, own, apart = accelerator.prepare(
+            DataLoader(data(), 4), torchmetrics.SumMetric(), torchmetrics.SumMetric(sync_on_compute=False)
+        )
+        for scores, _ in loader:
+            gathered = accelerator.gather_for_metrics(scores)
+            if mode.ranks > 1:
+                with pytest.raises(ValueError, match=f"SumMetric is updated .* each sample would count {mode.ranks} t"):
+                    getattr(own, call)(gathered[:3])
+            getattr(apart, call)(gathered)
+        return float(apart.compute())
+
+    expected = float(data().tensors[0].sum())
+    assert mode.run(body) == [pytest.approx(expected, rel=1e-6)] * mode.ranks

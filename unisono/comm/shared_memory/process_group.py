@@ -27,6 +27,7 @@ from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions, create_work_from_future
+from unisono.tree import tensors, tree_map
 
 NAME = "shm"
 
@@ -78,7 +79,17 @@ def _by_gloo_together(name: str) -> Callable[..., Any]:
 
     def call(self: SharedMemoryGroup, *arguments: Any) -> Any:
         self._blocks.barrier(f"called {name}()")
-        return getattr(self._by_gloo(), name)(*arguments)
+        # gloo reads and writes memory without regard to strides.
+        copies = [
+            (each, each.contiguous()) for each in tensors(arguments) if not (each.is_sparse or each.is_contiguous())
+        ]
+        dense = {id(each): copy for each, copy in copies}
+        work = getattr(self._by_gloo(), name)(*tree_map(lambda leaf: dense.get(id(leaf), leaf), list(arguments)))
+        if copies:
+            work.wait()
+            for each, copy in copies:
+                each.copy_(copy)
+        return work
 
     return call
 

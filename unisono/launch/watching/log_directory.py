@@ -1,5 +1,6 @@
 """The directory that a run leaves in `log_dir`, `2026-11-21_174601.250113_4242`: what the workers wrote, and the
-tracebacks that ended them, in `rank-0.stdout`, `rank-0.stderr`, ... The link `latest` leads to the run that was
+tracebacks that ended them, in `rank-0.stdout`, `rank-0.stderr`, ...; and what each rank did when, in `rank-0.jsonl`,
+... (report/record.py). The link `latest` leads to the run that was
 begun last."""
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ many rows. Where no batch has repeated a sample, all rows count, whatever they a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from unisono.errors import CollectiveMismatchError
 from unisono.parallel.collectives import all_gather_object, announce_structure, check_samples, gather_samples, num_rows
 from unisono.parallel.means import Mean
 from unisono.parallel.strategies.sharded import loaded_class
+from unisono.storages import StorageMap
 from unisono.timeline import REDUCE
-from unisono.tree import tree_map
+from unisono.tree import tensors, tree_map
 from unisono.world import World
 
 Stretches = Sequence[tuple[int, int]]
@@ -39,7 +40,14 @@ def gather_rows(values: Any, valid_samples: int | None, world: World) -> Any:
     announce_structure("gather_for_metrics", values, world)
     kept, count = valid_rows(values, valid_samples, world)
     with torch.no_grad(), world.timeline.loop().span(REDUCE):
-        return gather_samples(kept, count, 0, world.comm.all_gather, world)
+        gathered = gather_samples(kept, count, 0, world.comm.all_gather, world)
+    for each in tensors(gathered) if world.world_size > 1 else ():
+        world.state.part(_Gathered).note(each, True)
+    return gathered
+
+
+class _Gathered(StorageMap[bool]):
+    """The memory of rows of all ranks."""
 
 
 def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[Any, int]:
@@ -166,6 +174,19 @@ def synchronize_metric(metric: Any, world: World) -> None:
         if isinstance(each, loaded_class("torchmetrics", "Metric")):
             each.dist_sync_fn = partial(_gather_state, world)
             each.distributed_available_fn = partial(_has_peers, world)
+            each.update = wraps(each.update)(partial(_update, each, each.update, world))
+
+
+def _update(metric: Any, update: Callable[..., Any], world: World, *args: Any, **kwargs: Any) -> Any:
+    """Update a metric with this rank's rows; ValueError if they are those of all ranks."""
+    gathered = world.state.part(_Gathered)
+    if getattr(metric, "sync_on_compute", True) and any(map(gathered.find, tensors((args, kwargs)))):
+        raise ValueError(
+            f"the {type(metric).__name__} is updated with what gather_for_metrics has returned, and gathers over the "
+            f"ranks itself: each sample would count {world.world_size} times; update it with the rank's own (count = "
+            "loader.valid_samples; metric.update(scores[:count], labels[:count])), or pass it sync_on_compute=False"
+        )
+    return update(*args, **kwargs)
 
 
 def _has_peers(world: World) -> bool:

@@ -17,6 +17,7 @@ from unisono.parallel.compilation import keep_out_of_graphs
 from unisono.parallel.prepared.stepper import Stepper
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded
+from unisono.timeline import FORWARD
 from unisono.torch_private import MODULES
 from unisono.tree import tree_map
 
@@ -90,6 +91,9 @@ class PreparedModel(nn.Module):
         if torch.is_grad_enabled():
             engine.refresh()
             origin = passes.bind(engine, inputs, self._syncs)
+        timeline = passes.steps.world.timeline
+        track = timeline.loop() if timeline.is_recorded and origin is not None else None
+        before = track.switch(FORWARD) if track is not None else None
         try:
             if self._autocast is None:
                 result = engine.run(args, kwargs, method)
@@ -107,6 +111,9 @@ class PreparedModel(nn.Module):
                     "Accelerator(sync_batchnorm=True), which computes it over all of them"
                 )
             raise
+        finally:
+            if track is not None:
+                track.switch(before)
         if origin is not None:
             passes.watch(engine, result, origin)
         else:

@@ -1,0 +1,167 @@
+"""The records of a run: each number is there, also of one that was killed; shown as a page, a trace, live."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from modes import HOST, by_value
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono import Accelerator, Output, spawn
+from unisono.cli.main import main
+from unisono.errors import WorkerDiedError
+from unisono.report.comparison import compare
+from unisono.report.diagnosis import diagnose
+from unisono.report.live import describe
+from unisono.report.page import page_data
+from unisono.report.record import Recorder
+from unisono.report.run import Run, read_run
+from unisono.timeline import BACKWARD, FETCH, FORWARD, LOG, REDUCE, STEP
+from unisono.world import solo_world, use_world
+
+STEPS = 30
+
+
+def train(directory: Path | None = None, dies: bool = False) -> None:
+    accelerator = Accelerator(seed=0, split_batches=True, project_dir=directory)
+    if directory is not None:
+        accelerator.init_trackers("run")
+    model = torch.nn.Linear(4, 1)
+    x = torch.randn(4 * STEPS, 4, device=HOST)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    for number, (inputs, labels) in enumerate(loader):
+        loss = torch.nn.functional.mse_loss(model(inputs), labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if directory is not None:
+            accelerator.log({"loss": loss.item()}, step=number)
+        if dies and number == STEPS // 2 and accelerator.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Of two workers, to its end."""
+    directory = tmp_path_factory.mktemp("run")
+    with by_value(train):
+        spawn(lambda _: train(directory / "project"), nprocs=2, backend="cpu", output=Output(directory / "logs"))
+    return read_run(directory / "logs")
+
+
+def test_a_run_leaves_each_step_its_phases_and_what_was_logged(run: Run) -> None:
+    assert [each.rank for each in run.ranks] == [0, 1]
+    assert run.missing == []
+    for each in run.ranks:
+        assert (each.end, each.restarts, each.summary.steps, each.summary.samples) == ("finished", 0, STEPS, 2 * STEPS)
+        assert len(each.steps()) == STEPS
+        assert sum(seconds for _, seconds in each.steps()) <= each.summary.loop_seconds
+        phases = [span.phase for span in next(spans for name, spans in each.spans().items() if name.startswith("loop"))]
+        assert {FETCH, FORWARD, BACKWARD, STEP} <= set(phases)
+        assert phases.count(FORWARD) == phases.count(BACKWARD) == STEPS
+    logged = [line for sample in run.ranks[0].samples for line in sample["logged"]]
+    assert [step for _, step, _ in logged] == list(range(STEPS))
+    assert run.report.samples == 4 * STEPS
+
+
+def test_the_page_holds_the_numbers_of_the_run(run: Run) -> None:
+    data = page_data(run)
+    charts = {each["title"]: each for each in data["charts"]}
+    steps = charts["Time of a step"]["series"]
+    assert steps == [[f"rank {each.rank}", [round(1e3 * s, 3) for _, s in each.steps()]] for each in run.ranks]
+    assert sum(charts["Distribution of step times (99 %)"]["series"][0][1]) >= 2 * STEPS * 0.98
+    assert len(charts["Logged"]["x"]) == STEPS
+    assert [row[0] for row in data["table"]] == ["rank", "0", "1"]
+    for rank, drawn in zip(run.ranks, data["ranks"], strict=True):
+        phases = (FETCH, FORWARD, BACKWARD, STEP, LOG, REDUCE, "compute")
+        whole = sum(rank.summary.seconds.get(phase, 0.0) for phase in phases)
+        assert sum(drawn["spans"]["length"]) == pytest.approx(whole, rel=0.01)
+
+
+def test_commands_show_it_and_write_a_page_and_a_trace(run: Run, tmp_path: Path, capsys) -> None:
+    page, trace = tmp_path / "there" / "page.html", tmp_path / "trace.json"
+    assert main(["report", str(run.directory), "-o", str(page), "--trace", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    assert "forward pass" in shown
+    assert str(page) in shown
+    assert "{{" not in page.read_text()
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert sum(event["name"] == "forward pass" for event in events) == 2 * STEPS
+    assert main(["top", str(run.directory), "--once"]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert main(["report", str(run.directory), str(run.directory)]) == 0
+    assert "samples/s" in capsys.readouterr().out
+    assert "1.000" in compare(run, run)
+
+
+def test_a_killed_rank_leaves_what_it_did_and_is_named(tmp_path: Path) -> None:
+    with by_value(train), pytest.raises(WorkerDiedError):
+        spawn(lambda _: train(dies=True), nprocs=2, backend="cpu", output=Output(tmp_path))
+    found = read_run(tmp_path)
+    (killed,) = [each for each in found.ranks if each.rank == 1]
+    os.utime(killed.path, (0, 0))
+    assert killed.end is None
+    assert any("rank 1: it has not recorded its end" in text for text in found.missing)
+    assert "silent for" in describe(found)
+    assert page_data(found)["missing"] == found.missing
+
+
+def test_a_restart_counts_and_what_is_cut_off_is_said(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.directory, tmp_path / "copy")
+    file = tmp_path / "copy" / "rank-0.jsonl"
+    first = file.read_text().splitlines()[0]
+    file.write_text(file.read_text() + first + "\n" + '{"t": 1')
+    found = read_run(tmp_path / "copy").ranks[0]
+    assert (found.restarts, found.samples, found.summary) == (1, [], None)
+    assert "rank-0.jsonl is cut off" in found.cut[0]
+    (tmp_path / "copy" / "rank-1.jsonl").unlink()
+    assert "rank 1 has left no record" in read_run(tmp_path / "copy").missing
+
+
+def test_training_goes_on_where_the_record_cannot_be_written(tmp_path: Path, caplog) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    with use_world(solo_world()) as world, caplog.at_level(logging.WARNING):
+        recorder = Recorder(world, directory)
+        shutil.rmtree(directory)
+        train()
+        recorder.sample()
+        recorder.end(None)
+    assert caplog.text.count("is incomplete from here on, the run continues") == 1
+
+
+def test_a_directory_without_records_is_an_error_that_says_what_writes_them(tmp_path: Path, capsys) -> None:
+    assert main(["report", str(tmp_path)]) == main(["top", str(tmp_path)]) == 1
+    assert "unisono run --log-dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seconds": {FETCH: 5.0}, "waits": {"source": 5.0}}, "input-bound"),
+        ({"seconds": {FETCH: 5.0}, "waits": {"transfer": 5.0}}, "transfer-bound"),
+        ({"seconds": {REDUCE: 9.0}}, "peer-bound"),
+        ({"seconds": {"compute": 9.0}}, "compute-bound"),
+        ({"machine_cpu": 1.0, "cpu_s": 0.1}, "the machine's cores are taken by others"),
+    ],
+    ids=["data", "transfer", "peers", "computing", "other processes"],
+)
+def test_one_sentence_says_what_helps(run: Run, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    for record in run.ranks:
+        last = record.samples[-1]
+        nothing = dict.fromkeys(last["seconds"], 0.0) | {"compute": 1.0}
+        plain = {**last, "seconds": nothing, "waits": dict.fromkeys(last["waits"], 0.0), "machine_cpu": 0.5}
+        made = plain | changes | {name: plain[name] | changes.get(name, {}) for name in ("seconds", "waits")}
+        lines = [record.facts, {**made, "t": 0.0, "cpu_s": 0.0}, {**made, "t": 10.0}, {"end": "finished"}]
+        (tmp_path / record.path.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert diagnose(read_run(tmp_path)).startswith(words)

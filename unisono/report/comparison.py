@@ -1,0 +1,49 @@
+"""Two runs beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from unisono.report.run import Run
+from unisono.report.summary import LOOP_PHASES, label
+from unisono.report.text import aligned
+
+
+def compare(first: Run, second: Run) -> str:
+    """A table of both runs, and the ratio of the second to the first."""
+    rows = [["", "first", "second", "ratio"]]
+    for name, number_of, form in _NUMBERS:
+        one, other = number_of(first), number_of(second)
+        ratio = f"{other / one:.3f}" if one and not np.isnan(other / one) else ""
+        rows.append([name, form.format(one), form.format(other), ratio])
+    return aligned(rows)
+
+
+def _share(phase: str) -> Callable[[Run], float]:
+    return lambda run: float(np.mean([each.share(phase) for each in run.report.ranks] or [np.nan]))
+
+
+def _step_ms(quantile: float) -> Callable[[Run], float]:
+    def found(run: Run) -> float:
+        times = [seconds for each in run.ranks for _, seconds in each.steps()]
+        return 1e3 * float(np.quantile(times, quantile)) if times else float("nan")
+
+    return found
+
+
+_NUMBERS: list[tuple[str, Callable[[Run], float], str]] = [
+    ("ranks", lambda run: len(run.ranks), "{:,}"),
+    ("seconds", lambda run: run.seconds, "{:,.1f}"),
+    ("samples", lambda run: run.report.samples, "{:,}"),
+    ("samples/s", lambda run: run.report.samples_per_second if run.report.ranks else 0.0, "{:,.0f}"),
+    ("step, median, ms", _step_ms(0.5), "{:.3f}"),
+    ("step, 95 %, ms", _step_ms(0.95), "{:.3f}"),
+    *((label(phase), _share(phase), "{:.1%}") for phase in LOOP_PHASES),
+    (
+        "memory, MB",
+        lambda run: max((one["rss"] for each in run.ranks for one in each.samples), default=0) / 1e6,
+        "{:,.0f}",
+    ),
+]
