@@ -195,7 +195,7 @@ class Soak:
             self.plain = [Run(Path(root) / str(workers), workers=workers)()[0] for workers in (0, 1)]
 
     def note(self, fault: str, outcome: str, read: str = "") -> str:
-        self.faults[fault] += 1
+        self.faults[fault] += fault != "none"
         self.outcomes[outcome] += 1
         if read.strip():
             self.read.setdefault(fault, read.strip().partition("\n")[0])
@@ -252,18 +252,18 @@ class Soak:
         places = {"batch": draw.randrange(1, 6), "rank": draw.randrange(ranks), "strike": strike, "handles": handles}
         (root / "train.py").write_text(TRAINING.format(**places))
         source, environ = COMMAND.format(limits=limits, ranks=ranks), {"TMPDIR": str(root), "PYTHONPATH": PATH}
-        said = []
+        said = ""
         for expected in dict.fromkeys([143 if handles else code_then, 0]):
             with Script(source, root, "file" if limits else "warm", **environ) as script:
                 code, output, errors = script.end(LIMIT_S)
                 assert not (left := script.survivors()), left
                 assert code == expected, f"{fault}: exit code {code}"
                 assert said or words in errors, f"{fault}: {errors}"
-            said.append(f"run-{ranks}: {self.note(fault + ', should_stop()' * handles, f'exit code {code}', errors)}")
+            said = said or f"run-{ranks}: {self.note(fault + ', should_stop()' * handles, f'exit code {code}', errors)}"
         ledger = Ledger()
         ledger.seen = json.loads(output.splitlines()[-1])
         assert_each_once(ledger)
-        return said[0]
+        return said
 
     def start_many(self, draw: random.Random, root: Path) -> str:
         def start(number: int) -> list[Any]:
