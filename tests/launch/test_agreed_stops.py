@@ -283,7 +283,7 @@ def test_a_stop_that_comes_after_the_last_question_is_not_lost(
         let_pass(2)
         code, output, errors = script.end()
         assert (code, output) == (0, "143 ['done', 'done']\n")
-        assert errors == "stopped early as asked; run again to resume\n"
+        assert errors == ASKED["SIGTERM to the caller"][1] + "stopped early as asked; run again to resume\n"
 
 
 def test_an_agreed_stop_whose_save_fails_is_not_restarted(line, ear):
