@@ -90,6 +90,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/host_cost.py
 	$(BIN)/python bench/first_batch.py
 	$(BIN)/python bench/simulated.py
+	$(BIN)/python bench/low_bandwidth.py
 	if test -x $(XLA)/bin/python; then for each in overhead first_batch xla; do \
 	    PJRT_DEVICE=CPU $(XLA)/bin/python bench/$$each.py || exit 1; done; fi
 

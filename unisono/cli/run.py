@@ -8,9 +8,9 @@ options, or from the environment set by Kubernetes or a SLURM step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import run_options
@@ -55,7 +55,24 @@ def run(parsed: argparse.Namespace) -> int:
             _run_on_machines(parsed, target, machines)
     except Exception as error:
         return _print_failure(error) if _has_run(error) else _print_refusal(parsed, error)
+    if parsed.log_dir is not None:
+        _print_end(parsed.log_dir)
     return 0
+
+
+def _print_end(log_dir: str) -> None:
+    """What the run was, in a line."""
+    from unisono.report.run import read_run
+
+    with contextlib.suppress(OSError):  # nothing is recorded: a full disk, which was reported
+        run = read_run(log_dir)
+        ranks = run.report.ranks
+        steps, rate = max((each.steps for each in ranks), default=0), run.report.samples_per_second if ranks else 0.0
+        print(
+            f"unisono run: finished in {run.seconds:,.1f} s, {steps:,} steps, {rate:,.0f} samples/s; "
+            f"{run.directory.resolve()} (unisono report {log_dir})",
+            file=sys.stderr,
+        )
 
 
 def _run_here(parsed: argparse.Namespace, target: Target) -> None:
@@ -102,7 +119,7 @@ def _options_of(parsed: argparse.Namespace, grace_s: float, has_prefix: bool) ->
         "hang_timeout_s": parsed.hang_timeout,
         "max_restarts": parsed.max_restarts or 0,
         "grace_s": grace_s,
-        "output": Output(parsed.log_dir, parsed.log_ranks, has_prefix),
+        "output": Output(parsed.log_dir, parsed.log_ranks, "several" if has_prefix else False, parsed.profile),
         "process_group": parsed.process_group,
     }
 
@@ -122,23 +139,24 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         return None
     if not endpoint:
         raise ValueError(f"--nnodes {nodes[1]} needs --rdzv-endpoint host:port, where the machines meet")
-    from unisono.launch.hosts.agent import MachineOptions, secret_in
+    from unisono.launch.hosts.agent import MachineOptions
     from unisono.launch.hosts.endpoint import split_endpoint
+    from unisono.launch.hosts.secret import secret_of_run
 
     split_endpoint(endpoint)
     if parsed.max_restarts is None and nodes[0] < nodes[1]:
         parsed.max_restarts = 3  # a run that shrinks restarts
-    secret = {"secret": secret_in(Path(parsed.rdzv_secret_file))} if parsed.rdzv_secret_file else {}
+    run_id = parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono"
     return MachineOptions(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
         endpoint=endpoint,
-        run_id=parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono",
+        run_id=run_id,
         node_rank=parsed.node_rank,
         rdzv_conf=parsed.rdzv_conf,
         local_addr=parsed.local_addr,
         lost_after_s=parsed.lost_after,
-        **secret,
+        secret=secret_of_run(parsed.rdzv_secret_file, run_id, endpoint, nodes[1]),
     )
 
 

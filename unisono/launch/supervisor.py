@@ -209,8 +209,8 @@ class Supervisor:
         job = self._job
         if not job.place.address:  # otherwise the agent has set the count for all machines
             job = replace(job, place=replace(job.place, restart_count=restart_count))
-        output = WorkerOutput(self._options.output, self.log_directory)
-        with rendezvous() as directory, contextlib.closing(output):
+        shown = self._options.output
+        with rendezvous() as directory, contextlib.closing(WorkerOutput(shown, self.log_directory)) as output:
             self._group = Group(job, directory, output, self._has_started.set, self._others)
             return self._group.run(self._wake_r, self._obey_requests)
 

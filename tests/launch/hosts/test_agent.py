@@ -474,7 +474,8 @@ def test_a_hang_names_the_stuck_rank_and_ends_both_machines_which_keep_the_files
 def _assert_has_the_files_of_its_rank(directory: Path) -> None:
     """Under the rank in the whole world."""
     rank = 0 if (directory / "rank-0.stdout").exists() else 1
-    assert {path.name for path in directory.iterdir()} == {f"rank-{rank}.stdout", f"rank-{rank}.stderr"}
+    kept = {f"rank-{rank}.{kind}" for kind in ("stdout", "stderr", "jsonl")}
+    assert {path.name for path in directory.iterdir()} - {f"rank-{rank}.spans.jsonl"} == kept
     assert (directory / f"rank-{rank}.stdout").read_text() == f"from {rank} {('one', 'two')[rank]}\n"
     errors = (directory / f"rank-{rank}.stderr").read_text()  # killed, or woken by the end of the other
     assert "WorkerDiedError" in errors or "BrokenWorldError" in errors

@@ -138,6 +138,17 @@ def test_lines_are_marked_as_asked(shown, run, prefix, stdout, stderr, is_kept):
     assert output.tail(1) == ["to stderr"]
 
 
+def test_several_marks_stdout_from_the_line_on_that_a_second_rank_writes(shown):
+    output = WorkerOutput(options.Output(prefix="several"), None, *shown.fds)
+    for rank in (0, 0, 1, 0):
+        write(output, rank, "print('line', flush=True)")
+        shown.wait_for(rank) if hasattr(shown, "wait_for") else None
+    output.close()
+    lines = shown.stdout.splitlines()
+    assert lines[:2] == [b"line", b"line"]
+    assert sorted(lines[2:]) == [b"[rank 0] line", b"[rank 1] line"]
+
+
 def test_a_restart_appends_to_the_files(shown, run):
     for attempt in range(2):
         output = WorkerOutput(PLAIN, run, *shown.fds)

@@ -34,6 +34,7 @@ PAGE = 4096
 _JOINED = 8  # offset in the header where a rank reports that it has joined
 _TOKEN = 16  # bytes at the beginning of the file that identify it
 _PLACE, _REFUSED = "place", "refused"
+_NETWORK = "/proc/self/ns/net"
 _POLL_S = 0.002
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
 
@@ -97,7 +98,7 @@ def _create(store: Store, size: int, num_bytes: int) -> Mapping:
     os.pwrite(file, token, 0)
     mapping = Mapping(file, 0, size, num_bytes)
     # Announced last: the others open the file as soon as they read this.
-    store.set(_PLACE, f"{os.getpid()} {file} {token.hex()}")
+    store.set(_PLACE, f"{os.getpid()} {file} {token.hex()} {os.readlink(_NETWORK)}")
     return mapping
 
 
@@ -107,12 +108,13 @@ def _open(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
         if store.check([_REFUSED]):
             return None
         time.sleep(_POLL_S)
-    pid, number, token = store.get(_PLACE).decode().split()
+    pid, number, token, network = store.get(_PLACE).decode().split()
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    # On another machine, or in another container, the same path is a different file.
-    if os.pread(file, _TOKEN, 0).hex() != token:
+    # On another machine, or in another container, the same path is a different file; and messages between two ranks go
+    # over the loopback, which is another one in another network.
+    if os.pread(file, _TOKEN, 0).hex() != token or os.readlink(_NETWORK) != network:
         os.close(file)
-        raise FileNotFoundError("it is another file")
+        raise FileNotFoundError("it is another file, or in another network")
     return Mapping(file, rank, size, num_bytes)
 
 

@@ -110,6 +110,7 @@ class _CallersStream:
     def __init__(self, descriptor: int) -> None:
         self.mixer = LineMixer()
         self.is_marked = False  # whether lines have got prefixes
+        self.writers: set[bytes] = set()  # by their prefixes, which a restart leaves as they are
         try:
             self.fd = os.dup(descriptor)
         except OSError:  # it is closed
@@ -137,6 +138,7 @@ class _Source:
 
     fd: int
     prefix: bytes
+    is_marked_alone: bool  # also while no other source has written to that stream
     shown_on: _CallersStream | None  # None: not shown
     path: Path | None  # the file that it is saved to
     log: int = -1  # that file's descriptor
@@ -160,8 +162,10 @@ class _Source:
 
     def _write(self, pieces: list[bytes]) -> None:
         if self.shown_on is not None:
-            self.shown_on.is_marked |= bool(self.prefix)
-            self.shown_on.write(b"".join(self.shown_on.mixer.add(self, self.prefix, each) for each in pieces))
+            self.shown_on.writers.add(self.prefix)
+            prefix = self.prefix if self.is_marked_alone or len(self.shown_on.writers) > 1 else b""
+            self.shown_on.is_marked |= bool(prefix)
+            self.shown_on.write(b"".join(self.shown_on.mixer.add(self, prefix, each) for each in pieces))
 
     def close_log(self) -> None:
         if self.log >= 0:
@@ -192,7 +196,9 @@ class WorkerOutput:
     def open(self, rank: int) -> tuple[int, int]:
         """Return the descriptors for a worker's stdout and stderr; they remain ours, see `handed_over`."""
         self._write_ends[rank] = []
-        is_captured = self._wanted.prefix is True or self._directory is not None or not self._is_shown(rank)
+        is_captured = (
+            self._wanted.prefix in (True, "several") or self._directory is not None or not self._is_shown(rank)
+        )
         stdout = self._capture(rank, "stdout") if is_captured else self._stdout
         return stdout, self._capture(rank, "stderr")
 
@@ -231,6 +237,7 @@ class WorkerOutput:
         source = _Source(
             fd=reading,
             prefix=f"[rank {rank}] ".encode() if is_marked else b"",
+            is_marked_alone=name == "stderr" or self._wanted.prefix is True,
             shown_on=self._callers[name] if self._is_shown(rank) else None,
             path=None if self._directory is None else log_file(self._directory, rank, name),
         )
