@@ -51,6 +51,7 @@ class Supervisor:
     def __init__(self, job: Job, log_directory: Path | None = None, others: OtherMachines | None = None) -> None:
         self._job = job
         self._options = job.options
+        self.grace_s = job.options.grace_s
         self._group: Group | None = None
         self.log_directory = log_directory
         self._others = others

@@ -45,7 +45,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from unisono.comm.sealing import UnsignedError, seal, unseal, use_secret
 from unisono.errors import StoppedError, UnisonoError
-from unisono.launch.context import ASKED
+from unisono.launch.context import say_asked
 from unisono.launch.hosts.endpoint import (
     interface_of,
     is_loopback,
@@ -216,10 +216,9 @@ class Agent(SimpleElasticAgent):
         if may_wish and self._supervisor is not None and self._supervisor.handles_stop():
             self._patience_until = time.monotonic() + self._job.options.grace_s + _MARGIN_S
             self._supervisor.ask_to_stop()
-            if signum == signal.SIGINT:
-                with contextlib.suppress(OSError):
-                    os.write(2, ASKED)  # not via sys.stderr, which may be in the middle of a write
+            say_asked(signum)
         elif signum != signal.SIGTERM or self._patience_until is None:  # otherwise it is a mere repetition
+            say_asked(signum, self._job.options.grace_s)
             raise SignalException(f"pid {os.getpid()} got {signal.Signals(signum).name}", signal.Signals(signum))
 
     def on_report(self, report: MachineReport) -> None:
