@@ -50,7 +50,7 @@ test-newest: $(NEWEST)/.test
 test-toy: $(VENV)/.test
 	PYTHONPATH=tests/toy/package $(BIN)/python $(PYTEST) --backend toy -m "any_family and not slow"
 
-# Random trainings under random faults; in continuous integration, MINUTES=5.
+# Random trainings under random faults; in continuous integration, two.
 MINUTES ?= 30
 soak: $(VENV)/.test
 	$(BIN)/python tests/soak.py --minutes $(MINUTES)

@@ -18,6 +18,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from blocks import conditions
@@ -35,11 +36,14 @@ from agents import two_networks
 BATCH = 32  # of a machine
 
 
+SENT: dict[str, Literal["bf16", "int8"]] = {"bf16": "bf16", "int8": "int8"}
+
+
 def strategy(name: str, every: int) -> Choice:
     if name == "powersgd":
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
         return DDP(comm_hook=partial(powerSGD_hook, state))
-    return DDP() if name == "ddp" else DiLoCo(every, sent_as={"bf16": "bf16", "int8": "int8"}.get(name))
+    return DDP() if name == "ddp" else DiLoCo(every, sent_as=SENT.get(name))
 
 
 VARIANTS = {
@@ -78,7 +82,7 @@ def train(name: str, steps: int, every: int, width: int) -> None:
     before, start = sent_bytes(), time.perf_counter()
     for x, y in loader:
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        accelerator.backward(F.mse_loss(model(x), y))
         optimizer.step()
     barrier()
     seconds, sent = time.perf_counter() - start, sent_bytes() - before
@@ -132,8 +136,8 @@ def main() -> None:
     print(f"{numbers}, {options.steps} steps, {options.every} per meeting")
     print(f"ddp: {first['bytes'] / 1e6:.2f} MB and {first['seconds'] * 1e3:.0f} ms a step, loss {first['loss']:.4f}")
     print(f"{'ratio to ddp':<28}{'bytes':>8}{'time':>8}{'loss':>8}")
-    for name, each in results.items():
-        ratios = [each[figure] / first[figure] for figure in ("bytes", "seconds", "loss")]
+    for name, found in results.items():
+        ratios = [found[figure] / first[figure] for figure in ("bytes", "seconds", "loss")]
         print(f"{VARIANTS[name]:<28}" + "".join(f"{ratio:8.3f}" for ratio in ratios))
     return None
 
