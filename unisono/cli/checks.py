@@ -52,7 +52,7 @@ def check_resources() -> Iterator[Finding]:
 
     limit, owner = memory_limit()
     free = psutil.virtual_memory().available
-    text = f"the limit {owner} is {_amount(limit)}; {_amount(free)} of the machine's are free"
+    text = f"the limit {owner} is {_amount(limit)}; {_amount(free)} are free"
     advice = "a worker needs about 0.2 GiB before it holds any data: make room, or start fewer"
     yield warning_if(min(limit, free) < _GIB, "memory", text, advice)
     if Path("/dev/shm").is_dir():

@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(diagnose(found))
         for text in found.missing:
             print(f"missing: {text}", file=sys.stderr)
-        print(write_page(found, arguments.output or found.directory / "report.html"))
+        print(f"page: {write_page(found, arguments.output or found.directory / 'report.html')}")
         if arguments.trace:
-            print(write_trace(found, arguments.trace))
+            print(f"trace: {write_trace(found, arguments.trace)}")
     except OSError as error:
         print(f"unisono report: {error}", file=sys.stderr)
         return 1

@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     if not all(each.isdecimal() and 0 < int(each) <= 10**9 for each in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} are no integers from 1 to 10**9, with commas between them")
+        raise argparse.ArgumentTypeError(f"expected integers from 1 to 10**9, separated by commas, and got {text!r}")
     return tuple(map(int, text.split(",")))
 
 

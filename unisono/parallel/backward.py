@@ -45,6 +45,8 @@ from unisono.tree import tensors
 
 logger = logging.getLogger(__name__)
 
+_SUM = 2  # torch.nn._reduction, as a loss keeps it
+
 
 @dataclass(eq=False)
 class _Pass:
@@ -80,7 +82,7 @@ class Passes:
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
         self._is_called = False  # `backward`, and it runs
-        self._has_warned = False
+        self._has_warned = self._is_checked = False
         self._parts: set[float] = set()  # of the batches of the forward passes since the last request
         self._given: tuple[Any, Origin | None] | None = None  # to `backward`, which runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
@@ -169,6 +171,14 @@ class Passes:
         timeline, before = self._world.timeline, None
         if timeline.is_recorded:
             before = timeline.loop().switch(BACKWARD)
+        if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
+            self._is_checked = True
+            if weight is None and getattr(loss.grad_fn, "_saved_reduction", None) == _SUM and self._world.rank == 0:
+                logger.warning(
+                    "the loss was computed with reduction='sum', and gradients are weighted as those of means over "
+                    "samples, so the result depends on the number of ranks and microbatches; use reduction='mean', or "
+                    "accelerator.backward(loss / count, weight=count)"
+                )
         self._is_called = True
         try:
             if weight is not None or batch is not None:

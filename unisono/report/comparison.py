@@ -8,13 +8,14 @@ import numpy as np
 
 from unisono.report.run import Run
 from unisono.report.summary import LOOP_PHASES, label
-from unisono.report.text import aligned
+from unisono.report.text import OWN_NAMED, aligned
 
 
 def compare(first: Run, second: Run) -> str:
     """A table of both runs, and the ratio of the second to the first."""
-    rows = [["", "first", "second", "ratio"]]
-    for name, number_of, form in _NUMBERS:
+    rows = [["", first.directory.resolve().name, second.directory.resolve().name, "ratio"]]
+    own = [phase for phase in OWN_NAMED if phase in {*first.report.named_phases, *second.report.named_phases}]
+    for name, number_of, form in [*_NUMBERS, *((label(phase), _share(phase), "{:.1%}") for phase in own)]:
         one, other = number_of(first), number_of(second)
         ratio = f"{other / one:.3f}" if one and not np.isnan(other / one) else ""
         rows.append([name, form.format(one), form.format(other), ratio])

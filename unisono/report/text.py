@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unisono.report.summary import CAUSES, Report, label
-from unisono.timeline import PHASES
+from unisono.timeline import BACKWARD, EVALUATE, FORWARD, LOG, PHASES, SAVE
 
 _TITLE = "Where the time went"
+OWN_NAMED = (FORWARD, BACKWARD, EVALUATE, LOG, SAVE)
 _CAPTION = "moving runs in the background, concurrently with the others"
 
 
@@ -31,11 +32,13 @@ def aligned(rows: list[list[str]]) -> str:
 def _table_rows(report: Report) -> list[list[str]]:
     """The rows of the table, from its headings on, which may have several lines."""
     phases = [label(phase).replace(" for", "\nfor").replace("loop ", "loop\n") for phase in PHASES]
-    named = report.named_phases
-    # One column for all named phases: their names may be of any length.
-    rows = [["rank", *phases, *(["named"] if named else []), "seconds", "samples"]]
+    # A column for each of the package's own named phases; one for those of the user, whose names may be of any length.
+    own = [phase for phase in report.named_phases if phase in OWN_NAMED]
+    named = [phase for phase in report.named_phases if phase not in own]
+    heads = [label(phase).replace(" ", "\n") for phase in own] + (["named"] if named else [])
+    rows = [["rank", *phases, *heads, "seconds", "samples"]]
     for each in report.ranks:
-        shares = [each.share(phase) for phase in PHASES] + ([sum(map(each.share, named))] if named else [])
+        shares = [each.share(phase) for phase in (*PHASES, *own)] + ([sum(map(each.share, named))] if named else [])
         percents = map("{:.1%}".format, shares)
         rows.append([f"{each.rank} {each.device}", *percents, f"{each.loop_seconds:.2f}", f"{each.samples:,}"])
     return rows
@@ -56,7 +59,9 @@ def _lines_below(report: Report) -> Iterator[str]:
         depth = sum(each.mean_queue for each in report.ranks) / len(report.ranks)
         causes = ", ".join(f"{cause} {report.waited(cause):.1%}" for cause in CAUSES)
         shares = {
-            name: sum(each.share(name) for each in report.ranks) / len(report.ranks) for name in report.named_phases
+            name: sum(each.share(name) for each in report.ranks) / len(report.ranks)
+            for name in report.named_phases
+            if name not in OWN_NAMED
         }
         if shares:
             yield "named: " + ", ".join(f"{label(name)} {share:.1%}" for name, share in shares.items())

@@ -150,6 +150,8 @@ def read(path: Path, report: Path | None = None) -> tuple[Model, Fleet]:
     if tables.keys() != {"model", "fleet"} or not all(isinstance(each, dict) for each in tables.values()):
         raise DescriptionError(f"{path} has {', '.join(tables) or 'nothing'}; it needs the tables [model] and [fleet]")
     found = {} if report is None else measure(report)
+    if "jitter" in tables["model"]:
+        found.pop("steps_s", None)  # which would be taken in its place
     return _made(Model, found, tables["model"]), _made(Fleet, found, tables["fleet"])
 
 

@@ -155,6 +155,8 @@ class Stepper:
         if not self._steps.request(self.optimizer):
             self._skip()
             return None
+        if not self.taken.steps and not self.checks and self._steps.every > 1:
+            self._warn_of_scheduler()
         track, before = self.world.timeline.loop(), self.taken.steps
         self.was_skipped = False
         try:
@@ -191,6 +193,16 @@ class Stepper:
             self.world.timeline.at_step(track.counts["steps"])
         self.was_skipped = self.taken.steps == before
         return result
+
+    def _warn_of_scheduler(self) -> None:
+        """Warn of a scheduler that was left out of `prepare`, by torch's mark; a prepared one has left a check here."""
+        if hasattr(self.optimizer.step, STEP_WRAPPED) and self.world.rank == 0:
+            logger.warning(
+                "a scheduler of the %s was not prepared: it advances on every microbatch, %d of which make a step; "
+                "pass it to accelerator.prepare()",
+                type(self.optimizer).__name__,
+                self._steps.every,
+            )
 
     def reduce(self) -> None:
         """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing.
