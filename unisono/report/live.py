@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.report.diagnosis import diagnose
-from unisono.report.run import SILENT_S, RankRecord, Run
+from unisono.report.run import RankRecord, Run
 from unisono.report.summary import label
 from unisono.report.text import aligned
 
@@ -21,7 +21,7 @@ def describe(run: Run) -> str:
 
 def is_alive(record: RankRecord) -> bool:
     """Whether the rank has not ended, and goes on recording."""
-    return record.end is None and record.age_s < SILENT_S
+    return record.end is None and not record.is_silent
 
 
 def _row(record: RankRecord) -> list[str]:
@@ -43,7 +43,7 @@ def _row(record: RankRecord) -> list[str]:
 def _state(record: RankRecord) -> str:
     if record.end is not None:
         return record.end[:60]
-    if record.age_s > SILENT_S:
+    if record.is_silent:
         return f"silent for {record.age_s:,.0f} s"
     now = record.samples[-1]
     return now["doing"] or (label(now["phase"]) if now["phase"] else "outside loops")

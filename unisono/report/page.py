@@ -28,11 +28,11 @@ def write_page(run: Run, path: str | Path) -> Path:
     assets = Path(__file__).with_name("assets")
     parts = {
         "title": html.escape(run.command),
-        "uplot_css": (assets / "uPlot.min.css").read_text(),
-        "uplot_js": (assets / "uPlot.min.js").read_text(),
-        "data": json.dumps(page_data(run), separators=(",", ":")).replace("</", "<\\/"),
+        "uplot_css": (assets / "uPlot.min.css").read_text("utf-8"),
+        "uplot_js": (assets / "uPlot.min.js").read_text("utf-8"),
+        "data": json.dumps(page_data(run), separators=(",", ":")).replace("<", "\\u003c"),
     }
-    text = (assets / "page.html").read_text()
+    text = (assets / "page.html").read_text("utf-8")
     for name, value in parts.items():
         text = text.replace("{{" + name + "}}", value)
     target = Path(path).absolute()
@@ -130,13 +130,14 @@ def _chart_of_logged(run: Run) -> dict[str, Any] | None:
     if not names:
         return None
     x = [number if step is None else step for number, (_, step, _) in enumerate(logged)]
-    series = [[name, [values.get(name) for _, _, values in logged]] for name in names]
-    found = [value for _, values in series for value in values if _is_number(value)]
+    series = [[name, [v if _is_number(v := values.get(name)) else None for _, _, values in logged]] for name in names]
+    found = [value for _, values in series for value in values if value is not None]
     return _chart("Logged", "", "step", x, series, log=min(found) > 0 and max(found) > 100 * min(found))
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    """Whether it can be drawn: neither NaN, which JSON does not have, nor beyond what a browser can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _chart_of_steps(run: Run) -> dict[str, Any] | None:
