@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | test-xla | test-newest | test-toy | gpu-check | check | docs | package | bench
+# make demo | test | test-slow | test-all | test-xla | test-newest | test-toy | soak | gpu-check | check | docs | package | bench
 # Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9;
 # for test-newest into .venv-newest, as pip finds it.
 
@@ -18,7 +18,7 @@ ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python $(PYTEST) --backend xla
 NEWEST := .venv-newest
 NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --upgrade
 
-.PHONY: demo test test-slow test-all test-xla test-newest test-toy gpu-check check docs package bench clean
+.PHONY: demo test test-slow test-all test-xla test-newest test-toy soak gpu-check check docs package bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_digits.py --mode processes --devices 2
@@ -49,6 +49,11 @@ test-newest: $(NEWEST)/.test
 # On an accelerator of four devices that is made of main memory; g++ builds it.
 test-toy: $(VENV)/.test
 	PYTHONPATH=tests/toy/package $(BIN)/python $(PYTEST) --backend toy -m "any_family and not slow"
+
+# Random trainings under random faults; in continuous integration, two.
+MINUTES ?= 30
+soak: $(VENV)/.test
+	$(BIN)/python tests/soak.py --minutes $(MINUTES)
 
 # What can be seen on the GPUs that are here, item by item; about 15 minutes. Without one it says so.
 gpu-check: $(VENV)/.test
@@ -85,6 +90,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/host_cost.py
 	$(BIN)/python bench/first_batch.py
 	$(BIN)/python bench/simulated.py
+	$(BIN)/python bench/low_bandwidth.py
 	if test -x $(XLA)/bin/python; then for each in overhead first_batch xla; do \
 	    PJRT_DEVICE=CPU $(XLA)/bin/python bench/$$each.py || exit 1; done; fi
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from unisono import current_world, optimizer_step, spawn
-from unisono.comm.operations import Entry
+from unisono.comm.operations import Call
 from unisono.comm.processes import ProcessCommunicator
 from unisono.parallel.agreement import check_replicas
 from unisono.parallel.stopping import should_stop
@@ -73,7 +73,7 @@ def build_variants(world: World) -> dict[str, Step]:
 class _Unchecked(ProcessCommunicator):
     """The calls of ranks are not compared."""
 
-    def _enter(self, call: Entry) -> None:
+    def _enter(self, call: Call) -> None:
         self.num_calls += 1
 
 

@@ -15,22 +15,31 @@ import psutil
 from faults import Script
 
 _AGENT = """
-import ctypes, os, sys
-network = {network!r}
+import ctypes, os, signal, sys
+network, is_apart = {network!r}, {is_apart}
+libc = ctypes.CDLL(None, use_errno=True)
 if network:
     descriptor = os.open("/run/netns/" + network, os.O_RDONLY)
-    assert ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000) == 0
+    assert libc.setns(descriptor, 0x40000000) == 0
     os.close(descriptor)
+if is_apart:
+    assert libc.unshare(0x20020000) == 0, "CLONE_NEWNS, CLONE_NEWPID"
+    if (child := os.fork()):
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    libc.prctl(1, signal.SIGKILL)
+    assert os.system("mount --make-rprivate / && mount -t proc proc /proc") == 0
 from unisono.cli.main import main
 if __name__ == "__main__":
     sys.exit(main({arguments!r}))
 """
 
 
-def agent(directory: Path, *arguments: str, network: str = "", **environ: str) -> Script:
-    """`unisono` with these arguments, in a process of its own, with a directory of its own, in a network."""
+def agent(directory: Path, *arguments: str, network: str = "", is_apart: bool = False, **environ: str) -> Script:
+    """`unisono` with these arguments, in a process of its own, with a directory of its own, in a network; `is_apart`:
+    as in a container, which sees no process of others. The agents of a directory see the same home."""
     directory.mkdir(exist_ok=True)
-    source = _AGENT.format(arguments=list(arguments), network=network)
+    source = _AGENT.format(arguments=list(arguments), network=network, is_apart=is_apart)
+    environ = {"HOME": str(directory.parent), **environ}
     # The workers must be in that network, too: a zygote that was forked beside the agent is not.
     return Script(source, directory, "file" if network else "warm", **environ)
 

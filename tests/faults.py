@@ -249,7 +249,7 @@ class Script:
     def end(self, timeout_s: float = PATIENCE_S) -> tuple[int, str, str]:
         """Wait for the caller itself: its exit code, output and errors."""
         output, errors = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output, errors
+        return self.process.wait(), output, errors
 
     def kill(self, signum: signal.Signals) -> None:
         """Send a signal to the caller alone."""

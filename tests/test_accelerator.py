@@ -40,8 +40,12 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
             ({name: "yes"}, TypeError, f"{name}='yes' is of type str; pass True or False")
             for name in ("cpu", "device_placement", "split_batches", "sync_batchnorm")
         ),
-        ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, fsdp, spmd, zero1"),
-        ({"strategy": 3}, TypeError, "strategy=3 is of type int; pass a name, or one of DDP, FSDP, SPMD, ZeRO1"),
+        ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, diloco, fsdp, spmd, zero1"),
+        (
+            {"strategy": 3},
+            TypeError,
+            "strategy=3 is of type int; pass a name, or one of DDP, DiLoCo, FSDP, SPMD, ZeRO1",
+        ),
         ({"cpu": True, "device": "cpu"}, ValueError, "cpu=True and device='cpu' contradict each other"),
         ({"device": "toaster"}, ValueError, "device 'toaster' does not exist; there are .*cpu:0"),
         ({"device": 1.5}, TypeError, "device=1.5 is of type float"),

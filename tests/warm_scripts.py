@@ -222,7 +222,8 @@ def _serve(number: int) -> tuple[types.CodeType, dict[str, Any]]:
     asking = socket.socket(fileno=number)
     statuses: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([asking, ended_r], [], [])
+        waited: list[socket.socket | int] = [asking, ended_r]
+        ready, _, _ = select.select(waited, [], [])
         if ended_r in ready:
             os.read(ended_r, 4096)
             _report(statuses)
@@ -324,10 +325,10 @@ def _wake_at_first_start(sleeper: int, waking: socket.socket) -> None:
             self.pid, self._child_created = sleeper, True
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        zygote_client.Popen = subprocess.Popen
+        zygote_client.Popen = subprocess.Popen  # type: ignore[attr-defined]
         return (Woken if os.getpid() == script else subprocess.Popen)(*arguments, **options)
 
-    zygote_client.Popen = start
+    zygote_client.Popen = start  # type: ignore[attr-defined,assignment]
 
 
 def _move(descriptors: dict[int, int]) -> None:

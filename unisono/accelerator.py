@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
-from unisono.checkpoint.objects import user_module
+from unisono.checkpoint.objects import meet, user_module
 from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
@@ -68,8 +68,9 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             nothing; the last step of a loop uses the microbatches that remain.
         max_grad_norm: clip the gradient norm, over all parameters of an optimizer and all ranks, before each step.
         strategy: for processes: "ddp", "zero1" (shards the optimizer state) or "fsdp" (shards parameters and gradients
-            as well). "spmd", for XLA in a plain script: one program whose batches are laid over all devices of the
-            process; BatchNorm sees the global batch. `unisono.strategies` has a class for each, with its options.
+            as well). "diloco", for slow networks: ranks step alone, and meet every few steps, which is not exact.
+            "spmd", for XLA in a plain script: one program whose batches are laid over all devices of the process;
+            BatchNorm sees the global batch. `unisono.strategies` has a class for each, with its options.
         compile: compile the models; a mapping holds the arguments of `torch.compile`.
         seed: seeds the generators of Python, NumPy and torch, alike on each rank, and the loaders' orders. After the
             first `prepare` with a model, each rank's generators continue from a seed of their own.
@@ -105,7 +106,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         mixed_precision: Literal["no", "bf16", "fp16"] = "no",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
-        strategy: Literal["ddp", "zero1", "fsdp", "spmd"] | Choice = "ddp",
+        strategy: Literal["ddp", "zero1", "fsdp", "diloco", "spmd"] | Choice = "ddp",
         compile: bool | Mapping[str, Any] = False,
         seed: int | None = None,
         *,
@@ -420,6 +421,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
                 f"state_dict takes a prepared model or optimizer, got a {type(prepared).__name__}; loaders, schedulers "
                 "and the scaler have a state_dict() of their own"
             )
+        meet(prepared)
         return model_state(self.unwrap_model(prepared), self.world)
 
     if not TYPE_CHECKING:  # for a type checker a name that is not here is an error
@@ -439,6 +441,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         if isinstance(prepared, Optimizer):
             load_optimizer_state(prepared, state, self.world, may_differ=False)
         else:
+            meet(prepared)
             load_model_state(self.unwrap_model(prepared), state, self.world)
 
 

@@ -5,7 +5,7 @@
     accelerator = Accelerator(strategy=FSDP(units=(Block,), reduce_dtype=torch.float32))
 
 They apply to processes whose devices torch's process groups support. In a world of one, and on threads, gradients are
-reduced in flat buckets, whatever is chosen; `broadcast_buffers` applies there, too.
+reduced in flat buckets, whatever is chosen but `DiLoCo`; `broadcast_buffers` applies there, too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from unisono.arguments import check_integer, check_type
+from unisono.arguments import check_choice, check_integer, check_type
 
 if TYPE_CHECKING:
     import torch
@@ -120,10 +120,47 @@ class FSDP:
 
 
 @dataclass(frozen=True)
+class DiLoCo:
+    """For slow networks: each rank steps on its own gradients, and the ranks meet every few steps, and at the end of a
+    loop over a loader. Not exact: the result depends on the number of ranks. In every world.
+
+    At a meeting, the mean over the ranks of how far their parameters have moved is the gradient of an outer step, SGD
+    with Nesterov momentum (arXiv:2311.08105), and its result the parameters of all; buffers are rank zero's. Each rank
+    keeps two more copies of the parameters.
+
+    Attributes:
+        every: the number of optimizer steps between meetings. Of several optimizers of a model, each has stepped then.
+        outer_lr, outer_momentum: of the outer step; 1 and 0 average the parameters.
+        sent_as: what is sent: "bf16"; "int8", with a scale for every 256 elements, to at most 31 ranks; or None,
+            float32, and float64 of such parameters. With "int8" the mean of an element is off by at most the largest
+            element among those on all ranks, divided by 2 * (127 // ranks).
+
+    Raises:
+        TypeError, ValueError: an option has the wrong type, or is out of range.
+    """
+
+    name: ClassVar[str] = "diloco"
+    every: int = 32
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    sent_as: Literal["bf16", "int8"] | None = None
+
+    def __post_init__(self) -> None:
+        check_integer(self.every, "every", 1, "pass a number of steps")
+        for name in ("outer_lr", "outer_momentum"):
+            check_type(getattr(self, name), name, "pass a number", int, float)
+        if not 0 < self.outer_lr < float("inf"):
+            raise ValueError(f"outer_lr={self.outer_lr} is no learning rate; pass a positive number, such as 0.7")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum={self.outer_momentum} is not in [0, 1); pass a number such as 0.9")
+        check_choice(self.sent_as, "sent_as", None, "bf16", "int8")
+
+
+@dataclass(frozen=True)
 class SPMD:
     """For XLA in a plain script: one program, whose batches are spread over all devices of the process."""
 
     name: ClassVar[str] = "spmd"
 
 
-Choice = DDP | FSDP | SPMD
+Choice = DDP | DiLoCo | FSDP | SPMD

@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -232,6 +232,7 @@ class Timeline:
         self._idle: list[Track] = []
         self._clock: DeviceClock | None = None
         self.is_recorded = False
+        self.at_step: Callable[[int], None] | None = None  # called after each step, with the number of steps
         self.logged: deque[tuple[int, int | None, dict[str, Any]]] = deque(maxlen=MAX_LOGGED)
         """What the loop has logged, for the record of the rank: when, the step, and the values."""
         self._of_thread = threading.local()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import random
 import resource
 import shutil
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,21 @@ def test_an_error_of_the_disk_is_raised_and_what_was_there_still_loads(tmp_path:
             assert loaded(root / place) in (1, 2)
         way(root, 3)
         assert loaded(root / place) == 3
+
+
+def test_a_failed_save_keeps_nothing_of_its_caller(tmp_path: Path) -> None:
+    def fail() -> weakref.ref[Counted]:
+        held = Counted(1)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # torch cannot end its file then, either
+        with pytest.raises(OSError, match="File too large"):
+            save(tmp_path / "saved", counted=held)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return weakref.ref(held)
+
+    kept = fail()
+    gc.collect()
+    assert kept() is None
 
 
 def step_on_after_a_failed_save(

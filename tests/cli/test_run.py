@@ -81,7 +81,11 @@ def test_a_script_runs_as_main_in_each_worker_with_its_own_arguments(run, script
     code, output, errors = run("-n", "2", "--backend", "cpu", name, "--lr", "1", "-n", "7")
     assert code == 0, errors
     argv = ["there/train.py", "--lr", "1", "-n", "7"]
-    assert sorted(output.splitlines()) == [f"[rank {rank}] {rank} [0, 1] {argv} 5" for rank in range(2)]
+    first, second = output.splitlines()
+    line = re.fullmatch(r"\[rank (\d)\] (.*)", second)
+    assert line, "marked, since another rank has written before"
+    assert {first, line[2]} == {f"{rank} [0, 1] {argv} 5" for rank in range(2)}
+    assert line[2].startswith(line[1])
 
 
 def test_a_module_runs_as_python_m_runs_it(run, script, tmp_path):
@@ -296,7 +300,7 @@ def test_only_the_chosen_ranks_are_shown_and_all_are_kept(run, script, tmp_path)
     name = script("import unisono\nprint('from', unisono.rank())")
     code, output, _ = run("-n", "2", "--backend", "cpu", "--log-ranks", "1", "--log-dir", "logs", name)
     assert code == 0
-    assert output.splitlines() == ["[rank 1] from 1"]
+    assert output.splitlines() == ["from 1"]
     kept = [path.read_text() for path in sorted((tmp_path / "logs" / "latest").glob("rank-*.stdout"))]
     assert kept == ["from 0\n", "from 1\n"]
 
@@ -446,7 +450,7 @@ def machines(*arguments: str, place: AgentPlace | None = None) -> dict[str, obje
     """How the machines meet, and what this one starts."""
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["run", *arguments, "train.py"])
+    parsed = parser.parse_args(["run", "--rdzv-insecure", *arguments, "train.py"])
     found = command._machine_options(parsed, place)
     return found and {**asdict(found), "nproc": parsed.nproc, "max_restarts": parsed.max_restarts or 0}
 

@@ -183,6 +183,23 @@ def test_wrong_arguments_are_refused_on_that_rank_before_anything_is_sent():
     spawn(work, nprocs=2)
 
 
+def test_ranks_without_memory_in_common_say_why_once_and_send_messages(capfd):
+    def work(index: int) -> float:
+        if index == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # of memory that has no name, too
+        groups = [dist.new_group(backend="shm") for _ in range(2)]
+        tensor = torch.ones(1)
+        for group in groups:
+            dist.all_reduce(tensor, group=group)
+        return tensor.item()
+
+    assert spawn(work, nprocs=2) == [4.0, 4.0]
+    said = (
+        "[rank 0] the ranks have no memory in common, and send messages, which is slower ([Errno 27] File too large)\n"
+    )
+    assert capfd.readouterr().err == said
+
+
 def test_calls_that_differ_are_an_error_on_all_ranks_with_their_places():
     def work(index: int) -> str:
         try:

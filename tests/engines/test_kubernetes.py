@@ -116,10 +116,12 @@ def pytorch_job_variables(spec: dict[str, Any], number: int, port: int) -> dict[
 def test_two_pods_of_the_file_are_one_world(kind: str, tmp_path: Path) -> None:
     spec, port = JOBS[kind]["spec"], free_port()
     if kind == "TrainJob":
-        command, variables = spec["trainer"]["command"], train_job_variables
+        container, variables = spec["trainer"], train_job_variables
     else:
-        pod = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
-        command, variables = pod["containers"][0]["command"], pytorch_job_variables
+        container = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+        variables = pytorch_job_variables
+    command = container["command"]
+    secret = {each["name"]: each["valueFrom"]["secretKeyRef"]["name"] * 16 for each in container["env"]}
     ranks = list(range(2 * int(variables(spec, 0, port)["PET_NPROC_PER_NODE"])))
     arguments = [*command[1:-1], "--backend", "cpu", "--no-prefix", command[-1]]
     with ExitStack() as stack:
@@ -127,7 +129,7 @@ def test_two_pods_of_the_file_are_one_world(kind: str, tmp_path: Path) -> None:
         for number in range(2):
             (tmp_path / str(number)).mkdir()
             (tmp_path / str(number) / command[-1]).write_text(SCRIPT)
-            pods.append(agent(tmp_path / str(number), *arguments, **variables(spec, number, port)))
+            pods.append(agent(tmp_path / str(number), *arguments, **variables(spec, number, port), **secret))
             stack.enter_context(pods[-1])
         nodes = set()
         for pod in pods:
@@ -138,3 +140,4 @@ def test_two_pods_of_the_file_are_one_world(kind: str, tmp_path: Path) -> None:
             nodes.add(lines[0].partition(" ")[0])
             assert {line.partition(" ")[2] for line in lines} == {str(ranks)}
     assert nodes == {"0", "1"}
+    assert not (tmp_path / ".unisono-secret").exists()  # they have one

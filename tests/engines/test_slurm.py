@@ -64,7 +64,12 @@ def slurm(slurm_entry: Entry) -> Callable[..., str]:
     def run(*arguments: str, cwd: Path = ROOT) -> str:
         path = f"{cwd}:{os.environ['PATH']}"
         found = subprocess.run(
-            [*enter, *arguments], env={**environ, "PATH": path}, capture_output=True, text=True, timeout=60, cwd=cwd
+            [*enter, *arguments],
+            env={**environ, "PATH": path, "HOME": str(cwd)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=cwd,
         )
         assert found.returncode == 0, found.stderr
         return found.stdout

@@ -53,11 +53,14 @@ def signal_everything(script):
 
 
 ASKED = {
-    "SIGTERM to the caller": (lambda script: script.kill(signal.SIGTERM), ""),
+    "SIGTERM to the caller": (
+        lambda script: script.kill(signal.SIGTERM),
+        "unisono: asked by SIGTERM, the workers stop at their next should_stop()\n",
+    ),
     "SIGTERM to every process": (signal_everything, ""),
     "the first Ctrl-C, to the group": (
         lambda script: script.kill_group(signal.SIGINT),
-        "\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n",
+        "\nunisono: asked by SIGINT, the workers stop at their next should_stop(); Ctrl-C again ends them now\n",
     ),
 }
 
@@ -160,7 +163,8 @@ def test_a_group_that_does_not_handle_sigterm_is_ended_by_it(tmp_path, line, ear
     with Script(source, tmp_path) as script:
         ear.hear_all(2)
         script.kill(signal.SIGTERM)
-        assert script.end()[0] == -signal.SIGTERM
+        code, _, errors = script.end()
+        assert (code, errors) == (-signal.SIGTERM, "unisono: asked by SIGTERM, the workers have 5 s to end\n")
         assert script.survivors() == []
 
 
@@ -279,7 +283,7 @@ def test_a_stop_that_comes_after_the_last_question_is_not_lost(
         let_pass(2)
         code, output, errors = script.end()
         assert (code, output) == (0, "143 ['done', 'done']\n")
-        assert errors == "stopped early as asked; run again to resume\n"
+        assert errors == ASKED["SIGTERM to the caller"][1] + "stopped early as asked; run again to resume\n"
 
 
 def test_an_agreed_stop_whose_save_fails_is_not_restarted(line, ear):

@@ -157,7 +157,7 @@ def test_a_device_that_waits_for_a_rank_that_has_returned_is_no_matter_of_minute
     watch.hear(1, Pulse(1, "the device's work since barrier()"), 0.0)
     watch.forget(0, 1.0, has_returned=True)
     assert watch.deadline() == 6.0
-    error = hung_error(watch, {1: ""}, [1])
+    error = hung_error(watch, {}, [1])
     assert "for 5 s, and rank 0 has returned, while rank 1 waits in the device's work since barrier()" in str(error)
     assert "Every rank must call the same collectives" in str(error)
     assert error.ranks == [0]
@@ -223,6 +223,14 @@ def test_only_the_main_thread_tells_what_a_rank_does():
     stacks = {0: STACKS.format("/x/torch/distributed/distributed_c10d.py", "barrier"), 1: STACKS.format("d.py", "load")}
     error = hung_error(HangWatch(60.0, 100.0), stacks, [0, 1])
     assert 'rank 1 is late: rank 1 is in load ("d.py", line 7); rank 0 waits in barrier()' in str(error)
+
+
+def test_a_rank_that_is_stopped_in_a_collective_is_the_late_one():
+    pulses = {0: Pulse(7, "barrier()"), 1: Pulse(6, "all_gather()")}
+    stacks = {0: STACKS.format("/x/torch/distributed/distributed_c10d.py", "barrier"), 1: ""}
+    error = hung_error(HangWatch(60.0, 100.0, pulses=pulses), stacks, [0, 1])
+    assert "rank 1 is late: rank 1 does not report where it is: it is stopped, " in str(error)
+    assert error.ranks == [1]
 
 
 def test_ranks_in_different_collectives_are_told_with_the_one_that_is_behind():

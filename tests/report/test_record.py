@@ -26,6 +26,7 @@ from unisono.report.live import describe, is_alive
 from unisono.report.page import page_data
 from unisono.report.record import Recorder
 from unisono.report.run import Run, read_run
+from unisono.report.trace import write_trace
 from unisono.timeline import BACKWARD, FETCH, FORWARD, LOG, REDUCE, STEP
 from unisono.world import solo_world, use_world
 
@@ -204,3 +205,25 @@ def test_one_sentence_says_what_helps(run: Run, tmp_path: Path, changes: dict[st
         lines = [record.facts, {**made, "t": 0.0, "cpu_s": 0.0}, {**made, "t": 10.0}, {"end": "finished"}]
         (tmp_path / record.path.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert diagnose(read_run(tmp_path)).startswith(words)
+
+
+def test_chosen_steps_of_chosen_ranks_are_profiled_and_merged_into_the_trace(tmp_path: Path) -> None:
+    with by_value(train):
+        spawn(lambda _: train(), nprocs=2, backend="cpu", output=Output(tmp_path, profile="10:13@1"))
+    found = read_run(tmp_path)
+    assert [each.path.with_suffix(".trace.json").exists() for each in found.ranks] == [False, True]
+    events = json.loads(write_trace(found, tmp_path / "trace.json").read_text())["traceEvents"]
+    seen = [event for event in events if str(event["pid"]).startswith("rank 1: ") and "Optimizer.step" in event["name"]]
+    assert len(seen) == 3
+    spans = next(spans for name, spans in found.ranks[1].spans().items() if name.startswith("loop"))
+    ends = [span.stop / 1e3 + 1e6 * found.offset(found.ranks[1]) for span in spans if span.phase == STEP]
+    assert ends[8] < min(event["ts"] for event in seen)
+    assert max(event["ts"] for event in seen) < ends[12]
+
+
+@pytest.mark.parametrize("profile", ["13:10", "0:3", "10", "10:13@a", ""])
+def test_steps_that_are_none_are_refused(tmp_path: Path, profile: str) -> None:
+    with pytest.raises(ValueError, match="names no steps"):
+        Output(tmp_path, profile=profile)
+    with pytest.raises(ValueError, match="pass log_dir as well"):
+        Output(profile="1:2")

@@ -255,6 +255,8 @@ def write_tensors(path: Path, value: Any) -> Checksum:
             torch.save(value, file)  # type: ignore[arg-type] # it writes, and that is all that is asked
         except RuntimeError as error:
             raise file.failure or error from None  # torch's own error only says what it then failed to clean up
+        finally:
+            file.failure = None  # torch may keep the file for good, and a traceback keeps all that its frames hold
     return file.checksum
 
 

@@ -23,7 +23,7 @@ from unisono.checkpoint.contents import Format, write_state
 from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
-from unisono.checkpoint.objects import kind_of, user_module
+from unisono.checkpoint.objects import kind_of, meet, user_module
 from unisono.checkpoint.saver import Loaded, Saver
 from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
@@ -297,6 +297,7 @@ class CheckpointMethods:
             CheckpointError: safetensors is asked for, and the state has more than tensors.
         """
         self.world.comm.announce("save_model")
+        meet(model)
         copy = on_host if self.world.rank == 0 else None
         state, directory = model_state(user_module(model), self.world, copy), Path(save_directory)
         name, file_format = _FILES[safe_serialization]

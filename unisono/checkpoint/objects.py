@@ -82,6 +82,12 @@ def user_module(each: nn.Module) -> nn.Module:
     return each.module if isinstance(each, PreparedModel) else each
 
 
+def meet(each: Any, saves: bool = False) -> None:
+    """Have ranks that step alone be in one state of this object, if it is a prepared model: `Engine.meet`."""
+    if isinstance(each, PreparedModel):
+        each.engine.meet(saves)
+
+
 def modules_of(objects: Objects) -> list[nn.Module]:
     """The models among the objects."""
     return [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]

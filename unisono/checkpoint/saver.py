@@ -48,6 +48,7 @@ from unisono.checkpoint.objects import (
     check_fit,
     divided_states,
     kinds_of,
+    meet,
     modules_of,
     own_states,
     restore,
@@ -162,6 +163,8 @@ class Saver:
         chosen, mark = agreed
         if chosen is None:
             return None
+        for each in objects.values():
+            meet(each, saves=True)
         try:
             if choose is not None:
                 objects = choose(agree_on(partial(chosen.folder.draft, mark), world))
@@ -298,6 +301,8 @@ class Saver:
         world = self.world
         world.comm.announce("load_state")
         self.wait()
+        for each in objects.values():
+            meet(each)  # so that nothing that is loaded counts as a step
         contents: Contents | None = None
 
         def read() -> tuple[Location, Manifest, Sequence[Any]] | None:

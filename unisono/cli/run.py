@@ -11,8 +11,7 @@ import argparse
 import contextlib
 import sys
 import traceback
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.cli import run_options
 from unisono.cli.run_options import endpoint_of, node_range
@@ -84,8 +83,8 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
     nproc = parsed.nproc or pick_backend(parsed.backend).device_count()
     args = target, {**variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0), **variables_of_machine()}
     # A single worker's stdout stays a terminal.
-    has_prefix = nproc > 1 and not parsed.no_prefix
-    spawn(run_worker_target, args, nproc, **_options_of(parsed, parsed.grace or 5.0, has_prefix))
+    prefix: Literal["several", False] = "several" if nproc > 1 and not parsed.no_prefix else False
+    spawn(run_worker_target, args, nproc, **_options_of(parsed, parsed.grace or 5.0, prefix))
 
 
 def _run_on_machines(parsed: argparse.Namespace, target: Target, machines: MachineOptions) -> None:
@@ -107,7 +106,7 @@ def _run_on_machines(parsed: argparse.Namespace, target: Target, machines: Machi
     run_agent(make_job(call, count, family, Options(**given)), machines).unwrap()
 
 
-def _options_of(parsed: argparse.Namespace, grace_s: float, has_prefix: bool) -> SpawnOptions:
+def _options_of(parsed: argparse.Namespace, grace_s: float, prefix: bool | Literal["several"]) -> SpawnOptions:
     """The options of the command line as those of `spawn`."""
     from unisono.launch.options import Cores, Output
 
@@ -120,7 +119,7 @@ def _options_of(parsed: argparse.Namespace, grace_s: float, has_prefix: bool) ->
         "hang_timeout_s": parsed.hang_timeout,
         "max_restarts": parsed.max_restarts or 0,
         "grace_s": grace_s,
-        "output": Output(parsed.log_dir, parsed.log_ranks, "several" if has_prefix else False),
+        "output": Output(parsed.log_dir, parsed.log_ranks, prefix, parsed.profile),
         "process_group": parsed.process_group,
     }
 
@@ -140,23 +139,24 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         return None
     if not endpoint:
         raise ValueError(f"--nnodes {nodes[1]} needs --rdzv-endpoint host:port, where the machines meet")
-    from unisono.launch.hosts.agent import MachineOptions, secret_in
+    from unisono.launch.hosts.agent import MachineOptions
     from unisono.launch.hosts.endpoint import split_endpoint
+    from unisono.launch.hosts.secret import secret_of_run
 
     split_endpoint(endpoint)
     if parsed.max_restarts is None and nodes[0] < nodes[1]:
         parsed.max_restarts = 3  # a run that shrinks restarts
-    secret = {"secret": secret_in(Path(parsed.rdzv_secret_file))} if parsed.rdzv_secret_file else {}
+    run_id = parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono"
     return MachineOptions(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
         endpoint=endpoint,
-        run_id=parsed.rdzv_id or (place.run_id if place is not None else None) or "unisono",
+        run_id=run_id,
         node_rank=parsed.node_rank,
         rdzv_conf=parsed.rdzv_conf,
         local_addr=parsed.local_addr,
         lost_after_s=parsed.lost_after,
-        **secret,
+        secret=secret_of_run(parsed.rdzv_secret_file, run_id, endpoint, nodes[1]),
     )
 
 

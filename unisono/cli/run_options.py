@@ -114,6 +114,7 @@ _NPROC_HELP = (
     "workers on this machine, else one per device; gpu: one per accelerator, cpu: one per core, auto: the first that "
     "this machine has"
 )
+_NO_SECRET: dict[str, Any] = {"action": "store_const", "const": "", "dest": "rdzv_secret_file"}
 _LOST_HELP = "continue without a machine that is silent for S seconds (%(default)s), or end where too few are left"
 
 # Spellings, the name of the value (none for a switch), help, settings of `add_argument`; without spellings a group.
@@ -146,7 +147,8 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("--hang-timeout", "S", "stop when no rank makes progress for S seconds", _SECONDS),
     ("--grace", "S", "between SIGTERM and SIGKILL (5; 25 with several machines)", _SECONDS),
     ("", "", "output", {}),
-    ("--log-dir", "DIR", "also keep each worker's output there", {}),
+    ("--log-dir", "DIR", "also keep each worker's output, and a record of what it did, there", {}),
+    ("--profile", "A:B[@R,..]", "torch.profiler for steps A to B - 1, numbered from 1, of these ranks or all", {}),
     ("--log-ranks", "R,..", "show the output of these ranks only", {"type": _parse_ranks}),
     ("--no-prefix", "", "do not begin each line with its [rank 0]", {}),
     ("", "", "more than one machine", {}),
@@ -158,7 +160,8 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("--master-port", "P", f"the port ({_PORT})", _POSITIVE),
     ("--rdzv-backend", "B", "only c10d; static is treated as c10d", {"choices": ["c10d", "static"]}),
     ("--rdzv-id", "ID", "the name of the run, the same on all", {}),
-    ("--rdzv-secret-file", "F", "a file with the run's secret: the machines sign what they send", {}),
+    ("--rdzv-secret-file", "F", "has the secret by which they sign; else UNISONO_RDZV_SECRET or ~/.unisono-secret", {}),
+    ("--rdzv-insecure", "", "do without a secret, on a network that only you can reach", _NO_SECRET),
     ("--rdzv-conf", "K=V,..", "settings of torch's rendezvous", {"type": _parse_settings, "default": {}}),
     ("--lost-after", "S", _LOST_HELP, {**_SECONDS, "default": 60.0}),
     ("--local-addr", "A", "this machine's address for the others", {}),

@@ -45,7 +45,10 @@ def unseal(data: bytes) -> bytes:
     if not _secret and not data.startswith(_MARK):
         return data
     if not _secret:
-        raise UnsignedError("the run has a secret, and this process has none; pass --rdzv-secret-file, or the variable")
+        raise UnsignedError("the run has a secret, and this process has none; leave out --rdzv-insecure")
     if not hmac.compare_digest(_MARK + tag(data[_SIZE:]), data[:_SIZE]):
-        raise UnsignedError("what came by the network is not signed with the secret of this run, and was not loaded")
+        raise UnsignedError(
+            "what came by the network is not signed with the secret of this run, and was not loaded; all machines need "
+            "the same --rdzv-secret-file, UNISONO_RDZV_SECRET or ~/.unisono-secret, and the same --rdzv-id"
+        )
     return data[_SIZE:]

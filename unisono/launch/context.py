@@ -14,7 +14,13 @@ from typing import Any
 from unisono import preemption
 from unisono.launch.supervisor import Supervisor
 
-ASKED = b"\nunisono: the workers stop at their next should_stop(); Ctrl-C again ends them now\n"
+
+def say_asked(signum: int, grace_s: float | None = None) -> None:
+    """Say on stderr, in the handler of a signal, what it makes the workers do; with `grace_s` they only have to end."""
+    what = "stop at their next should_stop()" if grace_s is None else f"have {grace_s:g} s to end"
+    begin, end = ("\n", "; Ctrl-C again ends them now") if signum == signal.SIGINT else ("", "")  # after the "^C"
+    with suppress(OSError):  # not via sys.stderr, which may be in the middle of a write
+        os.write(2, f"{begin}unisono: asked by {signal.Signals(signum).name}, the workers {what}{end}\n".encode())
 
 
 class ProcessContext:
@@ -104,9 +110,11 @@ def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
         nonlocal was_interrupted
         if signum == signal.SIGTERM and (is_handling or supervisor.handles_stop()):
             supervisor.ask_to_stop()
+            say_asked(signum)
             if callable(own := before[signal.SIGTERM]):
                 own(signum, frame)
         elif signum == signal.SIGTERM:
+            say_asked(signum, supervisor.grace_s)
             # By the signal itself, so that the parent sees SIGTERM as the cause of the end.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -115,8 +123,7 @@ def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
         else:
             was_interrupted = True
             supervisor.ask_to_stop()
-            with suppress(OSError):
-                os.write(2, ASKED)  # not via sys.stderr, which may be in the middle of a write
+            say_asked(signum)
 
     for each in taken:
         signal.signal(each, handle)

@@ -208,8 +208,8 @@ def hung_error(watch: HangWatch, stacks: Mapping[int, str], ranks: list[int]) ->
 def _doing(rank: int, pulses: Mapping[int, Pulse], stacks: Mapping[int, str]) -> str:
     """The collective that a rank is in, in words: ours are reported, torch's are found on the stack; "" if it is in
     none."""
-    if (pulse := pulses.get(rank)) is not None and pulse.doing:
-        return pulse.doing
+    if (pulse := pulses.get(rank)) is not None and pulse.doing and stacks.get(rank, "unknown"):
+        return pulse.doing  # one without a stack is stopped, and its last pulse is old
     frames = frames_of(main_stack(stacks.get(rank, "")))
     inner = dropwhile(lambda frame: frame.file.endswith(_DISPATCH), frames)
     inside = takewhile(lambda frame: any(part in frame.file for part in _WAITS_IN), inner)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Output:
 
     Attributes:
         log_dir: the parent of this run's log directory: each rank's stdout and stderr.
+        profile: the steps to profile by torch.profiler, and on which ranks, such as "10:13" (steps 10 to 12, from 1, on
+            all) or "10:13@0,1"; the traces are in the log directory, and `unisono report --trace` merges them.
         ranks: show the output of these ranks only; the log files contain every rank's.
         prefix: begin each line with "[rank 1] "; "several" does so on stdout only once a second rank has written there;
             None does so on stderr and leaves stdout unchanged.
@@ -41,6 +44,7 @@ class Output:
     log_dir: str | os.PathLike[str] | None = None
     ranks: Collection[int] | None = None
     prefix: bool | Literal["several"] | None = None
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         check_type(self.log_dir, "log_dir", "pass the path of a directory", str, os.PathLike, NoneType)
@@ -50,8 +54,23 @@ class Output:
             raise TypeError(f"ranks={self.ranks!r} is of type {type(self.ranks).__name__}; pass ranks, as in [0]")
         for rank in self.ranks or ():
             check_integer(rank, "a rank of ranks", 0, "pass ranks, as in [0]")
+        if self.profile is not None:
+            self.profiled(0)
+            if self.log_dir is None:
+                raise ValueError(f"profile={self.profile!r} needs a place for the traces; pass log_dir as well")
         if self.prefix != "several":
             check_type(self.prefix, "prefix", "pass True, False, 'several' or None", bool, NoneType)
+
+    def profiled(self, rank: int) -> range | None:
+        """The steps of a rank that are profiled."""
+        found = re.fullmatch(r"(\d+):(\d+)(?:@(\d+(?:,\d+)*))?", self.profile or "0:0")
+        if found is None or (self.profile is not None and not 0 < int(found[1]) < int(found[2])):
+            raise ValueError(
+                f"profile={self.profile!r} names no steps; write the first and the one after the last, as in 10:13, "
+                "and ranks after it, as in 10:13@0,1"
+            )
+        is_chosen = self.profile is not None and (found[3] is None or str(rank) in found[3].split(","))
+        return range(int(found[1]), int(found[2])) if is_chosen else None
 
 
 @explain_unknown_names()

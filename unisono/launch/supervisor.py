@@ -51,6 +51,7 @@ class Supervisor:
     def __init__(self, job: Job, log_directory: Path | None = None, others: OtherMachines | None = None) -> None:
         self._job = job
         self._options = job.options
+        self.grace_s = job.options.grace_s
         self._group: Group | None = None
         self.log_directory = log_directory
         self._others = others
@@ -208,8 +209,8 @@ class Supervisor:
         job = self._job
         if not job.place.address:  # otherwise the agent has set the count for all machines
             job = replace(job, place=replace(job.place, restart_count=restart_count))
-        output = WorkerOutput(self._options.output, self.log_directory)
-        with rendezvous() as directory, contextlib.closing(output):
+        shown = self._options.output
+        with rendezvous() as directory, contextlib.closing(WorkerOutput(shown, self.log_directory)) as output:
             self._group = Group(job, directory, output, self._has_started.set, self._others)
             return self._group.run(self._wake_r, self._obey_requests)
 

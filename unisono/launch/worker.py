@@ -80,7 +80,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()
-        recorder = Recorder(world, Path(job.records)) if job.records else None
+        recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank)) if job.records else None
         with beating(world, reporter, job.pulse_s, recorder.sample if recorder else lambda: None):
             outcome = Outcome.capture(_call_fn, job, world, reporter)
             # Inside the block, so threads that `fn` has left running still count as progress.

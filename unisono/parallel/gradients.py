@@ -54,7 +54,7 @@ def reduce_gradients(
     if world.is_hosted or world.backend.is_accelerated():
         present = _ids_with_gradient(world.comm.all_reduce(torch.tensor(notes, device=HOST)), parameters)
         notes = []
-    for bucket in _buckets(parameters):
+    for bucket in buckets(parameters):
         flat = _flatten(bucket, factor, notes)
         world.comm.all_reduce(flat)
         if notes:
@@ -125,7 +125,7 @@ def _ids_with_gradient(counts: torch.Tensor, parameters: Sequence[torch.Tensor])
     return {id(parameter) for parameter, count in zip(parameters, counts.tolist(), strict=True) if count}
 
 
-def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Group parameters of one type and device, in order, into buckets of at most `BUCKET_BYTES` or one parameter."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:

@@ -181,6 +181,8 @@ def optimizer_step(
             if barrier:
                 world.backend.synchronize(world.device)
         track.count("steps")
+        if world.timeline.at_step is not None:
+            world.timeline.at_step(track.counts["steps"])
         return result
     finally:  # a step that has failed is over, too
         steps.close(optimizer)

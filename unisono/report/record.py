@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from unisono.report.summary import summarise
 from unisono.timeline import EVALUATE, LOG, SAVE, STEP, Span, Track
@@ -42,9 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes the record of the rank of a world into a directory."""
+    """Writes the record of the rank of a world into a directory; and what torch.profiler sees of some of its steps,
+    numbered from 1, into `rank-0.trace.json`."""
 
-    def __init__(self, world: World, directory: Path) -> None:
+    def __init__(self, world: World, directory: Path, profiled: range | None = None) -> None:
         self._world = world
         self._path = directory / f"rank-{world.rank}.jsonl"
         self._spans = directory / f"rank-{world.rank}.spans.jsonl"
@@ -56,6 +58,8 @@ class Recorder:
         self._is_broken = False
         if world.restart_count:
             self._write_to(self._path, "\n")  # ends a line that a kill has cut off
+        if profiled:
+            self._profile(profiled)
         self._write(
             began=time.time(),
             rank=world.rank,
@@ -79,6 +83,22 @@ class Recorder:
         tracks = {f"{track.name} {number}": track for number, track in enumerate(self._world.timeline.tracks())}
         spans = {"restart": self._world.restart_count} | {name: self._spans_of(each) for name, each in tracks.items()}
         self._write_to(self._spans, json.dumps(spans) + "\n")
+
+    def _profile(self, steps: range) -> None:
+        """Start torch.profiler before the first of these steps, and write its trace after the last; in the loop's
+        thread."""
+        profiler = torch.profiler.profile()
+
+        def at_step(number: int) -> None:
+            if number == steps.start - 1:
+                profiler.start()
+            elif number == steps.stop - 1:
+                self._world.timeline.at_step = None
+                profiler.stop()
+                profiler.export_chrome_trace(str(self._path.with_suffix(".trace.json")))
+
+        self._world.timeline.at_step = at_step
+        at_step(0)
 
     def _write_sample(self) -> None:
         try:

@@ -32,3 +32,15 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
             for span in spans:
                 times = {"ts": offset + span.start / 1e3, "dur": (span.stop - span.start) / 1e3}
                 yield {"ph": "X", "name": label(span.phase), **common, **times}
+        yield from _profiled(record.path.with_suffix(".trace.json"), record.rank, 1e6 * run.began)
+
+
+def _profiled(path: Path, rank: int, began_us: float) -> Iterator[dict[str, Any]]:
+    """The events of torch.profiler of a rank, if it was asked for: its processes become ones of the rank."""
+    if not path.exists():
+        return
+    found = json.loads(path.read_text())
+    base_us = found.get("baseTimeNanoseconds", 0) / 1e3
+    for event in found["traceEvents"]:
+        moved = {"ts": event["ts"] + base_us - began_us} if "ts" in event else {}
+        yield {**event, **moved, "pid": f"rank {rank}: {event.get('pid', '')}"}

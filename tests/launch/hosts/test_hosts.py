@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -72,7 +73,7 @@ def test_training_goes_on_without_a_lost_machine_and_with_it_again_and_each_samp
 ) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "1:2", "--max-restarts", "3"]
-    command += ["--rdzv-endpoint", "10.77.0.1:29400", str(tmp_path / "train.py"), str(tmp_path)]
+    command += ["--rdzv-insecure", "--rdzv-endpoint", "10.77.0.1:29400", str(tmp_path / "train.py"), str(tmp_path)]
     line = Line.at(tmp_path / "line")
 
     def host(number: int, attempt: str = "") -> Script:
@@ -130,7 +131,15 @@ def test_a_machine_whose_link_is_down_is_given_up_after_the_time_that_was_set(
     (tmp_path / "wait.py").write_text(WAITING)
     line = Line.at(tmp_path / "line")
     command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", "10.77.0.1:29400"]
-    command += ["--lost-after", "4", "--rdzv-conf", "last_call_timeout=8", str(tmp_path / "wait.py"), str(line.path)]
+    command += [
+        "--rdzv-insecure",
+        "--lost-after",
+        "4",
+        "--rdzv-conf",
+        "last_call_timeout=8",
+        str(tmp_path / "wait.py"),
+        str(line.path),
+    ]
 
     def host(number: int) -> Script:
         return agent(tmp_path / f"host{number}", *command, network=networks[number - 1], HOST=str(number))
@@ -152,3 +161,30 @@ def test_a_machine_whose_link_is_down_is_given_up_after_the_time_that_was_set(
         assert cut_off == 1, its_errors
         assert re.search("the machine that serves 10.77.0.1:29400 has been silent for [45] s", its_errors)
         assert first.survivors() == [] == second.survivors()
+
+
+MESSAGES = """
+import os, torch, torch.distributed as dist, unisono
+from unisono.comm.shared_memory.process_group import SharedMemoryGroup
+got = torch.zeros(1)
+dist.send(torch.ones(1), 1) if unisono.rank() == 0 else dist.recv(got, 0)
+total = unisono.all_reduce(torch.ones(1)).item()
+print(os.uname().nodename, isinstance(dist.group.WORLD, SharedMemoryGroup), got.item(), total)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_apart", [False, True])  # whether the processes of one see those of the other
+def test_two_networks_of_one_hostname_share_no_memory(
+    tmp_path: Path, networks: tuple[str, str], is_apart: bool
+) -> None:
+    (tmp_path / "train.py").write_text(MESSAGES)
+    command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400"]
+    command += ["--rdzv-insecure", "--no-prefix", "--node-rank"]
+    with (
+        agent(tmp_path / "1", *command, "0", str(tmp_path / "train.py"), network=networks[0], is_apart=is_apart) as one,
+        agent(tmp_path / "2", *command, "1", str(tmp_path / "train.py"), network=networks[1], is_apart=is_apart) as two,
+    ):
+        ends = [each.end() for each in (one, two)]
+    name = os.uname().nodename
+    assert [output for _, output, _ in ends] == [f"{name} False 0.0 2.0\n", f"{name} False 1.0 2.0\n"], ends

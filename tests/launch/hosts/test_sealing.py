@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from agents import agent, free_port
 from faults import Script
 
 from unisono.comm import sealing
-from unisono.launch.hosts.agent import secret_in
+from unisono.launch.hosts.secret import secret_of_run
 
 TRAIN = """
 import sys, time
@@ -72,22 +73,90 @@ def test_what_is_sealed_is_opened_by_the_secret_alone(no_secret: None) -> None:
     with pytest.raises(sealing.UnsignedError, match="not signed"):
         sealing.unseal(sealed)
     sealing.use_secret("")
-    with pytest.raises(sealing.UnsignedError, match="this process has none; pass --rdzv-secret-file"):
+    with pytest.raises(sealing.UnsignedError, match="this process has none; leave out --rdzv-insecure"):
         sealing.unseal(sealed)
 
 
-def test_a_file_that_keeps_no_secret_is_refused(tmp_path: Path) -> None:
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_file_that_keeps_no_secret_is_refused(home: Path) -> None:
+    file = home / ".unisono-secret"
     with pytest.raises(ValueError, match="cannot be read: No such file"):
-        secret_in(tmp_path / "secret")
-    (tmp_path / "secret").write_text("short\n")
-    with pytest.raises(ValueError, match="has 5 characters; make one by: openssl rand"):
-        secret_in(tmp_path / "secret")
-    (tmp_path / "secret").write_text("long" * 8 + "\n")
-    (tmp_path / "secret").chmod(0o640)
-    with pytest.raises(ValueError, match="may be read by others: chmod 600"):
-        secret_in(tmp_path / "secret")
-    (tmp_path / "secret").chmod(0o600)
-    assert secret_in(tmp_path / "secret") == "long" * 8
+        secret_of_run(str(file), "run", "127.0.0.1:29400", 1)
+    for text, mode, words in [
+        ("long" * 8, 0o640, "may be read by others: chmod 600"),
+        ("long" * 8, 0o604, "may be read by others: chmod 600"),
+        ("short\n", 0o600, "has 5 characters, and needs 16; make one by: head"),
+    ]:
+        file.write_text(text)
+        file.chmod(mode)
+        for given in (None, str(file)):
+            with pytest.raises(ValueError, match=words):
+                secret_of_run(given, "run", "127.0.0.1:29400", 2)
+
+
+def test_agents_of_one_machine_that_start_together_agree_on_a_file_that_nobody_else_reads(home: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        found = [*pool.map(lambda _: secret_of_run(None, "run", "127.0.0.1:29400", 2), range(64))]
+    assert len({*found}) == 1
+    assert [path.name for path in home.iterdir()] == [".unisono-secret"]
+    assert (home / ".unisono-secret").stat().st_mode & 0o777 == 0o600
+    assert secret_of_run(None, "run", "10.0.0.1:29400", 2) == found[0]
+    assert secret_of_run(None, "another", "10.0.0.1:29400", 2) != found[0]  # each run has its own
+    alone = {secret_of_run(None, "run", "127.0.0.1:29400", 1) for _ in range(2)}
+    assert len(alone | {found[0]}) == 3
+
+
+ENDPOINT = {"--nnodes": "2", "--rdzv-endpoint": "10.77.0.1:29400"}
+POD = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "10.77.0.1", "PET_NPROC_PER_NODE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "environ"),
+    [
+        (ENDPOINT, {}),
+        ({"--nnodes": "1:2", "--master-addr": "10.77.0.1"}, {"UNISONO_RDZV_SECRET": ""}),
+        ({}, POD),
+        (ENDPOINT, {"SLURM_JOB_ID": "7", "HOME": "/proc"}),  # where no file can be made
+    ],
+)
+def test_without_a_secret_several_machines_are_refused_at_the_door(
+    options: dict[str, str], environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("print('ran')")
+    words = [word for each in options.items() for word in each]
+    with agent(tmp_path / "1", "run", *words, str(tmp_path / "train.py"), **environ) as script:
+        code, output, errors = script.end()
+    assert (code, output) == (2, "")
+    assert "needs a secret" in errors
+    assert all(way in errors for way in ("~/.unisono-secret", "--rdzv-secret-file", "UNISONO_RDZV_SECRET"))
+    assert "--rdzv-insecure, if nobody else can reach their network" in errors
+    assert ("there can be no ~/.unisono-secret: " in errors) == ("HOME" in environ)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["file", "home", "variable", "SLURM", "insecure"])
+def test_each_way_out_is_one(way: str, networks: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, unisono\nprint(unisono.all_gather_object(len(os.environ['UNISONO_RDZV_SECRET'])))"
+    )
+    (secret := tmp_path / (".unisono-secret" if way == "home" else "secret")).write_text("s" * 16)
+    secret.chmod(0o600)
+    options = {"file": ["--rdzv-secret-file", str(secret)], "insecure": ["--rdzv-insecure"]}.get(way, [])
+    variables = {"variable": {"UNISONO_RDZV_SECRET": "s" * 16}, "SLURM": {"SLURM_JOB_ID": "7"}}.get(way, {})
+    command = ["run", "-n", "1", "--backend", "cpu", *(word for each in ENDPOINT.items() for word in each), *options]
+    with (
+        agent(tmp_path / "1", *command, str(tmp_path / "train.py"), network=networks[0], **variables) as one,
+        agent(tmp_path / "2", *command, str(tmp_path / "train.py"), network=networks[1], **variables) as two,
+    ):
+        ends = [each.end() for each in (one, two)]
+    size = 0 if way == "insecure" else 64
+    assert sorted(ends) == [(0, f"[rank {rank}] [{size}, {size}]\n", "") for rank in range(2)]
+    assert (tmp_path / ".unisono-secret").exists() == (way in ("home", "SLURM"))
 
 
 @pytest.mark.slow
@@ -96,25 +165,24 @@ def test_a_run_goes_on_while_somebody_without_its_secret_reaches_its_port(
 ) -> None:
     port = free_port()
     (tmp_path / "train.py").write_text(TRAIN)
-    for name in ("secret", "other"):
+    for name in (".unisono-secret", "other"):
         (tmp_path / name).write_text(name * 10)
         (tmp_path / name).chmod(0o600)
     arguments = ["run", "--nnodes", "2", "-n", "1", "--backend", "cpu", "--rdzv-endpoint", f"10.77.0.1:{port}"]
     script = [str(tmp_path / "train.py"), str(tmp_path)]
-    secret = ["--rdzv-secret-file", str(tmp_path / "secret")]
     with (
-        agent(tmp_path / "1", *arguments, *secret, *script, network=networks[0]) as first,
-        agent(tmp_path / "2", *arguments, *secret, *script, network=networks[1]) as second,
+        agent(tmp_path / "1", *arguments, *script, network=networks[0]) as first,
+        agent(tmp_path / "2", *arguments, *script, network=networks[1]) as second,
     ):
         deadline = time.monotonic() + 60
         while not ((tmp_path / "meets-0").exists() and (tmp_path / "meets-1").exists()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        for number, wrong in enumerate(([], ["--rdzv-secret-file", str(tmp_path / "other")]), 3):
+        for number, wrong in enumerate((["--rdzv-insecure"], ["--rdzv-secret-file", str(tmp_path / "other")]), 3):
             with agent(tmp_path / str(number), *arguments, *wrong, *script, network=networks[1]) as stranger:
                 code, _, errors = stranger.end()
             assert code == 1
-            assert ("this process has none" if not wrong else "not signed with the secret of this run") in errors
+            assert ("this process has none" if number == 3 else "not signed with the secret of this run") in errors
         (tmp_path / "5").mkdir()
         intruder = INTRUDER.format(network=networks[1], port=port, owned=tmp_path / "owned")
         with Script(intruder, tmp_path / "5", "file") as script_of_intruder:

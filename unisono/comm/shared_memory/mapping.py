@@ -10,6 +10,7 @@ it is alive, without a message. (A record lock of `fcntl`: forked loader workers
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -18,11 +19,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from unisono.comm.shared_memory import futex
+
+logger = logging.getLogger(__name__)
 
 PAGE = 4096
 """The size of a rank's header, which only that rank writes."""
@@ -30,6 +34,7 @@ PAGE = 4096
 _JOINED = 8  # offset in the header where a rank reports that it has joined
 _TOKEN = 16  # bytes at the beginning of the file that identify it
 _PLACE, _REFUSED = "place", "refused"
+_NETWORK = "/proc/self/ns/net"
 _POLL_S = 0.002
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
 
@@ -68,8 +73,11 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
         return None
     try:
         mapping = _create(store, size, num_bytes) if rank == 0 else _open(store, rank, size, num_bytes)
-    except OSError:
+    except OSError as error:
         store.set(_REFUSED, str(rank))
+        # What a rank of another machine does not find, or may not open, was never shared with it.
+        if rank == 0 or not isinstance(error, FileNotFoundError | PermissionError):
+            _warn_once(str(error))
         return None
     if mapping is None:
         return None
@@ -90,7 +98,7 @@ def _create(store: Store, size: int, num_bytes: int) -> Mapping:
     os.pwrite(file, token, 0)
     mapping = Mapping(file, 0, size, num_bytes)
     # Announced last: the others open the file as soon as they read this.
-    store.set(_PLACE, f"{os.getpid()} {file} {token.hex()}")
+    store.set(_PLACE, f"{os.getpid()} {file} {token.hex()} {os.readlink(_NETWORK)}")
     return mapping
 
 
@@ -100,10 +108,16 @@ def _open(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
         if store.check([_REFUSED]):
             return None
         time.sleep(_POLL_S)
-    pid, number, token = store.get(_PLACE).decode().split()
+    pid, number, token, network = store.get(_PLACE).decode().split()
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    # On another machine, or in another container, the same path is a different file.
-    if os.pread(file, _TOKEN, 0).hex() != token:
+    # On another machine, or in another container, the same path is a different file; and messages between two ranks go
+    # over the loopback, which is another one in another network.
+    if os.pread(file, _TOKEN, 0).hex() != token or os.readlink(_NETWORK) != network:
         os.close(file)
-        raise OSError("it is another file")
+        raise FileNotFoundError("it is another file, or in another network")
     return Mapping(file, rank, size, num_bytes)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    logger.warning("the ranks have no memory in common, and send messages, which is slower (%s)", reason)

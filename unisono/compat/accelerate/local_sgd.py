@@ -20,7 +20,8 @@ class LocalSGD:
     `step`.
 
     Args:
-        model: prepared, else a TypeError; not sharded, else a ValueError when the block is entered.
+        model: prepared, else a TypeError; not sharded, nor in such a block, else a ValueError when the block is
+            entered.
         enabled: False disables it: the block changes nothing.
     """
 
@@ -37,6 +38,11 @@ class LocalSGD:
             raise ValueError(
                 f"the {engine.name} is sharded by strategy='fsdp', and no rank has a whole one to step with; use "
                 "strategy='ddp'"
+            )
+        if self.enabled and engine.is_local:
+            raise ValueError(
+                f"the {engine.name} steps locally already, in a LocalSGD block or under strategy='diloco'; leave this "
+                "block out"
             )
         engine.is_local = self.enabled
         return self

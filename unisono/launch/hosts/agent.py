@@ -45,9 +45,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from unisono.comm.sealing import UnsignedError, seal, unseal, use_secret
 from unisono.errors import StoppedError, UnisonoError
-from unisono.launch.context import ASKED
+from unisono.launch.context import say_asked
 from unisono.launch.hosts.endpoint import (
     interface_of,
+    is_loopback,
     local_address,
     quieten_store,
     serve_store,
@@ -99,7 +100,7 @@ class MachineOptions:
         rdzv_conf: the agent's rendezvous settings, which override those chosen here.
         local_addr: this machine's address for the others; None uses the address of the route to the endpoint.
         lost_after_s: seconds that a machine may be silent before the others continue without it.
-        secret: by which they sign what they send one another; "" takes that of the environment, if there is one.
+        secret: by which they sign what they send one another; "" for none.
     """
 
     min_nodes: int
@@ -110,22 +111,7 @@ class MachineOptions:
     rdzv_conf: Mapping[str, str] = field(default_factory=dict)
     local_addr: str | None = None
     lost_after_s: float = 60.0
-    secret: str = field(default_factory=lambda: os.environ.get(SECRET, ""), repr=False)
-
-
-def secret_in(path: Path) -> str:
-    """The secret in a file. ValueError: there is none, it is too short, or others may read it."""
-    try:
-        secret, mode = path.read_text().strip(), path.stat().st_mode
-    except OSError as error:
-        raise ValueError(f"--rdzv-secret-file {path} cannot be read: {error.strerror}") from None
-    if len(secret) < 16:
-        raise ValueError(
-            f"--rdzv-secret-file {path} has {len(secret)} characters; make one by: openssl rand -hex 32 > {path}"
-        )
-    if mode & 0o077:
-        raise ValueError(f"--rdzv-secret-file {path} may be read by others: chmod 600 {path}")
-    return secret
+    secret: str = field(default="", repr=False)
 
 
 def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
@@ -144,8 +130,9 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
     log_directory = None if log_dir is None else make_log_directory(log_dir, platform.node())
     warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
     _quieten()
-    use_secret(options.secret)
-    with variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
+    with contextlib.ExitStack() as stack, variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
+        stack.callback(use_secret, "")
+        use_secret(options.secret)
         parameters = _parameters(options)
         backend, store = create_backend(parameters)
         handler = create_handler(store, SealedBackend(backend), parameters)
@@ -229,10 +216,9 @@ class Agent(SimpleElasticAgent):
         if may_wish and self._supervisor is not None and self._supervisor.handles_stop():
             self._patience_until = time.monotonic() + self._job.options.grace_s + _MARGIN_S
             self._supervisor.ask_to_stop()
-            if signum == signal.SIGINT:
-                with contextlib.suppress(OSError):
-                    os.write(2, ASKED)  # not via sys.stderr, which may be in the middle of a write
+            say_asked(signum)
         elif signum != signal.SIGTERM or self._patience_until is None:  # otherwise it is a mere repetition
+            say_asked(signum, self._job.options.grace_s)
             raise SignalException(f"pid {os.getpid()} got {signal.Signals(signum).name}", signal.Signals(signum))
 
     def on_report(self, report: MachineReport) -> None:
@@ -374,7 +360,8 @@ def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
     if is_host:
         host, port = split_endpoint(options.endpoint)
         with contextlib.suppress(OSError):  # another agent of this machine was faster
-            store = serve_store(host, port, timedelta(seconds=options.lost_after_s), options.max_nodes == 1)
+            is_alone = options.max_nodes == 1 or is_loopback(host)
+            store = serve_store(host, port, timedelta(seconds=options.lost_after_s), is_alone)
     if store is None:
         try:
             wait_served(options.endpoint, float(options.rdzv_conf.get("join_timeout", 600)))
@@ -417,9 +404,8 @@ def _variables_of_group(group: Any, options: MachineOptions) -> dict[str, str]:
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
         "GROUP_WORLD_SIZE": str(group.group_world_size),
+        SECRET: options.secret,
     }
-    if options.secret:
-        found[SECRET] = options.secret
     if options.local_addr and (interface := interface_of(options.local_addr)) is not None:
         found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
     return found

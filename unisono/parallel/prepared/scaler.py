@@ -6,8 +6,14 @@ import logging
 from typing import Any
 from weakref import WeakSet
 
+import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
+from unisono.parallel.gradients import values_of
+from unisono.parallel.parameter_names import parameters_of
+from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +39,12 @@ class LossScaler(GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         super().unscale_(optimizer)
         self.unscaled.add(optimizer)
+
+    def share_overflow(self, optimizer: Optimizer, world: World) -> None:
+        """Have all ranks skip a step whose gradients, each rank's own, have overflowed on one. A collective."""
+        gradients = [values_of(each.grad) for each in parameters_of(optimizer) if each.grad is not None]
+        sign = nn.utils.get_total_norm(gradients, torch.inf) * 0  # 0, or NaN
+        gradients[0].add_(world.comm.all_reduce(sign))
 
     def let_go(self, optimizer: Optimizer) -> None:
         """Note that the optimizer is done with its gradients."""

@@ -187,6 +187,8 @@ class Stepper:
         for engine in self._engines:
             engine.after_step(self.optimizer)
         track.counts["steps"] += 1
+        if self.world.timeline.at_step is not None:
+            self.world.timeline.at_step(track.counts["steps"])
         self.was_skipped = self.taken.steps == before
         return result
 
@@ -216,6 +218,8 @@ class Stepper:
                     "mixed_precision='fp16' scales the loss, and this step's gradients were made by loss.backward(); "
                     "call accelerator.backward(loss) instead"
                 )
+            if any(engine.is_local for engine in self._engines):
+                self._scaler.share_overflow(self.optimizer, self.world)
             self._scaler.unscale_(self.optimizer)
             self.look_again()
 

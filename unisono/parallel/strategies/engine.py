@@ -54,7 +54,7 @@ class Engine:
         replaced: the parameters that the module had before it was prepared, if it has others now.
         may_be_bypassed: whether a loss may come from a submodule, from a method that is not marked, or from an output
             that hides its tensors.
-        is_local: whether steps use this rank's own gradients, and the caller averages the parameters over the ranks.
+        is_local: whether steps use this rank's own gradients, and the ranks' parameters differ until they are averaged.
     """
 
     gathers: ClassVar[bool] = False
@@ -128,6 +128,10 @@ class Engine:
 
     def adapt(self) -> None:
         """Adapt to a changed set of trained parameters. A collective."""
+
+    def meet(self, saves: bool = False) -> None:
+        """Have all ranks be in the same state, if the strategy lets them differ between meetings; if it is saved, the
+        optimizers, too. A collective, before a state is saved or loaded."""
 
     def begin(self, reduces: bool) -> None:
         """Record that a backward pass has reached the model, and whether it ends a step."""

@@ -23,10 +23,10 @@ from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import loaded_class
 from unisono.protocols import Backend
-from unisono.strategies import DDP, FSDP, SPMD, Choice, ZeRO1
+from unisono.strategies import DDP, FSDP, SPMD, Choice, DiLoCo, ZeRO1
 from unisono.world import World
 
-STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, FSDP, SPMD, ZeRO1)}
+STRATEGIES: dict[str, type[Choice]] = {each.name: each for each in (DDP, DiLoCo, FSDP, SPMD, ZeRO1)}
 """Options by strategy name."""
 
 given_up: WeakSet[Optimizer] = WeakSet()

@@ -199,7 +199,7 @@ def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """See `unisono.find_executable_batch_size`. `reduce_batch_size_fn` takes no arguments, and returns the next size;
     None uses nine tenths of the previous one, as Accelerate does."""
     given = reduce_batch_size_fn
