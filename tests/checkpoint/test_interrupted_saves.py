@@ -221,6 +221,23 @@ def test_what_a_save_fails_with_is_raised_by_all_ranks_at_one_step_and_they_go_o
     assert taken.step == 5, "the step that raised was not taken"
 
 
+def save_on_two_disks(index: int, root: Path) -> None:
+    accelerator, network = Accelerator(strategy="zero1", project_dir=root / "shared"), nn.Linear(3, 3)
+    saver.SMALL = -1  # all ranks write
+    accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
+    if index == 1:  # as on a machine whose directory of that path is another one
+        write = saver.write_tensors
+        saver.write_tensors = lambda path, part: write(root / path.name, part)
+    with pytest.raises(CheckpointError, match=r"another machine has written shards/1.pt, .* all machines share"):
+        accelerator.save_state()
+
+
+def test_a_directory_that_the_machines_do_not_share_is_an_error_and_no_checkpoint(tmp_path: Path) -> None:
+    spawn(save_on_two_disks, args=(tmp_path,), nprocs=2, cores=1)
+    with pytest.raises(NoCheckpointError):
+        load(tmp_path / "shared/checkpoints", model_0=nn.Linear(3, 3))
+
+
 def damage(path: Path, draw: random.Random, how: str) -> None:
     data = bytearray(path.read_bytes())
     if how == "flip":

@@ -113,6 +113,7 @@ def test_all_gather_puts_ranks_side_by_side(way):
         (lambda x: xm.all_reduce("median", x), ValueError, "reduce_type='median' does not exist; choose one of sum"),
         (lambda x: xm.all_reduce("and", x), TypeError, "has no 'and'; convert"),
         (lambda x: xm.all_reduce("sum", x.long(), scale=0.5), TypeError, "scale=0.5 would round"),
+        (lambda x: xm.all_gather(x, group=[[0]]), TypeError, "unexpected keyword argument 'group'"),
         (lambda x: xm.all_reduce("sum", x, groups=[[7]]), ValueError, "must hold each of the ordinals 0 to 0 once"),
         (lambda x: xm.all_gather(x, groups=[0]), TypeError, "pass lists of ordinals"),
         (lambda x: xm.all_gather(3), TypeError, "value=3 is of type int; pass a tensor or a list"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -88,9 +89,13 @@ def test_a_lock_of_torchs_that_is_always_held_does_not_stop_the_workers():
         assert sorted(one_pass()) == list(range(COUNT))
 
 
-def test_a_worker_that_is_stuck_is_forked_again(monkeypatch):
+@pytest.mark.parametrize("is_log", [False, True])
+def test_a_worker_that_is_stuck_is_forked_again(monkeypatch, is_log):
     stdout = Sticky(times=2)
-    monkeypatch.setattr(sys, "stdout", stdout)
+    if is_log:
+        monkeypatch.setattr(logging.getLogger("a.log"), "handlers", [logging.StreamHandler(stdout)])
+    else:
+        monkeypatch.setattr(sys, "stdout", stdout)
     # Longer and longer: on a loaded machine a worker is late, and is ended before it is stuck.
     monkeypatch.setattr(forked_workers, "_PATIENCE_S", [0.1 * 2**attempt for attempt in range(10)])
     assert sorted(one_pass()) == list(range(COUNT))

@@ -67,6 +67,21 @@ def test_a_resumed_epoch_has_the_mean_of_all_of_its_samples(tmp_path, first, the
     assert then.run(lambda: run(0, True)) == [pytest.approx(expected(30)[0], abs=1e-6)] * then.ranks
 
 
+def test_one_that_is_prepared_is_saved_once_and_until_it_is_released(tmp_path) -> None:
+    accelerator = Accelerator(project_dir=tmp_path)
+    mean = accelerator.prepare(Mean())
+    with pytest.raises(ValueError, match="the Mean at position 0 is already prepared"):
+        accelerator.prepare(mean)
+    accelerator.free_memory()
+    other = accelerator.prepare(Mean())
+    other.update(2.0, 3)
+    accelerator.save_state()  # while the released one is there
+    later = Accelerator(project_dir=tmp_path)
+    loaded = later.prepare(Mean())
+    later.load_state()
+    assert loaded.compute() == 2
+
+
 def test_without_a_loader_of_this_package_the_rows_count() -> None:
     with use_world(solo_world()):
         accuracy = Accuracy()

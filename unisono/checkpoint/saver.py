@@ -56,7 +56,7 @@ from unisono.checkpoint.objects import (
 )
 from unisono.checkpoint.serialization import as_plain
 from unisono.comm.operations import HOST
-from unisono.errors import NoCheckpointError
+from unisono.errors import CheckpointError, NoCheckpointError
 from unisono.launch.process_group import suppress_greetings
 from unisono.outcome import Outcome, add_note_once
 from unisono.parallel.strategies.sharded import SideGroup, is_sharded
@@ -270,6 +270,11 @@ class Saver:
         if contents is None:
             return files
         directory = folder.draft(mark)
+        if lost := [name for name in files if not (directory / name).exists()]:
+            raise CheckpointError(
+                f"another machine has written {lost[0]}, which is not in {directory} here; pass a directory on a file "
+                "system that all machines share, or a URL, to which rank zero alone writes"
+            )
         for path in sorted(directory.rglob("*")):  # parts, and files of hooks
             sync(path)
             if path.is_file() and (name := path.relative_to(directory).as_posix()) not in files:

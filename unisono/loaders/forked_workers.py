@@ -10,6 +10,7 @@ not report is killed, and forked again. One thread at a time starts workers.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import select
@@ -48,8 +49,8 @@ class LoaderWorker(_Process):  # type: ignore[misc]
                 return popen
         raise RuntimeError(
             f"a loader worker was forked {len(_PATIENCE_S)} times and did not begin: each time another thread of this "
-            "process held a lock that it needs (of torch's generators, of stdout or stderr); let no thread draw or "
-            "print continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
+            "process held a lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw "
+            "or print continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
         )
 
     def run(self) -> None:
@@ -61,9 +62,12 @@ class LoaderWorker(_Process):  # type: ignore[misc]
             getattr(numpy.random.get_bit_generator().lock, _RENEW)()
             numpy.random.seed(0)  # no state is left half-written; torch seeds each worker again
         torch.manual_seed(0)  # acquires the generator's lock, which is not Python's
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()  # acquires the stream's lock, which a thread that printed may have held
+        loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+        handlers = [each for logger in loggers for each in getattr(logger, "handlers", ())]
+        logs = [each.stream for each in handlers if isinstance(each, logging.StreamHandler)]
+        for stream in (sys.stdout, sys.stderr, *logs):
+            if not getattr(stream, "closed", True):
+                stream.flush()  # acquires the stream's lock, which a thread that printed or logged may have held
         os.write(self._report, b".")
         os.close(self._report)
         super().run()

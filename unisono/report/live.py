@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.report.diagnosis import diagnose
-from unisono.report.run import SILENT_S, RankRecord, Run
+from unisono.report.run import RankRecord, Run
 from unisono.report.summary import label
 from unisono.report.text import aligned
 
@@ -21,16 +21,16 @@ def describe(run: Run) -> str:
 
 def is_alive(record: RankRecord) -> bool:
     """Whether the rank has not ended, and goes on recording."""
-    return record.end is None and record.age_s < SILENT_S
+    return record.end is None and not record.is_silent
 
 
 def _row(record: RankRecord) -> list[str]:
-    """Of the last line, and the changes since the one before it."""
+    """Of the last line, and the changes since the one before it; of a rank that has ended, since its beginning."""
     if not record.samples:
         return [str(record.rank), "", record.end or "begins", *[""] * (len(_HEADINGS) - 3)]
     now = record.samples[-1]
     nothing: dict[str, Any] = {"t": 0.0, "steps": 0, "samples": 0, "cpu_s": 0.0, "seconds": {}}
-    before = record.samples[-2] if len(record.samples) > 1 else nothing
+    before = record.samples[-2] if len(record.samples) > 1 and record.end is None else nothing
     passed = max(now["t"] - before["t"], 1e-3)
     rates = [(now[name] - before[name]) / passed for name in ("steps", "samples", "cpu_s")]
     waited = now["seconds"].get("fetch", 0.0) - before["seconds"].get("fetch", 0.0)
@@ -43,7 +43,7 @@ def _row(record: RankRecord) -> list[str]:
 def _state(record: RankRecord) -> str:
     if record.end is not None:
         return record.end[:60]
-    if record.age_s > SILENT_S:
+    if record.is_silent:
         return f"silent for {record.age_s:,.0f} s"
     now = record.samples[-1]
     return now["doing"] or (label(now["phase"]) if now["phase"] else "outside loops")

@@ -21,6 +21,7 @@ _COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a
 _NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")
 _MAX_POINTS = 20_000  # per line of a chart; beyond, every n-th is drawn
 _BINS = 40
+_MAX_LOGGED = 6
 
 
 def write_page(run: Run, path: str | Path) -> Path:
@@ -28,11 +29,11 @@ def write_page(run: Run, path: str | Path) -> Path:
     assets = Path(__file__).with_name("assets")
     parts = {
         "title": html.escape(run.command),
-        "uplot_css": (assets / "uPlot.min.css").read_text(),
-        "uplot_js": (assets / "uPlot.min.js").read_text(),
-        "data": json.dumps(page_data(run), separators=(",", ":")).replace("</", "<\\/"),
+        "uplot_css": (assets / "uPlot.min.css").read_text("utf-8"),
+        "uplot_js": (assets / "uPlot.min.js").read_text("utf-8"),
+        "data": json.dumps(page_data(run), separators=(",", ":")).replace("<", "\\u003c"),
     }
-    text = (assets / "page.html").read_text()
+    text = (assets / "page.html").read_text("utf-8")
     for name, value in parts.items():
         text = text.replace("{{" + name + "}}", value)
     target = Path(path).absolute()
@@ -110,7 +111,7 @@ def _timeline_of(run: Run, record: RankRecord, phases: Sequence[str]) -> dict[st
 
 def _charts(run: Run) -> list[dict[str, Any] | None]:
     return [
-        _chart_of_logged(run),
+        *_charts_of_logged(run),
         _chart_of_steps(run),
         _histogram_of_steps(run),
         _chart_over_time(run, "Throughput", "samples/s", _rates),
@@ -122,21 +123,23 @@ def _charts(run: Run) -> list[dict[str, Any] | None]:
     ]
 
 
-def _chart_of_logged(run: Run) -> dict[str, Any] | None:
-    """What the loop has logged: the first number of each name with "loss" in it, or else all."""
+def _charts_of_logged(run: Run) -> list[dict[str, Any]]:
+    """A chart for each of the first numbers that the loop has logged, the losses before others."""
     logged = [line for each in run.ranks[:1] for sample in each.samples for line in sample["logged"]]
-    names = list(dict.fromkeys(name for _, _, values in logged for name, value in values.items() if _is_number(value)))
-    names = [name for name in names if "loss" in name.lower()] or names[:3]
-    if not names:
-        return None
+    names = dict.fromkeys(name for _, _, values in logged for name, value in values.items() if _is_number(value))
     x = [number if step is None else step for number, (_, step, _) in enumerate(logged)]
-    series = [[name, [values.get(name) for _, _, values in logged]] for name in names]
-    found = [value for _, values in series for value in values if _is_number(value)]
-    return _chart("Logged", "", "step", x, series, log=min(found) > 0 and max(found) > 100 * min(found))
+    charts = []
+    for name in sorted(names, key=lambda name: "loss" not in name.lower())[:_MAX_LOGGED]:
+        values = [value if _is_number(value := line[2].get(name)) else None for line in logged]
+        found = [value for value in values if value is not None]
+        is_log = min(found) > 0 and max(found) > 100 * min(found)
+        charts.append(_chart(name, "", "step", x, [[name, values]], log=is_log))
+    return charts
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    """Whether it can be drawn: neither NaN, which JSON does not have, nor beyond what a browser can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _chart_of_steps(run: Run) -> dict[str, Any] | None:
@@ -158,7 +161,14 @@ def _histogram_of_steps(run: Run) -> dict[str, Any] | None:
     shown = times[times <= np.quantile(times, 0.99)]
     counts, edges = np.histogram(shown, bins=_BINS)
     middles = ((edges[:-1] + edges[1:]) / 2).round(4).tolist()
-    return _chart("Distribution of step times (99 %)", "steps", "ms", middles, [["steps", counts.tolist()]], bars=True)
+    return _chart(
+        "Distribution of step times, without the slowest 1 %",
+        "steps",
+        "ms",
+        middles,
+        [["steps", counts.tolist()]],
+        bars=True,
+    )
 
 
 def _rates(record: RankRecord) -> list[float]:

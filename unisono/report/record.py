@@ -10,7 +10,7 @@
 
 Invariants:
 
-1. Nothing here ends or delays a run: an error of the file system is reported once; the record ends there.
+1. Nothing here ends or delays a run: an error, such as one of the file system, is reported once; the record ends there.
 2. Times are those of `time.perf_counter`, beside the time of day of the first line: setting a clock changes nothing.
 """
 
@@ -37,7 +37,7 @@ from unisono.world import World
 
 MAX_STEPS = 1000  # whose times are in one line
 _INTERVAL_S = 1.0
-_SLOWER = 10_000  # a line is written after at least this part of the run's time, so that long runs have small files
+SLOWER = 10_000  # a line is written after at least this part of the run's time, so that long runs have small files
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,13 @@ class Recorder:
         self._path = directory / f"rank-{world.rank}.jsonl"
         self._spans = directory / f"rank-{world.rank}.spans.jsonl"
         world.timeline.is_recorded = True
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._began_ns = self._read_ns = time.perf_counter_ns()
         self._left_ns = 0  # of the step that had not ended at the last reading
         self._next_s = 0.0
         self._is_broken = False
+        if world.restart_count:
+            self._write_to(self._path, "\n")  # ends a line that a kill has cut off
         if profiled:
             self._profile(profiled)
         self._write(
@@ -71,11 +73,15 @@ class Recorder:
         """Write a line, if the last one is a second old."""
         now = (time.perf_counter_ns() - self._began_ns) / 1e9
         if now >= self._next_s and not self._is_broken:
-            self._next_s = now + max(_INTERVAL_S, now / _SLOWER)
+            self._next_s = now + max(_INTERVAL_S, now / SLOWER)
             self._write_sample()
 
     def end(self, error: BaseException | None) -> None:
         """Write the last lines, and the spans."""
+        if self._world.timeline.at_step is not None:
+            logger.warning(
+                "the run has ended before the last step to be profiled: there is no trace of rank %d", self._world.rank
+            )
         self._write_sample()
         self._write(end="finished" if error is None else f"{type(error).__name__}: {error}")
         tracks = {f"{track.name} {number}": track for number, track in enumerate(self._world.timeline.tracks())}
@@ -85,32 +91,42 @@ class Recorder:
     def _profile(self, steps: range) -> None:
         """Start torch.profiler before the first of these steps, and write its trace after the last; in the loop's
         thread."""
-        profiler = torch.profiler.profile()
+        profiler, timeline = torch.profiler.profile(), self._world.timeline
 
         def at_step(number: int) -> None:
-            if number == steps.start - 1:
-                profiler.start()
-            elif number == steps.stop - 1:
-                self._world.timeline.at_step = None
-                profiler.stop()
-                profiler.export_chrome_trace(str(self._path.with_suffix(".trace.json")))
+            try:
+                if number == steps.start - 1:
+                    profiler.start()
+                elif number == steps.stop - 1:
+                    timeline.at_step = None
+                    profiler.stop()
+                    profiler.export_chrome_trace(str(self._path.with_suffix(".trace.json")))
+            except Exception as error:  # a full disk, or another profiler that runs
+                timeline.at_step = None
+                logger.warning("steps %d to %d are not profiled: %s", steps.start, steps.stop - 1, error)
 
-        self._world.timeline.at_step = at_step
+        timeline.at_step = at_step
         at_step(0)
 
     def _write_sample(self) -> None:
-        summary = asdict(summarise(self._world, is_own_thread=False))
+        try:
+            with self._lock:
+                self._write(**self._numbers())
+        except Exception as error:  # of a device that has failed, or of /proc: the thread goes on, for the pulse
+            self._give_up(error)
+
+    def _numbers(self) -> dict[str, Any]:
         loop = self._loop()
-        self._write(
-            t=self._seconds(time.perf_counter_ns()),
-            phase="" if loop is None else loop.current or "",
-            doing=getattr(self._world.comm, "current", None) or "",
-            step_seconds=self._new_steps(loop),
-            logged=list(self._new_logged()),
-            machine_cpu=psutil.cpu_percent() / 100,
+        return {
+            "t": self._seconds(time.perf_counter_ns()),
+            "phase": "" if loop is None else loop.current or "",
+            "doing": getattr(self._world.comm, "current", None) or "",
+            "step_seconds": self._new_steps(loop),
+            "logged": self._new_logged(),
+            "machine_cpu": psutil.cpu_percent() / 100,
             **_usage(),
-            **summary,
-        )
+            **asdict(summarise(self._world, is_own_thread=False)),
+        }
 
     def _loop(self) -> Track | None:
         """The track of the rank's own loop: of the thread that has spent the most time in loops."""
@@ -159,8 +175,13 @@ class Recorder:
                 with path.open("a") as file:
                     file.write(text)
             except OSError as error:
-                self._is_broken = True
-                logger.warning("the record %s is incomplete from here on, the run continues: %s", path, error)
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        if self._is_broken:
+            return
+        self._is_broken = True
+        logger.warning("the record %s is incomplete from here on, the run continues: %s", self._path, error)
 
 
 def _usage() -> dict[str, float]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from unisono.report.record import SLOWER
 from unisono.report.summary import RankSummary, Report
 from unisono.timeline import Span
 
-SILENT_S = 10.0  # without a line: the rank is no longer there, or its machine is not
+_SILENT_S = 10.0  # after a line was due: the rank is no longer there, or its machine is not
 
 
 @dataclass
@@ -41,6 +42,12 @@ class RankRecord:
     def age_s(self) -> float:
         """Seconds since the last line was written."""
         return max(0.0, time.time() - self.path.stat().st_mtime)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank has not ended, and no longer records."""
+        seconds = self.samples[-1]["t"] if self.samples else 0.0
+        return self.end is None and self.age_s > _SILENT_S + seconds / SLOWER
 
     @property
     def summary(self) -> RankSummary | None:
@@ -110,7 +117,7 @@ class Run:
         found = [f"rank {rank} has left no record" for rank in range(size) if rank not in there]
         for each in self.ranks:
             found += [f"rank {each.rank}: {text}" for text in each.cut]
-            if each.end is None and each.age_s > SILENT_S:
+            if each.is_silent:
                 found.append(f"rank {each.rank}: it has not recorded its end: it was killed, or its machine was lost")
         return found
 
@@ -155,7 +162,7 @@ def read_rank(path: Path) -> RankRecord:
 
 def _lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8", errors="replace") as file:
-        yield from file
+        yield from filter(str.strip, file)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

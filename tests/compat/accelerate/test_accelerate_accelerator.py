@@ -119,6 +119,9 @@ def test_reduce_is_the_sum_and_gather_takes_what_requires_grad(mode: Mode) -> No
         else:
             with pytest.raises(RuntimeError, match=r"has come to what gather\(\) returned, which has no gradient"):
                 gathered.sum().backward()
+        large = torch.tensor(2**24 + 1, device=accelerator.device)  # which float32 does not have
+        assert accelerator.reduce(large, "max").equal(large)
+        assert accelerator.reduce(large, "none").equal(large)
         return accelerator.reduce(torch.ones(())).item(), gathered.tolist()
 
     assert mode.run(body) == [(mode.ranks, [2.0, 2.0, 4.0, 4.0][: 2 * mode.ranks])] * mode.ranks

@@ -165,13 +165,15 @@ class PreparedObjects:
         self._steppers.clear()
         self._loaders.clear()
         self._schedulers.clear()
+        self._means.clear()
         self._builder.passes.steps.give_up()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
         """Refuse an object that cannot be prepared, before any object is changed."""
         name = type(each).__name__
         is_ours = isinstance(each, PreparedModel | PreparedScheduler)
-        if is_ours or each in _all_prepared or (each is not None and any(each is other for other in before)):
+        known = [*before, *self.means()]
+        if is_ours or each in _all_prepared or (each is not None and any(each is other for other in known)):
             raise ValueError(
                 f"the {name} at position {where} is already prepared; prepare each object once, and continue with what "
                 "prepare() returned"

@@ -88,7 +88,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: Worl
     world = world or joined_world()
     op: ReduceOp = reduction  # type: ignore[assignment]  # an unknown one is refused below
     if reduction == "none" or world.world_size == 1:
-        return tree_map(lambda each: each * scale, tensor)
+        return tree_map(lambda each: each if scale == 1 else each * scale, tensor)  # times 1.0 would round integers
     return _without_gradient("reduce", lambda values: reduce_nested(values, op, scale, world), tensor)
 
 

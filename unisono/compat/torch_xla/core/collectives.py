@@ -88,7 +88,16 @@ def _gather_group(tensor: torch.Tensor, group: list[int] | None, world: World) -
 
 @disable_dynamo
 @torch.no_grad()
-def all_gather(value: Any, dim: int = 0, groups: Groups = None, output: Any = None, *_: Any, **__: Any) -> Any:
+def all_gather(
+    value: Any,
+    dim: int = 0,
+    groups: Groups = None,
+    output: Any = None,
+    pin_layout: bool = True,
+    channel_id: Any = None,
+    use_global_device_ids: Any = None,
+    bucket_cap_mb: Any = None,
+) -> Any:
     """Concatenate the replicas' tensors, of equal shapes, along `dim`, by ordinal; zero-dimensional tensors are
     stacked.
 
@@ -121,8 +130,10 @@ def reduce_scatter(
     shard_count: int,
     groups: Groups = None,
     output: Any = None,
-    *_: Any,
-    **__: Any,
+    pin_layout: bool = True,
+    channel_id: Any = None,
+    use_global_device_ids: Any = None,
+    bucket_cap_mb: Any = None,
 ) -> Any:
     """Like `all_reduce`, but each replica gets only its own of `shard_count` equal parts along `scatter_dim`; as many
     as there are replicas, or with groups those of its own. `input` and `output` are as for `all_gather`."""
