@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import shutil
 import signal
@@ -284,3 +285,16 @@ class Script:
     def leftovers(self) -> list[str]:
         """Rendezvous directories that were left behind."""
         return sorted(path.name for path in self._temporary.glob("**/unisono-*"))
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes: writing more is an OSError, as on a full disk."""
+    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python would leave the half of a module's file, which nobody can import then
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sys.dont_write_bytecode = before

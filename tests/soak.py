@@ -172,6 +172,7 @@ LAUNCHES = {  # fault: what limits the launcher, the strike, the exit code, and 
         *("pass", 0, ""),
     ),
     "a refused memfd": (  # for its size
+        "os.environ['PYTHONDONTWRITEBYTECODE'] = '1'; "  # it would leave the half of a module's file
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))",
         *("pass", 0, "no memory in common"),
     ),

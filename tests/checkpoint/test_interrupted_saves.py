@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import gc
 import random
-import resource
 import shutil
 import signal
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faults import files_of_at_most
 from file_faults import (
     PowerCuts,
     at_each_operation,
@@ -159,11 +160,12 @@ def test_an_error_of_the_disk_is_raised_and_what_was_there_still_loads(tmp_path:
 def test_a_failed_save_keeps_nothing_of_its_caller(tmp_path: Path) -> None:
     def fail() -> weakref.ref[Counted]:
         held = Counted(1)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # torch cannot end its file then, either
-        with pytest.raises(OSError, match="File too large"):
+        # Then torch cannot end its file, either.
+        with (
+            files_of_at_most(4096),
+            pytest.raises(OSError, match="File too large"),
+        ):  # torch cannot end its file, either
             save(tmp_path / "saved", counted=held)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         return weakref.ref(held)
 
     kept = fail()
@@ -178,20 +180,17 @@ def step_on_after_a_failed_save(
     accelerator, network = Accelerator(strategy=strategy, project_dir=root), nn.Linear(300, 300)  # type: ignore[arg-type]
     saver.SMALL = -1  # all ranks write, where the states are in parts
     model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
-    inputs, raised, limits = torch.ones(2, 300), [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    inputs, raised = torch.ones(2, 300), []
     for step in range(6):
         try:
             if step == 2:
-                if index == failing:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-                accelerator.save_state(is_async=is_async)
-                end_save()
+                with files_of_at_most(10_000) if index == failing else nullcontext():
+                    accelerator.save_state(is_async=is_async)
+                    end_save()
             accelerator.backward(model(inputs).pow(2).mean())
             optimizer.step()
         except OSError as error:
             raised.append((step, str(error)))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         optimizer.zero_grad()
     accelerator.save_state()
     accelerator.end_training()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import files_of_at_most
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 
 from unisono import Accelerator
@@ -181,13 +181,8 @@ def test_a_tracker_that_fails_reaches_the_user_and_hides_no_other(tmp_path: Path
 def test_a_full_disk_is_an_error_and_spoils_one_line_only(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path, "digits", {})
     before = lines.tracker.stat().st_size
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
-        with pytest.raises(OSError, match="too large"):
-            lines.log({"loss": 1.0}, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_of_at_most(before + 10), pytest.raises(OSError, match="too large"):
+        lines.log({"loss": 1.0}, 1)
     lines.log({"loss": 2.0}, 2)
     lines.close()
     head, torn, last = lines.tracker.read_text().splitlines()
