@@ -228,3 +228,8 @@ def read_log_level() -> None:
 
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
+
+
+def is_summed(origin: Any) -> bool:
+    """Whether the `grad_fn` of a loss is of a loss function with reduction="sum" (2 in torch's `_Reduction`)."""
+    return bool(getattr(origin, "_saved_reduction", None) == 2)

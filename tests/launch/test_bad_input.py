@@ -87,7 +87,7 @@ REFUSALS: list[Refusal] = [
     (TypeError, lambda: Output(ranks=0), r"ranks=0 is of type int; pass ranks, as in \[0\]"),
     (TypeError, lambda: Output(ranks=["0"]), "a rank of ranks='0' is of type str; pass ranks"),
     (ValueError, lambda: spawn(work, nprocs=2, output=Output(ranks=[2])), r"names rank 2; the ranks are 0 to 1"),
-    (TypeError, lambda: Output(prefix="yes"), "prefix='yes' is of type str; pass True, False or None"),
+    (TypeError, lambda: Output(prefix="yes"), "prefix='yes' is of type str; pass True, False, 'several' or None"),
 ]
 
 

@@ -197,7 +197,7 @@ class ProcessCommunicator:
         return combine([value])
 
     def announce(self, purpose: str) -> None:
-        self._run(Call("", purpose=purpose), lambda: None)
+        self._run(Call("", purpose=purpose))
 
     def explain(self, error: BaseException) -> BrokenWorldError:
         """Translate an error of the transport, raised outside this communicator, into a BrokenWorldError with the
@@ -221,12 +221,14 @@ class ProcessCommunicator:
                 self._store.set(_DEPARTED.format(self.rank), "1")
             self._end()
 
-    def _run(self, call: Call, operation: Callable[[], R]) -> R:
+    def _run(self, call: Call, operation: Callable[[], R] | None = None) -> R:
         if self._has_left:
             raise left(self.rank, call)
         if self._broken is None:
             try:
                 self._enter(call)
+                if operation is None:  # an announcement
+                    return None  # type: ignore[return-value]
                 with torch.no_grad():
                     if 0 in (call.shape or ()):
                         self._meet()  # a transport with nothing to send does not wait for peers
@@ -292,7 +294,7 @@ class ProcessCommunicator:
     def _enter(self, call: Call) -> None:
         self._last, self._is_inside = call, True
         self.num_calls += 1
-        action = action_of(call)
+        action = action_of(call) if call.name else f"came to {call.purpose}"
         here = self._here
         if here is not None and not call.name:
             if difference := here.announce(action):

@@ -40,12 +40,10 @@ from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
 from unisono.timeline import BACKWARD
-from unisono.torch_private import current_graph_task_id, queue_callback
+from unisono.torch_private import current_graph_task_id, is_summed, queue_callback
 from unisono.tree import tensors
 
 logger = logging.getLogger(__name__)
-
-_SUM = 2  # torch.nn._reduction, as a loss keeps it
 
 
 @dataclass(eq=False)
@@ -173,7 +171,7 @@ class Passes:
             before = timeline.loop().switch(BACKWARD)
         if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
             self._is_checked = True
-            if weight is None and getattr(loss.grad_fn, "_saved_reduction", None) == _SUM and self._world.rank == 0:
+            if weight is None and is_summed(loss.grad_fn) and self._world.rank == 0:
                 logger.warning(
                     "the loss was computed with reduction='sum', and gradients are weighted as those of means over "
                     "samples, so the result depends on the number of ranks and microbatches; use reduction='mean', or "

@@ -65,7 +65,8 @@ class MeetingPoint:
         """Note what this rank does before its next collective; sends nothing, and waits for nobody. Returns what ranks
         have noted, by rank, if some have noted something else; CollectiveMismatchError, on all ranks, if all others
         find that soon, too."""
-        self._check_open()
+        if self._is_closed:
+            self._check_open()
         if self.notes.is_full:
             self.enter("came to a full page of announcements")
         self.notes.add(action)
@@ -82,7 +83,8 @@ class MeetingPoint:
     def enter(self, action: str) -> None:
         """Begin a collective: wait for all ranks, and compare what they do. This rank's data must be written before.
         CollectiveMismatchError, on all ranks, if they do not agree; DistNetworkError as by `meet`."""
-        self._check_open()  # first: peers may be reading what this rank noted last
+        if self._is_closed:  # first: peers may be reading what this rank noted last
+            self._check_open()
         self.notes.add(self._name or action)
         self._name = ""
         self.meet()
@@ -104,7 +106,8 @@ class MeetingPoint:
     def meet(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have arrived. DistNetworkError, on all that wait, if one is gone or did not arrive in
         time."""
-        self._check_open()
+        if self._is_closed:
+            self._check_open()
         self.turn += 1
         self._words[self._count_at[self.rank] // 4] = self.turn % _WORD
         futex.wake(self._address + self._count_at[self.rank])
@@ -123,7 +126,8 @@ class MeetingPoint:
     def check_presence(self, rank: int) -> None:
         """Raise if that rank will never arrive, whatever it is waited for; DistNetworkError if it has left or ended, or
         this rank has."""
-        self._check_open()
+        if self._is_closed:
+            self._check_open()
         if reason := self._absence_of(rank):
             raise dist.DistNetworkError(f"rank {rank} {reason}")
 

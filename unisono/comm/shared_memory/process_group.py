@@ -106,7 +106,7 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = self._description = ""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        if any(tensor.is_sparse for tensor in tensors):
+        if tensors[0].is_sparse:
             return self._sparse_allreduce(tensors, opts)
         op = _op_of(opts)
         return self._in_place("all_reduce", tensors, op, self._blocks.all_reduce, op)
