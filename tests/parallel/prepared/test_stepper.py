@@ -29,7 +29,7 @@ def test_batches_that_no_loader_has_cut_are_told_of_once(mode: Mode, capfd, capl
 
     mode.run(train)
     told = caplog.text + capfd.readouterr().err
-    assert told.count("optimizer.step() in a world of 2 ranks") == 1
+    assert told.count("optimizer.step() on 2 ranks") == 1
     assert "prepare(loader)" in told
     assert "optimizer_step" not in told
 
