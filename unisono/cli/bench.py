@@ -65,6 +65,10 @@ def _run_suite(arguments: argparse.Namespace) -> int:
     if unknown:
         raise ValueError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(each.stem for each in scripts)}")
     chosen = [each for each in scripts if not arguments.only or each.stem in arguments.only]
+    if arguments.device and not any('"--device"' in each.read_text() for each in chosen):
+        raise ValueError(
+            f"--device {arguments.device}: none of {', '.join(each.stem for each in chosen)} takes a device"
+        )
     found: list[dict[str, Any]] = []
     failed = []
     for script in chosen:

@@ -132,7 +132,6 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
         "of each worker's DataLoader, which then get their share of the cores, too",
         {**_NUMBER, "default": 0},
     ),
-    ("--pin-cores", "", "keep each worker to cores of its own", {}),
     ("--numa-binding", "M", "keep each worker to the cores near its GPU: node, socket, exclusive or core-complex", {}),
     ("", "", "collectives", {}),
     ("--timeout", "S", "their time limit (%(default)s)", {**_SECONDS, "default": 1800.0}),
