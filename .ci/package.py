@@ -45,9 +45,7 @@ def check_wheel(wheel: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         fields = email.message_from_bytes(archive.read(metadata))
-    own = {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "unisono").rglob("*") if path.suffix in (".py", ".typed")
-    }
+    own = {path.relative_to(ROOT).as_posix() for path in (ROOT / "unisono").rglob("*.*") if path.suffix != ".pyc"}
     assert names == own, f"the wheel and the tree differ: {sorted(names ^ own)}"
     assert fields["License-Expression"] == "Apache-2.0"
     assert fields.get_all("Project-URL")
