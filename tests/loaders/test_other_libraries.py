@@ -42,19 +42,25 @@ def dataset_of(urls: str, shuffles: bool, **options: Any) -> Any:
     return (dataset.shuffle(10) if shuffles else dataset).map(label)
 
 
-def delivered(mode: Mode, urls: str, workers: int, shuffles: bool, **options: Any) -> list[float]:
+def delivered(
+    mode: Mode, urls: str, workers: int, shuffles: bool, already_sharded: bool | None = None, **options: Any
+) -> list[float]:
     def body() -> list[float]:
-        iterator = iter(DeviceLoader(DataLoader(dataset_of(urls, shuffles, **options), 4, num_workers=workers)))
+        loader = DataLoader(dataset_of(urls, shuffles, **options), 4, num_workers=workers)
+        iterator = iter(DeviceLoader(loader, already_sharded=already_sharded))
         return [sample for batch in iterator for sample in batch[: iterator.valid_samples].tolist()]
 
     return sorted(sample for each in mode.run(body) for sample in each)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffles", [False, True])
-def test_what_is_split_by_node_in_processes_is_cut_once(urls, workers, shuffles):
-    found = delivered(PROCESSES_2, urls, workers, shuffles, nodesplitter=webdataset.split_by_node)
+def test_what_is_split_by_node_in_processes_is_cut_once(urls, shuffles):
+    found = delivered(PROCESSES_2, urls, 2, shuffles, nodesplitter=webdataset.split_by_node)
     assert found == list(range(COUNT))
+    options = {"nodesplitter": webdataset.split_by_node, "already_sharded": True}
+    assert delivered(PROCESSES_2, urls, 0, shuffles, **options) == list(range(COUNT))
+    with pytest.raises(RuntimeError, match="pass already_sharded=True if each has its own part"):
+        delivered(PROCESSES_2, urls, 0, shuffles, nodesplitter=webdataset.split_by_node)
 
 
 def test_what_has_no_nodesplitter_is_cut_by_loader_workers(urls):

@@ -114,7 +114,7 @@ def test_an_error_of_the_dataset_comes_in_its_own_type_behind_the_batches_before
         for batch in DeviceLoader(loader_of(Failing(), workers)):
             got += batch.tolist()
     assert str(caught.value) == "code 12"
-    assert any(note.startswith("in sample number 12 of the stream that part") for note in caught.value.__notes__)
+    assert any(note.startswith("after 12 samples of the stream that part") for note in caught.value.__notes__)
     assert sorted(got) == list(range(12))
 
 

@@ -254,7 +254,7 @@ def test_a_global_batch_is_split_over_the_ranks():
     assert all_of(found) == list(range(COUNT))
     for error in refused(THREADS_2, Stream, None, size=1, split="global"):
         assert type(error) is ValueError
-        assert str(error).startswith("batch_size=1 with split='global' is too small for world_size=2")
+        assert str(error).startswith("batch_size=1 with split='global' does not divide among world_size=2")
 
 
 def test_the_length_is_told_by_a_dataset_that_has_one(recwarn):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from itertools import chain
 from time import perf_counter_ns
 from typing import Any, NamedTuple, NoReturn
 
@@ -83,19 +82,20 @@ class Lockstep:
 
     def _take_round(self, offered: list[_Ready | None], stamps: Stamps) -> Delivery:
         """Return this rank's batch of a round, or its substitute."""
-        sizes = [size.samples for size, _ in filter(None, offered)]
+        batches = [each for each in offered if each is not None]
+        sizes, reads = [size.samples for size, _ in batches], [read for _, read in batches]
         self._wanted = self._wanted or sizes[0]
         if self._rule.fixed_batch_size and (None in offered or set(sizes) != {self._wanted}):
             logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
             self._leave_rest()
-        self._taken = self._taken.after(read for _, read in filter(None, offered))
         if offered[self._world.rank] is not None:
             own = self._own.popleft()
             self._full = max(self._full, own.claim.samples)
-            self._taken = self._taken.after([own.position])  # with the dataset's state, which the offer lacks
+            reads.append(own.position)  # with the dataset's state, which the offer lacks
         else:
             assert self._spare is not None
             own = self._one_sample_of(self._spare)
+        self._taken = self._taken.after(reads)
         self._offset += sum(sizes)
         batch, repeated = self._pad_to_full(own)
         claim = Claim(own.claim.samples, sum(sizes), mark_of(self._offset), repeated, sum(map(bool, sizes)))
@@ -103,20 +103,18 @@ class Lockstep:
 
     def _agree_on_rounds(self) -> Stamps:
         """Announce what is ready here, and determine the rounds that all ranks can take."""
-        error = self._receive_ready()
-        try:
-            ready_at = perf_counter_ns()
-            stamps = self._own[0].stamps if self._own else Stamps()
-            offers: list[_Offer] = self._world.comm.all_gather_object(self._offer_ready(error))
-            # Only after the exchange, in which the peers learn of it: without this rank's offer they would wait.
-            if error is not None:
-                raise error
-        finally:
-            del error  # or its traceback would keep it alive, with everything in this frame
+        failure = self._receive_ready()
+        ready_at = perf_counter_ns()
+        stamps = self._own[0].stamps if self._own else Stamps()
+        offers: list[_Offer] = self._world.comm.all_gather_object(self._offer_ready(failure))
+        # Only after the exchange, in which the peers learn of it: without this rank's offer they would wait.
+        if failure is not None:
+            self._lane.receive()  # raises it again
         check_offers(offers)
         going = [offer for offer in offers if offer.batches]
-        for _, read in chain.from_iterable(offer.batches for offer in going):
-            self._same.compare(read)
+        for offer in going:
+            for _, read in offer.batches:
+                self._same.compare(read)
         if not going:
             raise EndOfChannel
         if len(going) < len(offers) and self._rule.tail == "drop":
@@ -128,8 +126,9 @@ class Lockstep:
             self._share_sample(offers.index(going[0]))
         return stamps._replace(ready_at=ready_at)
 
-    def _receive_ready(self) -> Exception | None:
-        """Receive the batches that are ready, at least one. Return the source's error if it has no batch before it."""
+    def _receive_ready(self) -> str | None:
+        """Receive the batches that are ready, at least one. Return the source's error if no batch precedes it; otherwise
+        it waits, since the lane raises it again at each call."""
         try:
             # Beyond the first, only batches that are in the lane already: the peers must not wait for more.
             while not self._own or (len(self._own) < self._ahead and self._lane.sent > self._lane.received):
@@ -137,27 +136,25 @@ class Lockstep:
                 if self._spare is None:
                     self._spare = self._one_sample_of(self._own[0])
         except EndOfChannel:
-            return None
+            pass
         except Exception as error:
-            # With batches before it, the error waits: the lane raises it again at the next call.
-            return None if self._own else error
+            if not self._own:
+                return f"{type(error).__name__}: {error}"
         return None
 
-    def _offer_ready(self, error: Exception | None) -> _Offer:
+    def _offer_ready(self, failure: str | None) -> _Offer:
         # Without the datasets' states, which concern this rank alone.
         batches = [
-            (Size(claim.samples, unsized="" if claim.is_sized else type(batch).__name__), read._replace(state=None))
+            (Size(claim.samples, unsized="" if claim.is_sized else type(batch).__name__), read.without_state())
             for batch, _, claim, read, *_ in self._own
         ]
-        failure = f"{type(error).__name__}: {error}" if error is not None else None
         return _Offer(self._offset, batches, self._spare is not None, failure, self._taken.here.workers)
 
     def _pad_to_full(self, own: Delivery) -> tuple[Any, int]:
         """Return the batch, padded if the rule says so, and how many of its samples are only repeated."""
         batch, samples = own.batch, own.claim.samples
         size = batch_size(batch, self._dim) or 1
-        is_short = self._rule.tail == "pad" and size < self._full
-        if not is_short or not can_cut(batch, self._dim):
+        if self._rule.tail != "pad" or size >= self._full or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
         return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
@@ -192,14 +189,7 @@ class Lockstep:
 
 
 def check_offers(offers: list[_Offer]) -> None:
-    """Check that the ranks can take these rounds. All of them see the same offers, so all raise or none does.
-
-    Raises:
-        BrokenWorldError: another rank's source failed.
-        CollectiveMismatchError: another rank is at another position of the stream.
-        RuntimeError: the ranks cut their streams in different ways.
-        ValueError: a batch is of unknown size.
-    """
+    """Check that the ranks can take these rounds. All of them see the same offers, so all raise or none does."""
     for rank, offer in enumerate(offers):
         if offer.failure is not None:
             raise BrokenWorldError(f"the loader of rank {rank} failed with {offer.failure}")

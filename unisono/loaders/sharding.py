@@ -40,7 +40,7 @@ B = TypeVar("B")
 Split = Literal["rank", "global"]
 Tail = Literal["split", "drop", "pad"]
 
-_SEEN = 64  # values of an array
+_SEEN = 16  # values of an array
 
 
 @dataclass(frozen=True)
@@ -293,20 +293,19 @@ def glimpse(batch: Any) -> list[Any]:
     return list(islice((each for each in seen if isinstance(each, str | int | list)), 4))
 
 
-def spread(sample: Any) -> list[Any]:
-    """Some values of a sample, of any kind, spread over it."""
-    return [_spread_over(leaf) for leaf in islice(leaves(sample), 4)]
+def values_of(sample: Any) -> list[Any]:
+    """A few values of a sample, of any kind."""
+    seen = (_some_of(leaf) for leaf in leaves(sample))
+    return list(islice((each for each in seen if each is not None), 8))
 
 
-def _spread_over(leaf: Any) -> Any:
+def _some_of(leaf: Any) -> Any:
+    if is_array(leaf) and _is_plain_array(leaf):
+        flat = leaf.reshape(-1)
+        return flat[:: max(len(flat) // _SEEN, 1)].tolist()
     if isinstance(leaf, bytes):
         return zlib.crc32(leaf)
-    if not is_array(leaf):
-        return leaf if isinstance(leaf, Number) else None  # another object's text may be its address
-    if not _is_plain_array(leaf):
-        return None
-    flat = (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf).reshape(-1)
-    return flat[:: max(len(flat) // _SEEN, 1)].tolist()
+    return leaf if isinstance(leaf, str | Number) else None  # another object's text may be its address
 
 
 def _corner(array: Any) -> Any:

@@ -2,8 +2,7 @@
 
 A part has an address and a position. The address is its number (part w of rank r is number `r * workers + w`) and the
 row of parts that take turns in one stream: all of them, if it is cut by stride. The position is the number of its
-samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows. It
-is of integers and texts; `rest` marks the other values, as long as those are the same in all of these samples.
+samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows.
 
 *Threads:* `PartReader` runs in a loader worker, in its main thread, which may seed the process's generators; or in
 process in the reader's, which must not.
@@ -21,10 +20,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass
+from itertools import islice, starmap
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -32,7 +31,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from unisono.errors import StateError
 from unisono.loaders.fetcher import collated
 from unisono.loaders.packing import Packed
-from unisono.loaders.sharding import glimpse, mark_of, spread
+from unisono.loaders.sharding import mark_of, values_of
 from unisono.loaders.sources import State, is_stateful
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
@@ -42,20 +41,18 @@ Cutter = Literal["caller", "dataset", "worker", "stride"]
 """What cuts a stream into parts; `streams.py` explains which of them does when."""
 
 _REMEMBERED = 1024  # positions; more than one reader is ahead of another
-_ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
 
 
 class Position(NamedTuple):
-    """The number of a part's samples that were delivered, and the marks of its stream up to there. `rest` is 0 if the
-    mark alone tells the samples apart: other values may be augmented at random."""
+    """A number of samples, the mark of the stream up to there, and the dataset's own state there, if any: known to the
+    part's rank only."""
 
     taken: int = 0
     mark: int = 0
-    rest: int = 0
+    state: Any = None
 
-    def is_of_another(self, other: Position) -> bool:
-        """Whether the two, at the same number, are positions of different streams."""
-        return self.mark != other.mark or (self.rest != other.rest and 0 not in (self.rest, other.rest))
+    def without_state(self) -> Position:
+        return self._replace(state=None)
 
 
 class Layer(NamedTuple):
@@ -66,59 +63,47 @@ class Layer(NamedTuple):
     workers: int
     parts: tuple[Position, ...]
 
-    def row_of(self, by: Cutter, rank: int, part: int) -> range:
-        """The parts that take turns in the stream that `part`, of `rank`, reads."""
+    def row_of(self, by: Cutter, part: int) -> range:
+        """The parts that take turns in the stream that `part` reads."""
         if by == "stride":
             return range(len(self.parts))
         # All of the stream is the part's own, unless the dataset has cut it for the rank: then its workers take turns.
-        return range(rank * self.workers, (rank + 1) * self.workers) if by == "dataset" else range(part, part + 1)
+        size = self.workers if by == "dataset" else 1
+        return range(part - part % size, part - part % size + size)
 
 
 class Read(NamedTuple):
-    """What a batch leaves: the position of a part of a stream that is cut `by`, and the dataset's own state if any."""
+    """What a batch leaves: the position of a part of a stream that is cut `by`."""
 
     part: int
     position: Position
     by: Cutter = "stride"
-    state: Any = None
+
+    def without_state(self) -> Read:
+        return self._replace(position=self.position.without_state())
 
 
-@dataclass(frozen=True)
-class StreamPosition:
-    """A position in a stream that was cut `by`: the last layer is that of the current ranks and workers; `states` are
-    the dataset's own at these positions, by part, if it has any."""
+class StreamPosition(NamedTuple):
+    """A position in a stream that was cut `by`: the last layer is that of the current ranks and workers."""
 
     by: Cutter
-    layers: tuple[Layer, ...]
-    states: dict[int, Any] = field(default_factory=dict)
-
-    @classmethod
-    def nothing(cls, by: Cutter, ranks: int, workers: int) -> StreamPosition:
-        return cls(by, (Layer(ranks, workers, (Position(),) * (ranks * workers)),))
+    layers: tuple[Layer, ...] = ()
 
     @classmethod
     def of_state(cls, state: State) -> StreamPosition:
         """Read what `to_state` returned; StateError if it is not a position in a stream."""
         try:
-            layers = tuple(
-                Layer(ranks, workers, tuple(Position(*each) for each in parts))
-                for ranks, workers, parts in state["layers"]
-            )
-            found = cls(state["by"], layers, {int(part): each for part, each in state.get("states", {}).items()})
-            is_right = all(
-                len(each.parts) == each.ranks * each.workers and min(each.parts) >= (0, 0) for each in layers
-            )
-            is_right = is_right and len(layers) > 0 and found.by in get_args(Cutter)
+            layers = [Layer(ranks, row, tuple(starmap(Position, parts))) for ranks, row, parts in state["layers"]]
+            if layers and all(len(each.parts) == each.ranks * each.workers for each in layers):
+                return cls(state["by"], tuple(layers))
         except (KeyError, TypeError, ValueError):
-            is_right = False
-        if not is_right:
-            raise StateError("the state does not say what was read of which part: it is not the state of a stream")
-        return found
+            pass
+        raise StateError("the state does not say what was read of which part: it is not the state of a stream")
 
     def to_state(self, offset: int) -> State:
         """The position as plain data, after `offset` samples of the epoch."""
-        layers = [[layer.ranks, layer.workers, [list(each) for each in layer.parts]] for layer in self.layers]
-        return {"offset": offset, "by": self.by, "layers": layers, **({"states": self.states} if self.states else {})}
+        layers = [[*layer[:2], [[*each] for each in layer.parts]] for layer in self.layers]
+        return {"offset": offset, "by": self.by, "layers": layers}
 
     @property
     def here(self) -> Layer:
@@ -126,7 +111,7 @@ class StreamPosition:
 
     @property
     def is_begun(self) -> bool:
-        return any(any(each) for layer in self.layers for each in layer.parts)
+        return any(each.taken for layer in self.layers for each in layer.parts)
 
     def parts_of(self, rank: int) -> list[int]:
         """The parts of a rank, in the order in which they deliver: worker by worker, from the one that is due."""
@@ -135,32 +120,29 @@ class StreamPosition:
         return sorted(own, key=lambda part: self.here.parts[part].taken)
 
     def after(self, reads: Iterable[Read]) -> StreamPosition:
-        parts, states, by = list(self.here.parts), dict(self.states), self.by
+        parts, by = list(self.here.parts), self.by
         for read in reads:
             by, parts[read.part] = read.by, read.position
-            if read.state is not None:
-                states[read.part] = read.state
-        return StreamPosition(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))), states)
+        return StreamPosition(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))))
 
-    def cut_again(self, ranks: int, workers: int) -> StreamPosition:
+    def cut_for(self, ranks: int, workers: int) -> StreamPosition:
         """The same position, with what is left cut for these numbers of ranks and workers."""
-        if self.here[:2] == (ranks, workers):
+        if self.layers and self.here[:2] == (ranks, workers):
             return self
-        return replace(self, layers=self.layers + StreamPosition.nothing(self.by, ranks, workers).layers, states={})
+        # No state of the dataset's own fits other parts.
+        before = [each._replace(parts=tuple(part.without_state() for part in each.parts)) for each in self.layers]
+        return self._replace(layers=(*before, Layer(ranks, workers, (Position(),) * (ranks * workers))))
 
     def check_cut(self, by: Cutter) -> None:
         """Check that no sample is lost if `by` cuts the stream from here on. StateError if something else has cut it
         before; or if the numbers of ranks and workers have changed, and it is not cut by stride."""
-        here = self.here[:2]
-        # A stream that the dataset cut for a rank is cut by stride among its workers, so their number may change.
-        numbers = {(layer.ranks, layer.workers if by != "dataset" else here[1]) for layer in self.layers}
-        if not self.is_begun or (by == self.by and (by == "stride" or numbers == {here})):
+        if not self.is_begun or (by == self.by and (by == "stride" or len(self.layers) == 1)):
             return
-        before = next(layer for layer in self.layers if any(map(any, layer.parts)))
+        before, here = self.layers[0], self.here
         raise StateError(
             f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each over a stream "
-            f"that was cut by the {self.by}; here are {here[0]} with {here[1]}, and it is cut by the {by}: only what "
-            "is cut by stride continues with other numbers; resume with the same, or restart the epoch with set_epoch"
+            f"that was cut by the {self.by}; here are {here.ranks} with {here.workers}, and it is cut by the {by}: "
+            "only the stride continues with other numbers; resume with the same, or restart the epoch with set_epoch"
         )
 
 
@@ -169,56 +151,42 @@ class SameStream:
 
     def __init__(self, here: Layer) -> None:
         self._here = here
-        self._marks: dict[tuple[int, int], Position] = {}  # by the row's first part and the number; the latest last
+        self._marks: dict[tuple[int, int], int] = {}  # by the row's first part and the number; the latest last
 
     def compare(self, read: Read) -> None:
         """Add the position that one batch has left; RuntimeError if another reader has seen another stream."""
-        row = self._here.row_of(read.by, read.part // self._here.workers, read.part)
-        position = read.position if read.position.taken >= _ALIKE else read.position._replace(rest=0)
-        if self._marks.setdefault((row.start, position.taken), position).is_of_another(position):
+        place = self._here.row_of(read.by, read.part).start, read.position.taken
+        if self._marks.setdefault(place, read.position.mark) != read.position.mark:
             raise RuntimeError(
-                "the ranks or loader workers read different streams (their samples differ), so cutting them by stride "
-                "would lose samples and repeat others; shuffle by the epoch (set_epoch), or with the global generators "
-                "in loader workers (num_workers=1), which are seeded alike; or let the dataset cut itself, by "
+                "the ranks or loader workers read different streams, so cutting them by stride would lose samples and "
+                "repeat others; shuffle by the epoch (set_epoch), or shuffle and augment with the global generators in "
+                "loader workers (num_workers=1), which are seeded alike; or let the dataset cut itself, by "
                 "get_worker_info() or shard(num_shards, index); or pass already_sharded=True if each has its own part"
             )
         if len(self._marks) > _REMEMBERED:
             del self._marks[next(iter(self._marks))]
 
 
-class Made(NamedTuple):
-    """A batch of one part, its number of samples, if that is known without looking at it, and what it leaves."""
-
-    batch: Any
-    samples: int | None
-    read: Read
+Made = tuple[Any, int | None, Read]
+"""A batch of one part, its number of samples, if that is known without looking at it, and what it leaves."""
 
 
 @dataclass(eq=False)
 class PartReader(IterableDataset[Packed]):
-    """The dataset that a loader worker sees: the packed batches of its part. In process, `made` yields them unpacked.
-
-    Attributes:
-        size: samples in a batch; None if each item of the dataset is one.
-        init: the user's worker_init_fn.
-        by: "caller" or "dataset" if each rank has its own stream, else "stride", which becomes "worker" if the dataset
-            turns out to use `get_worker_info()`.
-        taken: where the pass begins for which the workers are started.
-        cell: the epoch, in memory that is shared with persistent workers.
-    """
+    """The dataset that a loader worker sees: packed batches of its part. In process, `made` yields them unpacked."""
 
     dataset: Any
     collate: Callable[[Any], Any]
-    size: int | None
+    size: int | None  # None if each item of the dataset is a batch
     drop_last: bool
-    init: Callable[[int], None] | None
+    init: Callable[[int], None] | None  # the user's worker_init_fn
     rank: int
-    by: Cutter
+    by: Cutter  # "stride" becomes "worker" if the dataset turns out to use `get_worker_info()`
     seed: int
-    taken: StreamPosition
+    taken: StreamPosition  # where the pass begins for which the workers are started
 
     def __post_init__(self) -> None:
-        # On the CPU even if the user has set another default device.
+        # The epoch, shared with persistent workers. On the CPU even if the user has set another default device.
         self.cell = torch.zeros(1, dtype=torch.int64, device=torch.default_generator.device).share_memory_()
 
     def part(self, worker: int) -> int:
@@ -232,13 +200,13 @@ class PartReader(IterableDataset[Packed]):
 
     def start(self, worker: int) -> None:
         """The worker_init_fn: tell the dataset which part it reads, seed, then call the user's function."""
-        info = get_worker_info()
-        assert info is not None
-        part, (ranks, workers, _) = self.part(worker), self.taken.here
-        number, row = (part, ranks * workers) if self.by == "stride" else (part % workers, workers)
-        use_worker_info(AskedInfo(id=number, row=row, seed=info.seed, dataset=self.dataset, worker=worker))
+        info: Any = get_worker_info()
+        part, row = self.part(worker), self.taken.here.workers
+        number = part % row
         if self.by == "stride":
+            number, row = part, len(self.taken.here.parts)
             answer_as_one_rank()
+        use_worker_info(AskedInfo(id=number, row=row, seed=info.seed, dataset=self.dataset, worker=worker))
         # Different in each worker, for the user's function; `PartSamples` seeds all alike before the stream is opened.
         seed_all(mixed(seed_of(self.seed, "workers"), part))
         if self.init is not None:
@@ -255,17 +223,17 @@ class PartReader(IterableDataset[Packed]):
 
     def made(self, epoch: int, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
         """The batches of the part that `worker` reads. `asked` records whether the dataset uses `get_worker_info()`."""
-        samples = PartSamples(self, epoch, self.part(worker), asked)
-        while chunk := list(islice(samples, self.size or 1)):
-            if self.size is not None and self.drop_last and len(chunk) < self.size:
-                return
-            read = samples.read()
-            try:
-                batch = self.collate(chunk[0]) if self.size is None else collated(self.collate, chunk)
-            except Exception as error:
-                error.add_note(f"while samples up to number {samples.number} of the stream were collated")
-                raise
-            yield Made(batch, None if self.size is None else len(chunk), read)
+        part = PartSamples(self, epoch, self.part(worker), asked)
+        samples = part.samples()
+        try:
+            while chunk := list(islice(samples, self.size or 1)):
+                if self.size is None:
+                    yield self.collate(chunk[0]), None, part.read()
+                elif len(chunk) == self.size or not self.drop_last:
+                    yield collated(self.collate, chunk), len(chunk), part.read()
+        except Exception as error:
+            error.add_note(f"after {part.number} samples of the stream that part {self.part(worker)} reads")
+            raise
 
 
 class AskedInfo(SimpleNamespace):
@@ -285,45 +253,45 @@ class PartSamples:
 
     def __init__(self, reader: PartReader, epoch: int, part: int, asked: AskedInfo | None) -> None:
         self._reader, self._dataset, self._part, self._asked = reader, reader.dataset, part, asked
-        self._by: Cutter | None = None  # known once the first sample is read
-        self._rows: list[range] = []  # for each layer; known with `_by`
-        self._has_ended = False
+        self._layers = reader.taken.layers
         self._position = reader.taken.here.parts[part]
-        # For each layer: the samples that have reached it, their marks, and a mark of the first of them.
-        self._seen = [(0, 0, 0, 0)] * len(reader.taken.layers)
-        self._seed = seed_of(reader.seed, epoch)
-        self._own_seed = seed_of(reader.seed, epoch, part)
+        self._seen = [Position()] * len(self._layers)  # the samples that have reached each layer, and their marks
+        self._by: Cutter | None = None  # known once the first sample is read, and so are
+        self._rows: list[range] = []  # those of each layer
+        self._has_ended = False
+        self._seed, self._own_seed = seed_of(reader.seed, epoch), seed_of(reader.seed, epoch, part)
         if asked is not None:
             # Before `iter`, in which many datasets shuffle: the stride needs the same order in all parts.
             seed_all(self._seed)
         _set_epoch(self._dataset, epoch)
-        buffers = has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None))
+        buffers = _has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None))
         self._is_stateful = is_stateful(self._dataset) and not buffers
-        self._source = self._open_iterator(reader.taken.states.get(part))
+        if (state := self._position.state) is not None:
+            self._seen = [Position(*each) for each in state["seen"]]
+            self._has_ended = state["dataset"] is None
+            if not self._has_ended:
+                self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+        self._source = iter(()) if self._has_ended else iter(self._dataset)
 
-    def __iter__(self) -> PartSamples:
-        return self
-
-    def __next__(self) -> Any:
-        while True:
-            number = self._seen[0][0]  # of samples read from the stream, of all parts
-            if self._asked is not None:  # until the first one is read, all parts are seeded alike
-                seed = self._seed if self._by in (None, "stride") else self._own_seed
-                seed_all(mixed(seed, number if self._by else 0))
-            try:
-                sample = next(self._source)
-            except StopIteration:
-                if not self._has_ended:
-                    self._has_ended = True
-                    self._check_end()
-                raise
-            except Exception as error:
-                error.add_note(f"in sample number {number} of the stream that part {self._part} reads")
-                raise
-            self.number = number
+    def samples(self) -> Iterator[Any]:
+        self._seed_next()
+        for sample in self._source:
             self._see_who_cuts()
             if self._is_own(sample):
-                return sample
+                yield sample
+            self._seed_next()
+        if not self._has_ended:
+            self._has_ended = True
+            self._check_end()
+
+    def _seed_next(self) -> None:
+        if self._asked is not None:  # until the first one is read, all parts are seeded alike
+            seed_all(mixed(self._seed if self._by in (None, "stride") else self._own_seed, self.number))
+
+    @property
+    def number(self) -> int:
+        """Of the samples that were read from the stream, of all parts."""
+        return self._seen[0].taken
 
     def read(self) -> Read:
         """What the samples leave that were yielded so far."""
@@ -332,27 +300,15 @@ class PartSamples:
             # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already
             # be that of a new beginning.
             own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
-            state = {"dataset": own, "seen": [list(each) for each in self._seen]}
-        return Read(self._part, self._position, self._by or self._reader.by, state)
-
-    def _open_iterator(self, state: Any) -> Iterator[Any]:
-        """The dataset's iterator, after the samples that precede a state in a `Read`."""
-        if state is None:
-            return iter(self._dataset)
-        self._seen = [tuple(each) for each in state["seen"]]
-        if state["dataset"] is None:
-            self._has_ended = True
-            return iter(())
-        self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
-        return iter(self._dataset)
+            state = {"dataset": own, "seen": [list(each[:2]) for each in self._seen]}
+        return Read(self._part, self._position._replace(state=state), self._by or self._reader.by)
 
     def _see_who_cuts(self) -> None:
         was_asked = self._asked is not None and self._asked.was_asked and self._reader.by != "caller"
         by: Cutter = "worker" if was_asked else self._reader.by
         if self._by is None:
             self._reader.taken.check_cut(by)
-            self._by = by
-            self._rows = [layer.row_of(by, self._reader.rank, self._part) for layer in self._reader.taken.layers]
+            self._by, self._rows = by, [layer.row_of(by, self._part) for layer in self._layers]
         elif by != self._by:
             raise RuntimeError(
                 f"the {type(self._dataset).__name__} asks get_worker_info() for the number of workers only after it "
@@ -362,19 +318,16 @@ class PartSamples:
     def _is_own(self, sample: Any) -> bool:
         """Count a sample as read. Return whether it belongs to this part and was not taken before."""
         part, position = self._part, self._position
-        for place, (layer, row) in enumerate(zip(self._reader.taken.layers, self._rows, strict=True)):
+        for place, (layer, row) in enumerate(zip(self._layers, self._rows, strict=True)):
             # Each layer numbers the samples that the layers before it left over; its parts take turns.
-            number, mark, rest, first = self._seen[place]
+            number, mark, _ = self._seen[place]
             turn, part = number // len(row), row[number % len(row)]
             if part == row.start:
-                known = glimpse(sample) or spread(sample)
-                mark, own = mark_of(mark, known), mark_of(known)
-                first = first or own
-                rest = mark_of(rest, spread(sample)) if own == first and (rest or not number) else 0
-            self._seen[place] = number + 1, mark, rest, first
-            position, before = Position(turn + 1, mark, rest), layer.parts[part]
+                mark = mark_of(mark, values_of(sample))
+            self._seen[place] = Position(number + 1, mark)
+            position, before = Position(turn + 1, mark), layer.parts[part]
             if position.taken <= before.taken:
-                if position.taken == before.taken and position.is_of_another(before):
+                if position.taken == before.taken and mark != before.mark:
                     raise StateError(self._explain_other(part))
                 return False
         if part == self._part:
@@ -385,16 +338,16 @@ class PartSamples:
         """Check that the stream was as long as what was delivered of it."""
         if self._by is None:
             self._see_who_cuts()
-        for (number, *_), layer, row in zip(self._seen, self._reader.taken.layers, self._rows, strict=True):
+        for (number, *_), layer, row in zip(self._seen, self._layers, self._rows, strict=True):
             for turn, part in enumerate(row):
                 if number <= (layer.parts[part].taken - 1) * len(row) + turn:
                     raise StateError(self._explain_other(part))
 
     def _explain_other(self, part: int) -> str:
         return (
-            f"the state was saved over another stream: what was delivered of its part {part} is not what is read now, "
-            "so samples would be lost and others repeated; load it over the same data in the same order (shuffle by "
-            "the epoch, or with the global generators in loader workers), or restart the epoch with set_epoch"
+            f"the state was saved over another stream: what was delivered of its part {part} is not what is read now; "
+            "load it over the same data in the same order (shuffle by the epoch; or shuffle and augment with the "
+            "global generators in loader workers, num_workers=1), or restart the epoch with set_epoch"
         )
 
 
@@ -403,8 +356,8 @@ def _set_epoch(dataset: Any, epoch: int) -> None:
         dataset.set_epoch(epoch)
 
 
-def has_shuffle_buffer(examples: Any) -> bool:
+def _has_shuffle_buffer(examples: Any) -> bool:
     """Whether a streamed HuggingFace dataset shuffles in a buffer, whose contents its state does not include."""
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
     is_buffer = "BufferShuffled" in type(examples).__name__
-    return is_buffer or any(has_shuffle_buffer(each) for each in inner if each is not None)
+    return is_buffer or any(_has_shuffle_buffer(each) for each in inner if each is not None)

@@ -58,20 +58,29 @@ class StreamSource(Source):
         `Read` of its batch, for `Lockstep`.
 
         Raises:
-            ValueError: the global batch is smaller than the number of ranks.
-            StateError: the state was saved with another number of ranks or workers, and the stream cannot be cut again.
+            ValueError: the ranks cannot share a global batch equally.
         """
         offset, loader = position["offset"], self._require_loader()
         before = StreamPosition.of_state(position) if offset else None
         dataset, by = self._cut_by_rank(loader.dataset, rule, before)
-        taken = self._cut_again(by, before)
+        start = taken = (before or StreamPosition(by)).cut_for(self._ranks, self._workers)
+        if offset and any(taken.here.parts[part].state is None for part in taken.parts_of(self._rank)):
+            words = (
+                "rank %d resumes the stream by reading and discarding what was delivered before: no state_dict of it"
+            )
+            logger.warning(words + " was saved for these workers", self._rank)
         size = loader.batch_size
-        if size is not None and rule.shares_batches and self.is_uneven and not rule.is_cut:
-            size = _share_of_batch(size, self._rank, self._ranks)
+        if size is not None and rule.shares_batches and not rule.is_cut:
+            if size % self._ranks:
+                raise ValueError(
+                    f"batch_size={size} with split='global' does not divide among world_size={self._ranks}, as it must "
+                    "over an iterable dataset; pass a batch_size that is a multiple of it, or split='rank'"
+                )
+            size //= self._ranks
         drop_last = loader.drop_last or rule.tail == "drop"
         init = loader.worker_init_fn
         reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
-        made, start, full = self._make_batches(loader, reader, epoch), taken, size if rule.tail == "pad" else None
+        made, full = self._make_batches(loader, reader, epoch), size if rule.tail == "pad" else None
         read: Read | None = None  # of the last batch
 
         def loaded() -> Iterator[Loaded]:
@@ -112,30 +121,16 @@ class StreamSource(Source):
         # An epoch begun by stride goes on by stride: parts that the dataset cuts hold other samples.
         if ranks == 1 or (before is not None and before.by == "stride"):
             return dataset, "stride"
-        # By datasets.distributed.split_dataset_by_node, if not None; `shard` would leave ranks empty if files are few.
-        is_split = getattr(dataset, "_distributed", None) is not None
-        if not is_split and hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
-            by_node: Any = import_module("datasets.distributed")
+        if getattr(dataset, "_distributed", None) is not None or _is_cut_by_mosaic(dataset, rank, ranks):
+            return dataset, "dataset"  # by datasets.distributed.split_dataset_by_node, or by itself
+        if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
+            by_node: Any = import_module("datasets.distributed")  # `shard` would leave ranks empty if files are few
             return by_node.split_dataset_by_node(dataset, rank, ranks), "dataset"
-        if is_split or cuts_by_node(dataset, rank, ranks):
-            return dataset, "dataset"
         # By name: under other names the numbers may mean something else. By stride if it fails: every rank reads all.
         with suppress(Exception):
             if isinstance(part := dataset.shard(num_shards=ranks, index=rank), Iterable):
                 return part, "dataset"
         return dataset, "stride"
-
-    def _cut_again(self, by: Cutter, before: StreamPosition | None) -> StreamPosition:
-        """Where the pass begins: at its beginning, or at a position, perhaps one of other numbers of parts."""
-        taken = (before or StreamPosition.nothing(by, self._ranks, self._workers)).cut_again(self._ranks, self._workers)
-        if before is not None and taken is not before:
-            taken.check_cut(by)
-        if taken.is_begun and not all(part in taken.states for part in taken.parts_of(self._rank)):
-            words = (
-                "rank %d resumes the stream by reading and discarding what was delivered before: no state_dict of it"
-            )
-            logger.warning(words + " was saved for these workers", self._rank)
-        return taken
 
     def _make_batches(self, loader: DataLoader[Any], reader: PartReader, epoch: int) -> Iterator[Made]:
         if not loader.num_workers:
@@ -157,26 +152,10 @@ def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
     return makes_batches_alike(loader) and isinstance(loader.dataset, IterableDataset)
 
 
-def cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
-    """Whether it is a webdataset pipeline that splits its shards by node, or a dataset of mosaicml-streaming.
-
-    These find the rank themselves, so it is False if they see this process as another one.
-    """
-    stages = getattr(dataset, "pipeline", ())
-    if type(dataset).__module__.startswith("webdataset.") and isinstance(stages, list | tuple):
-        webdataset: Any = import_module("webdataset")
-        splits = any(stage is webdataset.split_by_node for stage in stages)
-        return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
-    if any(kind.__module__.startswith("streaming.base.") for kind in type(dataset).__mro__):
-        seen: Any = import_module("streaming.base.world").World.detect()
-        return (seen.rank, seen.num_ranks) == (rank, ranks)
-    return False
-
-
-def _share_of_batch(size: int, rank: int, ranks: int) -> int:
-    if size < ranks:
-        raise ValueError(
-            f"batch_size={size} with split='global' is too small for world_size={ranks}: every rank takes a part of "
-            "each batch; pass a batch_size of at least that number"
-        )
-    return size // ranks + (rank < size % ranks)
+def _is_cut_by_mosaic(dataset: Any, rank: int, ranks: int) -> bool:
+    """Whether it is a dataset of mosaicml-streaming that has found the rank. It cannot be noticed otherwise: in loader
+    workers it would cut what is cut again, and each rank would miss samples."""
+    if not any(kind.__module__.startswith("streaming.base.") for kind in type(dataset).__mro__):
+        return False
+    seen: Any = import_module("streaming.base.world").World.detect()
+    return (seen.rank, seen.num_ranks) == (rank, ranks)
