@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ from unisono.backends.device import Device as Device
 from unisono.backends.device import DeviceLike, torch_device
 from unisono.errors import MixedPlacementError
 from unisono.torch_private import foreach_copy_, make_subclass
-from unisono.tree import leaves
+from unisono.tree import leaves, tensors
 from unisono.world import current_world
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ P = ParamSpec("P")
 # Copies. All tensors of the structure are found and copied first, each once; `copy.deepcopy` then rebuilds everything
 # around them. So one object is one object in the copy: tied parameters, and those of an optimizer and its module.
 
-_NO_OWNERS = (type, types.ModuleType, types.FunctionType)  # their attributes are not copied
+_WHOLE = (torch.Tensor, torch.optim.Optimizer, type, ModuleType, FunctionType)  # whose attributes are not visited
 
 
 def copy_to(obj: T, device: DeviceLike) -> T:
@@ -60,15 +59,18 @@ def copy_to(obj: T, device: DeviceLike) -> T:
         ValueError: there is no such device here, or an optimizer is copied without its parameters.
     """
     target = torch_device(device)
-    found = _Found()
-    found.visit(obj)
-    found.visit_optimizers()
-    memo: dict[int, Any] = {id(each): _copy_tensor(each, target) for each in found.tensors.values()}
-    memo.update((id(each), object.__new__(type(each))) for each in found.optimizers.values())
+    found: dict[int, Any] = {}
+    _find(obj, found)
+    optimizers = [each for each in found.values() if isinstance(each, torch.optim.Optimizer)]
+    for optimizer in optimizers:
+        _find_state(optimizer, found)
+    copied = [each for each in found.values() if isinstance(each, torch.Tensor)]
+    memo: dict[int, Any] = {id(each): _copy_tensor(each, target) for each in copied}
+    memo.update((id(each), object.__new__(type(each))) for each in optimizers)
     twin = copy.deepcopy(obj, memo)
-    for tensor in found.tensors.values():
+    for tensor in copied:
         memo[id(tensor)].__dict__.update(copy.deepcopy(tensor.__dict__, memo))
-    for optimizer in found.optimizers.values():
+    for optimizer in optimizers:
         # All attributes, since the state that torch pickles lacks some of LBFGS; "step" is there if a scheduler has
         # replaced it by one that steps the original. Hooks, which are missing then, are created empty.
         own = {key: each for key, each in vars(optimizer).items() if key != "step" and not key.endswith("_hooks")}
@@ -76,53 +78,35 @@ def copy_to(obj: T, device: DeviceLike) -> T:
     return twin
 
 
-class _Found:
-    """The parts of an object that move, by id, found by a walk that visits the attributes of every object."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._seen: dict[int, object] = {}  # holds references, so that no id is reused
-
-    def visit(self, obj: Any) -> None:
-        for leaf in leaves(obj):
-            if id(leaf) in self._seen:
-                continue
-            self._seen[id(leaf)] = leaf
-            if isinstance(leaf, torch.Tensor):
-                self.tensors[id(leaf)] = leaf
-            elif isinstance(leaf, PackedSequence):
-                # Not the batch sizes, which torch reads in main memory.
-                self.visit([leaf.data, leaf.sorted_indices, leaf.unsorted_indices])
-            elif isinstance(leaf, torch.optim.Optimizer):
-                self.optimizers[id(leaf)] = leaf
-            elif hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OWNERS):
-                self.visit(list(vars(leaf).values()))
-
-    def visit_optimizers(self) -> None:
-        """Refuse optimizers whose parameters are not in the structure; then add the parts of their state that move."""
-        for optimizer in self.optimizers.values():
-            strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self.tensors]
-            if strange:
-                raise ValueError(
-                    f"the {type(optimizer).__name__} steps {len(strange)} parameter(s) that are not in the structure, "
-                    f"the first of shape {tuple(strange[0].shape)}, so its copy would update unused tensors; copy it "
-                    "with its module: model, optimizer = copy_to((model, optimizer), device)"
-                )
-        for optimizer in self.optimizers.values():
-            self.visit(list(_moving_state(optimizer)))
+def _find(obj: Any, found: dict[int, Any]) -> None:
+    """Enter all parts of an object by id, with the attributes of every part. The references keep the ids in use."""
+    for leaf in leaves(obj):
+        if id(leaf) in found:
+            continue
+        found[id(leaf)] = leaf
+        if isinstance(leaf, PackedSequence):
+            # Not the batch sizes, which torch reads in main memory.
+            _find([leaf.data, leaf.sorted_indices, leaf.unsorted_indices], found)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, _WHOLE):
+            _find(list(vars(leaf).values()), found)
 
 
-def _moving_state(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Yield the parts of an optimizer that move with its parameters; numbers only if torch expects them there."""
+def _find_state(optimizer: torch.optim.Optimizer, found: dict[int, Any]) -> None:
+    """Enter what moves with an optimizer's parameters: numbers only if torch expects them there. ValueError if the
+    parameters are not entered."""
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in found]
+    if strange:
+        raise ValueError(
+            f"the {type(optimizer).__name__} steps {len(strange)} parameter(s) that are not in the structure, so that "
+            "its copy would do nothing; copy it with its module: model, optimizer = copy_to((model, optimizer), device)"
+        )
     for group in optimizer.param_groups:
         has_moving_numbers = group.get("capturable") or group.get("fused")
         if has_moving_numbers:
-            yield {key: value for key, value in group.items() if key != "params"}
+            _find(group, found)
         for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if has_moving_numbers or key != "step":
-                    yield value
+            state = optimizer.state.get(parameter, {}).items()
+            _find([value for key, value in state if has_moving_numbers or key != "step"], found)
 
 
 def _copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -158,17 +142,10 @@ def lazy_barrier(device: DeviceLike | Sequence[DeviceLike] | None = None, wait: 
     """End the step on a device, so that a lazy device executes what it has recorded. On eager devices there is nothing
     to do.
 
-    A lazy device compiles what was recorded since the last barrier as one graph. A loader's `next()` and an optimizer's
-    step end the step implicitly; a loop with neither keeps recording, so it must call this once per iteration.
-
-    Args:
-        device: one device, or a list: the step ends on all of them before any is waited for. None uses this rank's
-            device.
-        wait: return only when all work submitted to the devices has finished, on eager devices too.
-
-    Raises:
-        TypeError: `device` is not a device, or `wait` is not a bool.
-        ValueError: there is no such device here.
+    A loader's `next()` and an optimizer's step end the step implicitly; a loop with neither keeps recording, so it must
+    call this once per iteration. `device` is one device or a list; None is this rank's. With `wait`, return only when
+    all work submitted to the devices has finished, on eager devices too. TypeError if `device` is not a device, or
+    `wait` not a bool; ValueError if there is no such device here.
     """
     check_type(wait, "wait", "pass True or False", bool)
     if device is None:
@@ -224,10 +201,8 @@ _BETWEEN = {__name__, "torch.overrides", torch.Tensor.backward.__module__, "torc
 def strict() -> Iterator[None]:
     """Raise an error for every operation of this thread that mixes the devices or precisions of its tensors.
 
-    torch promotes a bfloat16 tensor that is combined with a float32 one, and moves a scalar tensor from main memory if
-    the other one is on an accelerator. Devices are compared for all tensors, also those without dimensions; logical CPU
-    devices count as one. Precisions are compared for floating-point tensors (`PRECISIONS`). Python numbers mix with
-    everything.
+    Devices are compared for all tensors, also those without dimensions; logical CPU devices count as one. Precisions
+    are compared for floating-point tensors (`PRECISIONS`). Python numbers mix with everything.
 
     Allowed: explicit moves and conversions (`to`, `copy_`, `copy_to`, ...); mixed precisions inside `torch.autocast`,
     whose purpose is to mix; normalisation layers, whose statistics stay in full precision; the lengths of sequences;
@@ -244,45 +219,33 @@ class _Strict(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        found: list[torch.Tensor] = []
-        _gather_tensors(args, found)
-        if kwargs:
-            _gather_tensors(kwargs, found)
+        found = tensors([*args, kwargs])
         # Most operations take tensors of one kind.
-        if len(found) > 1 and any(each.dtype != found[0].dtype or each.device != found[0].device for each in found):
+        if any(each.dtype != found[0].dtype or each.device != found[0].device for each in found):
             _check_alike(func, found)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
-def _gather_tensors(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            _gather_tensors(each, found)
-
-
-def _check_alike(func: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+def _check_alike(func: Callable[..., Any], found: list[torch.Tensor]) -> None:
     name = getattr(func, "__name__", str(func))
     if name in _EXPLICIT or _is_knowing_caller():
         return
-    placed = [each for each in tensors if each.is_floating_point()] if name in _TAKES_LENGTHS else tensors
-    for each in placed:
-        if each.device != placed[0].device:
-            _raise_mixed(
-                func, placed[0], each, "devices", "moves", "bring both to one device with unisono.placement.copy_to"
-            )
-    floats = [each for each in tensors if each.dtype in PRECISIONS]
-    for each in floats:
-        if each.dtype != floats[0].dtype and not (name in _FULL_INSIDE or _is_autocast(each)):
-            way_out = "convert one with unisono.precision.to_reduced_precision or to_full_precision"
-            _raise_mixed(func, floats[0], each, "precisions", "converts", way_out)
-
-
-def _is_autocast(tensor: torch.Tensor) -> bool:
-    kind = tensor.device.type
-    return bool(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
+    floats = [each for each in found if each.dtype in PRECISIONS]
+    placed = floats if name in _TAKES_LENGTHS else found
+    kind = found[0].device.type
+    is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    mixes = [("devices", placed[0], each) for each in placed if each.device != placed[0].device]
+    if name not in _FULL_INSIDE and not is_autocast:
+        mixes += [("precisions", floats[0], each) for each in floats if each.dtype != floats[0].dtype]
+    for what, *both in mixes[:1]:
+        one, other = (
+            f"{str(each.dtype).removeprefix('torch.')} of shape {tuple(each.shape)} on {each.device}" for each in both
+        )
+        raise MixedPlacementError(
+            f"{resolve_name(func) or name} mixes {what}: {one}, and {other}; inside unisono.placement.strict() nothing "
+            "moves or converts by itself: bring both to one device with unisono.placement.copy_to, or to one precision "
+            "with unisono.precision, or create the tensor of a number with unisono.placement.scalar_like"
+        )
 
 
 def _is_knowing_caller() -> bool:
@@ -291,16 +254,3 @@ def _is_knowing_caller() -> bool:
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
     return frame is not None and str(frame.f_globals.get("__name__")).startswith(_KNOWING)
-
-
-def _raise_mixed(
-    func: Callable[..., Any], one: torch.Tensor, other: torch.Tensor, what: str, verb: str, way_out: str
-) -> None:
-    name = resolve_name(func) or getattr(func, "__name__", str(func))
-    first, second = (
-        f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)} on {x.device}" for x in (one, other)
-    )
-    raise MixedPlacementError(
-        f"{name} mixes {what}: {first}, and {second}; inside unisono.placement.strict() nothing {verb} by itself: "
-        f"{way_out}, or create the tensor of a number with unisono.placement.scalar_like"
-    )

@@ -8,9 +8,8 @@ What is never converted:
 
 - **float64**, integers, booleans, complex numbers: within a structure they stay unchanged; passed directly they are an
   error.
-- **A layer that keeps running statistics** (BatchNorm), with all its tensors. Statistics are sums of many small
-  changes, which would be rounded away in reduced precision. torch's kernels accept inputs in reduced precision together
-  with the layer's tensors in full precision; they do not accept reduced weights with full statistics.
+- **A layer that keeps running statistics** (BatchNorm), with all its tensors: sums of many small changes would be
+  rounded away. torch's kernels accept reduced inputs with it, but no reduced weights with full statistics.
 - **Hyper-parameters and counts** of an optimizer: `step`, and other state without dimensions.
 
 Invariant: if a structure is refused, none of it is changed, since all of it is checked before anything is converted.
@@ -27,7 +26,6 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import LBFGS, Optimizer
 
-from unisono.torch_private import APPLY
 from unisono.tree import leaves, tree_map
 
 T = TypeVar("T")
@@ -62,12 +60,8 @@ def to_full_precision(x: T) -> T:
 
 def is_reduced_precision(x: object) -> bool:
     """Whether the tensors of `x` are in reduced precision, ignoring those that are never converted, and the state of an
-    optimizer for parameters in full precision. False if there is nothing to check.
-
-    Raises:
-        TypeError: `x` is not a tensor, module, optimizer, or structure.
-        ValueError: some tensors are and some are not; the message names one of each.
-    """
+    optimizer for parameters in full precision. False if there is nothing to check; ValueError, which names one of each,
+    if some are and some are not; TypeError if `x` is not a tensor, module, optimizer, or structure."""
     first: dict[bool, _Part] = {}
     states = [each for leaf in leaves(x) if isinstance(leaf, Optimizer) for each in _state_parts(leaf)]
     for part in [*_convertible_parts(x), *(each for each in states if each.owners_dtype in REDUCED)]:
@@ -133,32 +127,20 @@ def _convert_all(x: T, source: frozenset[torch.dtype], target: torch.dtype, word
         if part.tensor.dtype not in source:
             raise ValueError(f"{part}: it is in {word} precision already, and nothing has been converted")
     whole = leaves(x)
-    for module in [leaf for leaf in whole if isinstance(leaf, nn.Module)]:
-        _convert_module(module, source, target)
+    for part in [part for leaf in whole if isinstance(leaf, nn.Module) for part in _module_parts(leaf)]:
+        # Reading `.grad` warns unless the tensor is a leaf.
+        for each in (part.tensor, part.tensor.grad if part.tensor.is_leaf else None):
+            if each is not None and each.dtype in source:
+                each.data = each.data.to(target)  # a parameter keeps its identity
+    modules = [each for leaf in whole if isinstance(leaf, nn.Module) for each in leaf.modules()]
+    for rnn in [each for each in modules if isinstance(each, nn.RNNBase)]:
+        rnn.flatten_parameters()  # cuDNN wants all weights in one piece of memory
     for optimizer in [leaf for leaf in whole if isinstance(leaf, Optimizer)]:  # after the modules: it follows them
-        _convert_state(optimizer)
+        for part in _state_parts(optimizer):
+            part.tensor.data = part.tensor.data.to(part.owners_dtype)
 
     def convert(leaf: Any) -> Any:
         is_source = isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.dtype in source
         return leaf.to(target) if is_source else leaf
 
     return tree_map(convert, x)  # type: ignore[no-any-return]
-
-
-def _convert_module(module: nn.Module, source: frozenset[torch.dtype], target: torch.dtype) -> None:
-    own = [part.tensor for part in _module_parts(module)]
-    # This also calls the function for gradients. Reading `.grad` warns unless the tensor is a leaf.
-    gradients = [each.grad for each in own if each.is_leaf and each.grad is not None]
-    changing = {id(each) for each in [*own, *gradients]}
-
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(target) if id(tensor) in changing and tensor.dtype in source else tensor
-
-    getattr(module, APPLY)(convert)
-
-
-def _convert_state(optimizer: Optimizer) -> None:
-    dtypes = {id(part.tensor): part.owners_dtype for part in _state_parts(optimizer)}
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            state[key] = tree_map(lambda leaf: leaf.to(dtypes[id(leaf)]) if id(leaf) in dtypes else leaf, value)

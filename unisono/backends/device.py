@@ -57,9 +57,8 @@ class Device:
 
     @classmethod
     def of(cls, device: DeviceLike) -> Device:
-        """Convert a `torch.device`, a string such as "cuda:1" or "GPU:1", or an index of the picked family; a `Device`
-        is returned unchanged. TypeError, if it is none of these; ValueError, if its kind is unknown.
-        """
+        """Convert a `torch.device`, a string such as "cuda:1" or "GPU:1", an index of the picked family, or a `Device`.
+        TypeError, if it is none of these; ValueError, if its kind is unknown."""
         if isinstance(device, Device):
             return device
         check_type(device, "device", "pass a string, an index or a torch.device", str, int, torch.device)

@@ -127,8 +127,8 @@ class Lockstep:
         return stamps._replace(ready_at=ready_at)
 
     def _receive_ready(self) -> str | None:
-        """Receive the batches that are ready, at least one. Return the source's error if no batch precedes it; otherwise
-        it waits, since the lane raises it again at each call."""
+        """Receive the batches that are ready, at least one. Return the source's error if no batch precedes it; if one
+        does, the error waits: the lane raises it again at each call."""
         try:
             # Beyond the first, only batches that are in the lane already: the peers must not wait for more.
             while not self._own or (len(self._own) < self._ahead and self._lane.sent > self._lane.received):
