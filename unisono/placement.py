@@ -219,7 +219,7 @@ class _Strict(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = tensors([*args, kwargs])
+        found = tensors((*args, *kwargs.values()) if kwargs else args)
         # Most operations take tensors of one kind.
         if any(each.dtype != found[0].dtype or each.device != found[0].device for each in found):
             _check_alike(func, found)

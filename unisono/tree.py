@@ -8,12 +8,11 @@ user-defined mappings nor shared leaves.)
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import numbers
 import operator
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import numpy
@@ -35,37 +34,36 @@ def map_objects(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _if_plain(node: Any) -> Any:
-    return node if type(node) in (list, tuple) and is_plain(node) else None
+    return node if type(node) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, node)) else None
 
 
 def leaves(tree: Any) -> list[Any]:
     """The leaves of `tree`, in order; a shared leaf once."""
-    found: list[Any] = []
-    tree_map(lambda leaf: found.append(leaf) or leaf, tree)  # type: ignore[func-returns-value]
-    return found
-
-
-def nodes(tree: Any) -> list[Any]:
-    """The leaves of `tree` but texts and numbers, in order, and each container after what it holds; all once. Fast
-    where a container holds only texts and numbers."""
-    found: dict[int, Any] = {}  # with the nodes, as in `_map`
-    _visit(tree, found)
-    return [*found.values()]
-
-
-def _visit(node: Any, found: dict[int, Any]) -> None:
-    # Not a function within `nodes`: it would be in a cycle with `found`, which would hold batches until a collection.
-    if type(node) not in _PLAIN_TYPES and id(node) not in found:
-        if is_container(node) and not is_plain(held := children(node)):
-            for child in held:
-                _visit(child, found)
-        found[id(node)] = node  # not before: a container that contains itself is a RecursionError
+    return [node for node in _nodes(tree, is_whole=True) if not is_container(node)]
 
 
 def objects(tree: Any) -> list[Any]:
-    """The leaves of `tree` but texts and numbers, each once, in order: what may be moved, measured or shared."""
+    """The leaves of `tree` but texts and numbers, each once, in order: what may be moved, measured or shared. Fast
+    where a container holds only texts and numbers."""
     flat = flat_tensors(tree)
-    return [*{id(each): each for each in flat}.values()] if flat else [n for n in nodes(tree) if not is_container(n)]
+    return [*{id(each): each for each in flat}.values()] if flat else [n for n in _nodes(tree) if not is_container(n)]
+
+
+def _nodes(tree: Any, is_whole: bool = False) -> list[Any]:
+    """The leaves of `tree`, with texts and numbers if `is_whole`, and each container after what it holds; all once."""
+    found: dict[int, Any] = {}  # with the nodes, as in `_map`
+    _visit(tree, found, is_whole)
+    return [*found.values()]
+
+
+def _visit(node: Any, found: dict[int, Any], is_whole: bool) -> None:
+    # Not a function within `_nodes`: it would be in a cycle with `found`, which would hold batches until a collection.
+    if id(node) not in found and (is_whole or type(node) not in _PLAIN_TYPES):
+        held = children(node) if is_container(node) else []
+        if is_whole or not _PLAIN_TYPES.issuperset(map(type, held)):
+            for child in held:
+                _visit(child, found, is_whole)
+        found[id(node)] = node  # not before: a container that contains itself is a RecursionError
 
 
 def children(node: Any) -> list[Any]:
@@ -88,11 +86,8 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def batch_size(tree: Any, dim: int = 0) -> int | None:
-    """The number of samples of a batch: the size, along `dim`, of its tensors and arrays that have this dimension.
-
-    None if it is unknown: none has the dimension, their sizes differ, or a packed sequence orders samples in its own
-    way.
-    """
+    """The number of samples of a batch: the size, along `dim`, of its tensors and arrays that have this dimension. None
+    if none has it, if their sizes differ, or if a packed sequence orders samples in its own way."""
     sizes = set()
     for leaf in objects(tree):
         if isinstance(leaf, PackedSequence):
@@ -103,30 +98,23 @@ def batch_size(tree: Any, dim: int = 0) -> int | None:
 
 
 def may_list_samples(tree: Any) -> bool:
-    """Whether a batch is a list of mappings with the same keys, or of objects of one dataclass.
-
-    Each element may be a sample, if they are not collated, or a part of all samples (two views of them). Their tensors
-    show the number of samples in the second case only.
-    """
+    """Whether a batch is a list of mappings with the same keys, or of objects of one dataclass: each may be a sample
+    that is not collated, or a part of all samples (a view of them), whose tensors show the number of samples."""
     if type(tree) is not list or not tree or not all(map(_is_record, tree)):
         return False
     return len({frozenset(each) if isinstance(each, Mapping) else type(each) for each in tree}) == 1
 
 
 def can_cut(tree: Any, dim: int = 0) -> bool:
-    """Whether it is certain how a batch divides into samples.
-
-    It is not if the size is unknown or 0; if tensors differ in size; if the batch holds a packed sequence, a sparse or
-    nested tensor or an object of an unknown class; or if a list has as many elements as there are samples, and these
-    are containers, or tensors of equal type and dimensionality: each may be one sample, or a part of all.
-    """
+    """Whether it is certain how a batch divides into samples: its size is known and not 0; it holds only dense tensors
+    of one size, arrays, texts and numbers; and no list has as many elements as there are samples that are containers,
+    or tensors of equal type and dimensionality: each may be one sample, or a part of all."""
     size = batch_size(tree, dim)
 
     def is_certain(leaf: Any) -> bool:
         if not is_array(leaf):
             return isinstance(leaf, PLAIN)
-        is_dense = not isinstance(leaf, torch.Tensor) or (leaf.layout is torch.strided and not leaf.is_nested)
-        return is_dense and size_along(leaf, dim) in (None, size)
+        return _is_dense(leaf) and size_along(leaf, dim) in (None, size)
 
     def is_doubtful(node: Any) -> bool:
         if type(node) not in (list, tuple) or len(node) != size or dim != 0:
@@ -134,14 +122,12 @@ def can_cut(tree: Any, dim: int = 0) -> bool:
         are_alike = all(map(is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
         return are_alike or any(map(is_container, node))
 
-    return bool(size) and not any(is_doubtful(n) if is_container(n) else not is_certain(n) for n in nodes(tree))
+    return bool(size) and not any(is_doubtful(n) if is_container(n) else not is_certain(n) for n in _nodes(tree))
 
 
 def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
-    """The tensors of a batch that is a tensor, or a plain list, tuple or dict of tensors only; None for any other.
-
-    Most batches are of this form, and this check runs on every step.
-    """
+    """The tensors of a batch that is a tensor, or a plain list, tuple or dict of tensors only, as most are; None for
+    any other. This runs on every step."""
     kind = type(tree)
     if kind is torch.Tensor:
         return (tree,)
@@ -155,34 +141,15 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of a batch's tensors and arrays, by the size that each reports; a shared one counts once."""
-    return sum(map(_leaf_nbytes, objects(tree)))
+    """The bytes of a batch's dense tensors and arrays; a shared one counts once."""
+    held = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in objects(tree)]
+    return sum([leaf.nbytes for leaf in held if _is_dense(leaf)])
 
 
-def _leaf_nbytes(leaf: Any) -> int:
-    if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
-        return leaf.nbytes
-    if isinstance(leaf, PackedSequence):
-        leaf = leaf.data
-    with contextlib.suppress(Exception):  # some rare layouts do not report it; measuring must not end a run
-        if is_array(leaf):
-            is_dense = not isinstance(leaf, torch.Tensor) or leaf.layout is torch.strided
-            return int(leaf.nbytes if is_dense else leaf.values().nbytes)
-    return 0
-
-
-def take(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
-    """Samples `start` to `stop` of a batch: every tensor, array and (along dim 0) plain list of its size is sliced; a
-    leaf without dimension `dim` (a scale, a name) is kept whole. ValueError if `can_cut` is False."""
-    return _select(tree, slice(start, stop), dim)
-
-
-def pick(tree: Any, samples: list[int], dim: int = 0) -> Any:
-    """Copy the given samples of a batch, in the given order, with repetitions. Otherwise as `take`."""
-    return _select(tree, samples, dim)
-
-
-def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
+def take(tree: Any, samples: slice | list[int], dim: int = 0) -> Any:
+    """The given samples of a batch, in their order: of every tensor, array and (along dim 0) plain list of its size; a
+    leaf without dimension `dim` (a scale, a name) is kept whole. A slice makes views, a list copies. ValueError if
+    `can_cut` is False."""
     if not can_cut(tree, dim):
         raise ValueError(f"a batch of type {type(tree).__name__} cannot be split: it does not say what one sample is")
     size = batch_size(tree, dim)
@@ -193,8 +160,10 @@ def _select(tree: Any, samples: slice | list[int], dim: int) -> Any:
         return node
 
     def cut_lists(node: Any) -> Any:
-        is_plain = type(node) in (list, tuple) and not any(map(_is_inner, node))
-        if not is_plain or dim != 0 or len(node) != size:
+        # One with arrays or containers is a structure, and does not hold one value per sample.
+        if type(node) not in (list, tuple) or any(is_array(each) or is_container(each) for each in node):
+            return None
+        if dim != 0 or len(node) != size:
             return None
         return node[samples] if isinstance(samples, slice) else type(node)(node[place] for place in samples)
 
@@ -215,9 +184,10 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | numpy.ndarray)
 
 
-def _is_inner(node: Any) -> bool:
-    """Whether a list element is a batch part itself, so that the list is a structure and not one value per sample."""
-    return is_array(node) or is_container(node)
+def _is_dense(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.layout is torch.strided and not leaf.is_nested
+    return isinstance(leaf, numpy.ndarray)
 
 
 def is_container(node: Any) -> bool:
@@ -227,11 +197,6 @@ def is_container(node: Any) -> bool:
     return isinstance(node, list | tuple | set | frozenset) or _is_record(node)
 
 
-def is_plain(held: Sequence[Any]) -> bool:
-    """Whether a list or tuple holds texts and numbers only."""
-    return _PLAIN_TYPES.issuperset(map(type, held))
-
-
 def _is_record(node: Any) -> bool:
     return isinstance(node, Mapping) or (dataclasses.is_dataclass(node) and not isinstance(node, type))
 
@@ -239,11 +204,9 @@ def _is_record(node: Any) -> bool:
 def _map(
     fn: Callable[[Any], Any], node: Any, seen: dict[int, tuple[Any, Any]], whole: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Map `fn` over the leaves of `node`; `whole` may replace a container as if it were a leaf.
-
-    `seen` maps the id of each visited node to the node and its image. It holds the node because a mapping may create
-    its values on demand: the id of a collected value would be reused for the next.
-    """
+    """Map `fn` over the leaves of `node`; `whole` may replace a container as if it were a leaf. `seen` holds each
+    visited node, by id, and its image: a mapping may create values on demand, and the id of a collected one would be
+    reused."""
     if id(node) in seen:
         return seen[id(node)][1]
     if not is_container(node):

@@ -62,7 +62,7 @@ def test_the_tail_is_split_and_nothing_is_lost(sizes, count, dim):
     batches = [batch(*pair) for pair in itertools.pairwise(bounds)]
     delivered = rounds_of(batches, count, batch_dim=dim)
     assert {len(each) for each in delivered} == {-(-len(sizes) // count)}
-    in_order = [take(*pair[:1], 0, pair[1], dim) for round_ in zip(*delivered, strict=True) for pair in round_]
+    in_order = [take(batch, slice(valid), dim) for round_ in zip(*delivered, strict=True) for batch, valid in round_]
     found = torch.cat(in_order, dim) if in_order else batch(0, 0)
     assert torch.equal(found, batch(0, sum(sizes)))
 

@@ -28,7 +28,7 @@ from unisono.loaders.sharding import Claim, Rule, Size, check_sizes_known, mark_
 from unisono.loaders.sources import Begun
 from unisono.loaders.stream_parts import Read, SameStream, StreamPosition
 from unisono.outcome import copy_error
-from unisono.tree import batch_size, can_cut, pick, tree_map
+from unisono.tree import batch_size, can_cut, take, tree_map
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -157,13 +157,13 @@ class Lockstep:
         if self._rule.tail != "pad" or size >= self._full or not can_cut(batch, self._dim):
             return batch, 0 if samples else size
         self._lane.backend.wait_ready(own.token)
-        return pick(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
+        return take(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
 
     def _one_sample_of(self, own: Delivery) -> Delivery:
         """Return one sample of a batch, to be repeated, or the whole batch if it cannot be cut."""
         if can_cut(own.batch, self._dim):
             self._lane.backend.wait_ready(own.token)
-            own = own._replace(batch=pick(own.batch, [0], self._dim))
+            own = own._replace(batch=take(own.batch, [0], self._dim))
         return own._replace(claim=Claim(0, None), nbytes=0)
 
     def _share_sample(self, root: int) -> None:

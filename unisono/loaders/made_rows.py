@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from unisono.loaders.fetcher import Listed, Request, few
 from unisono.loaders.sharding import Claim, Piece, Rule
-from unisono.tree import can_cut, children, is_array, is_container, may_list_samples, pick, size_along, tensors
+from unisono.tree import can_cut, children, is_array, is_container, may_list_samples, size_along, take, tensors
 
 
 class Job(NamedTuple):
@@ -107,7 +107,7 @@ class RowCounter:
             if not self._is_alone and self._spare is None:
                 self._spare = next(filter(_has_rows, waiting[-1]), None)
                 if self._spare and can_cut(self._spare.batch, self._dim):
-                    self._spare = Piece(pick(self._spare.batch, [0], self._dim), Claim(1, None))
+                    self._spare = Piece(take(self._spare.batch, [0], self._dim), Claim(1, None))
             if self._is_alone or self._spare is not None:
                 yield from map(self._finish, waiting)
                 waiting = []

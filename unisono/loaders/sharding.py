@@ -31,7 +31,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
-from unisono.tree import batch_size, can_cut, is_array, leaves, may_list_samples, pick, take
+from unisono.tree import batch_size, can_cut, is_array, leaves, may_list_samples, take
 
 logger = logging.getLogger(__name__)
 
@@ -272,9 +272,9 @@ def cut(dealt: Round[Any], rank: int, dim: int, mark: int = 0) -> Piece:
     part = dealt.parts[rank]
     batch = dealt.batches[part.batch]
     if part.padding:
-        batch = pick(batch, part.order(), dim)
+        batch = take(batch, part.order(), dim)
     elif (part.start, part.stop) != (0, dealt.sizes[part.batch].samples):
-        batch = take(batch, part.start, part.stop, dim)
+        batch = take(batch, slice(part.start, part.stop), dim)
     return Piece(batch, Claim(part.samples, part.total, mark, part.repeated, len(dealt.batches), part.is_sized))
 
 

@@ -291,7 +291,7 @@ def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded
         elif size.samples <= samples:
             samples -= size.samples
         elif size.can_be_cut:
-            yield take(batch, samples, size.samples, dim), None
+            yield take(batch, slice(samples, None), dim), None
             samples = 0
         else:
             raise StateError(
