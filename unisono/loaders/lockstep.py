@@ -144,10 +144,10 @@ class Lockstep:
 
     def _offer_ready(self, failure: str | None) -> _Offer:
         # Without the datasets' states, which concern this rank alone.
-        batches = [
-            (Size(claim.samples, unsized="" if claim.is_sized else type(batch).__name__), read.without_state())
-            for batch, _, claim, read, *_ in self._own
-        ]
+        batches = []
+        for batch, _, claim, read, *_ in self._own:
+            size = Size(claim.samples, unsized="" if claim.is_sized else type(batch).__name__)
+            batches.append((size, read._replace(position=read.position._replace(state=None))))
         return _Offer(self._offset, batches, self._spare is not None, failure, self._taken.here.workers)
 
     def _pad_to_full(self, own: Delivery) -> tuple[Any, int]:

@@ -51,9 +51,6 @@ class Position(NamedTuple):
     mark: int = 0
     state: Any = None
 
-    def without_state(self) -> Position:
-        return self._replace(state=None)
-
 
 class Layer(NamedTuple):
     """The positions of the parts of `ranks` ranks with `workers` loader workers each. When these numbers change, a
@@ -78,9 +75,6 @@ class Read(NamedTuple):
     part: int
     position: Position
     by: Cutter = "stride"
-
-    def without_state(self) -> Read:
-        return self._replace(position=self.position.without_state())
 
 
 class StreamPosition(NamedTuple):
@@ -130,7 +124,7 @@ class StreamPosition(NamedTuple):
         if self.layers and self.here[:2] == (ranks, workers):
             return self
         # No state of the dataset's own fits other parts.
-        before = [each._replace(parts=tuple(part.without_state() for part in each.parts)) for each in self.layers]
+        before = [each._replace(parts=tuple(part._replace(state=None) for part in each.parts)) for each in self.layers]
         return self._replace(layers=(*before, Layer(ranks, workers, (Position(),) * (ranks * workers))))
 
     def check_cut(self, by: Cutter) -> None:
@@ -232,7 +226,7 @@ class PartReader(IterableDataset[Packed]):
                 elif len(chunk) == self.size or not self.drop_last:
                     yield collated(self.collate, chunk), len(chunk), part.read()
         except Exception as error:
-            error.add_note(f"after {part.number} samples of the stream that part {self.part(worker)} reads")
+            error.add_note(f"after {part.seen[0].taken} samples of the stream that part {self.part(worker)} reads")
             raise
 
 
@@ -255,7 +249,7 @@ class PartSamples:
         self._reader, self._dataset, self._part, self._asked = reader, reader.dataset, part, asked
         self._layers = reader.taken.layers
         self._position = reader.taken.here.parts[part]
-        self._seen = [Position()] * len(self._layers)  # the samples that have reached each layer, and their marks
+        self.seen = [Position()] * len(self._layers)  # the samples that have reached each layer, and their marks
         self._by: Cutter | None = None  # known once the first sample is read, and so are
         self._rows: list[range] = []  # those of each layer
         self._has_ended = False
@@ -267,7 +261,7 @@ class PartSamples:
         buffers = _has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None))
         self._is_stateful = is_stateful(self._dataset) and not buffers
         if (state := self._position.state) is not None:
-            self._seen = [Position(*each) for each in state["seen"]]
+            self.seen = [Position(*each) for each in state["seen"]]
             self._has_ended = state["dataset"] is None
             if not self._has_ended:
                 self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
@@ -286,12 +280,8 @@ class PartSamples:
 
     def _seed_next(self) -> None:
         if self._asked is not None:  # until the first one is read, all parts are seeded alike
-            seed_all(mixed(self._seed if self._by in (None, "stride") else self._own_seed, self.number))
-
-    @property
-    def number(self) -> int:
-        """Of the samples that were read from the stream, of all parts."""
-        return self._seen[0].taken
+            seed = self._seed if self._by in (None, "stride") else self._own_seed
+            seed_all(mixed(seed, self.seen[0].taken))
 
     def read(self) -> Read:
         """What the samples leave that were yielded so far."""
@@ -300,7 +290,7 @@ class PartSamples:
             # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already
             # be that of a new beginning.
             own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
-            state = {"dataset": own, "seen": [list(each[:2]) for each in self._seen]}
+            state = {"dataset": own, "seen": [list(each[:2]) for each in self.seen]}
         return Read(self._part, self._position._replace(state=state), self._by or self._reader.by)
 
     def _see_who_cuts(self) -> None:
@@ -320,11 +310,11 @@ class PartSamples:
         part, position = self._part, self._position
         for place, (layer, row) in enumerate(zip(self._layers, self._rows, strict=True)):
             # Each layer numbers the samples that the layers before it left over; its parts take turns.
-            number, mark, _ = self._seen[place]
+            number, mark, _ = self.seen[place]
             turn, part = number // len(row), row[number % len(row)]
             if part == row.start:
                 mark = mark_of(mark, values_of(sample))
-            self._seen[place] = Position(number + 1, mark)
+            self.seen[place] = Position(number + 1, mark)
             position, before = Position(turn + 1, mark), layer.parts[part]
             if position.taken <= before.taken:
                 if position.taken == before.taken and mark != before.mark:
@@ -338,7 +328,7 @@ class PartSamples:
         """Check that the stream was as long as what was delivered of it."""
         if self._by is None:
             self._see_who_cuts()
-        for (number, *_), layer, row in zip(self._seen, self._layers, self._rows, strict=True):
+        for (number, *_), layer, row in zip(self.seen, self._layers, self._rows, strict=True):
             for turn, part in enumerate(row):
                 if number <= (layer.parts[part].taken - 1) * len(row) + turn:
                     raise StateError(self._explain_other(part))
