@@ -295,17 +295,16 @@ def glimpse(batch: Any) -> list[Any]:
 
 def values_of(sample: Any) -> list[Any]:
     """A few values of a sample, of any kind."""
-    seen = (_some_of(leaf) for leaf in leaves(sample))
-    return list(islice((each for each in seen if each is not None), 8))
-
-
-def _some_of(leaf: Any) -> Any:
-    if is_array(leaf) and _is_plain_array(leaf):
-        flat = leaf.reshape(-1)
-        return flat[:: max(len(flat) // _SEEN, 1)].tolist()
-    if isinstance(leaf, bytes):
-        return zlib.crc32(leaf)
-    return leaf if isinstance(leaf, str | Number) else None  # another object's text may be its address
+    found: list[Any] = []
+    for leaf in leaves(sample):
+        if isinstance(leaf, str | Number):
+            found.append(leaf)
+        elif isinstance(leaf, bytes):
+            found.append(zlib.crc32(leaf))
+        elif is_array(leaf) and _is_plain_array(leaf):  # another object's text may be its address
+            flat = leaf.reshape(-1)
+            found.append(flat[:: max(len(flat) // _SEEN, 1)].tolist())
+    return found[:8]
 
 
 def _corner(array: Any) -> Any:

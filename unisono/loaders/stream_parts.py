@@ -40,6 +40,7 @@ from unisono.world import answer_as_one_rank
 Cutter = Literal["caller", "dataset", "worker", "stride"]
 """What cuts a stream into parts; `streams.py` explains which of them does when."""
 
+_END: Any = object()
 _REMEMBERED = 1024  # positions; more than one reader is ahead of another
 
 
@@ -268,20 +269,18 @@ class PartSamples:
         self._source = iter(()) if self._has_ended else iter(self._dataset)
 
     def samples(self) -> Iterator[Any]:
-        self._seed_next()
-        for sample in self._source:
+        while True:
+            if self._asked is not None:  # until the first one is read, all parts are seeded alike
+                seed = self._seed if self._by in (None, "stride") else self._own_seed
+                seed_all(mixed(seed, self.seen[0].taken))
+            if (sample := next(self._source, _END)) is _END:
+                break
             self._see_who_cuts()
             if self._is_own(sample):
                 yield sample
-            self._seed_next()
         if not self._has_ended:
             self._has_ended = True
             self._check_end()
-
-    def _seed_next(self) -> None:
-        if self._asked is not None:  # until the first one is read, all parts are seeded alike
-            seed = self._seed if self._by in (None, "stride") else self._own_seed
-            seed_all(mixed(seed, self.seen[0].taken))
 
     def read(self) -> Read:
         """What the samples leave that were yielded so far."""
