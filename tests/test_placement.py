@@ -140,10 +140,9 @@ def test_a_module_is_copied_whole_and_its_ties_are_kept(device):
         assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_lazy_module_is_copied_before_it_knows_its_shape(device):
-    twin = copy_to(nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()), device)
-    assert twin(torch.ones(3, 4, device=device)).device.type == device
+def test_a_lazy_module_is_copied_before_it_knows_its_shape():
+    twin = copy_to(nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()), "meta")
+    assert twin(torch.ones(3, 4, device="meta")).device.type == "meta"
     assert "1.running_mean" in twin.state_dict()
 
 
@@ -201,11 +200,7 @@ def test_a_run_is_copied_to_a_device_of_the_family_and_on_it_and_home_and_each_g
 def test_an_optimizer_needs_its_parameters():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"the SGD steps 6 parameter\(s\) that are not in the structure.*copy_to\(\(model, optimizer\)"
-    ):
-        copy_to(optimizer, "cpu")
-    with pytest.raises(ValueError, match=r"steps 4 parameter\(s\)"):
+    with pytest.raises(ValueError, match=r"steps 4 parameter\(s\) that are not in the structure.*copy_to\(\(model"):
         copy_to([optimizer, model[0]], "cpu")
     parameters, twin = copy_to((list(model.parameters()), optimizer), "cpu")
     assert twin.param_groups[0]["params"][0] is parameters[0]

@@ -17,7 +17,6 @@ from streams import (
     COUNT,
     SIZE,
     CutsItself,
-    Got,
     Sharded,
     Stream,
     all_of,
@@ -30,11 +29,6 @@ from streams import (
 from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader, ParallelLoader, current_world, rank
-
-
-class ShardedKeywords(Sharded):
-    def shard(self, index: int, num_shards: int, contiguous: bool = False) -> Sharded:
-        return super().shard(num_shards, index)
 
 
 class OneFile(Sharded):
@@ -137,14 +131,7 @@ class Tensors(Stream):
             yield torch.tensor(batch)
 
 
-DATASETS = [Stream, CutsItself, Sharded, ShardedKeywords, OneFile, ShardedInPlace, ShardsByOtherNames, OfItsNode]
-
-
-def assert_in_step(found: Sequence[Sequence[Got]]) -> None:
-    for each in zip(*found, strict=True):
-        assert len({len(got.batches) for got in each}) == 1
-        for got in each:
-            assert all(len(batch) == (valid or 1) for batch, valid in zip(got.batches, got.valid, strict=True))
+DATASETS = [Stream, CutsItself, Sharded, OneFile, ShardedInPlace, ShardsByOtherNames, OfItsNode]
 
 
 def by_stride(samples: Sequence[Any], ranks: int, workers: int, size: int) -> list[list[list[Any]]]:
@@ -165,16 +152,20 @@ def test_every_sample_once_whoever_cuts_the_stream(mode, workers):
     for dataset in DATASETS:
         found = passes(mode, dataset, None, workers=workers)
         assert all_of(found) == list(range(COUNT)), dataset.__name__
-        assert_in_step(found)
+        for each in zip(*found, strict=True):
+            assert len({len(got.batches) for got in each}) == 1, "in step"
+            for got in each:
+                assert [len(batch) for batch in got.batches] == [valid or 1 for valid in got.valid]
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, COUNT])
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, THREADS_3], ids=str)
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 3])
 @stand_ins()
-def test_the_stride_deals_as_a_list_is_dealt(mode, workers):
-    found = passes(mode, Stream, None, workers=workers)
+def test_the_stride_deals_as_a_list_is_dealt(mode, workers, count):
+    found = passes(mode, lambda: Stream(count), None, workers=workers)
     dealt = [[batch for batch, valid in zip(each.batches, each.valid, strict=True) if valid] for (each,) in found]
-    assert dealt == by_stride(range(COUNT), mode.ranks, workers, SIZE)
+    assert dealt == by_stride(range(count), mode.ranks, workers, SIZE)
 
 
 def test_processes_take_every_sample_once_and_resume():
@@ -232,20 +223,6 @@ def test_a_worker_init_fn_may_cut_the_stream_or_not(mode, init):
     assert [sorted(batch[0] for batch in each.batches[:2]) for (each,) in found] == [
         [2 * place * share, (2 * place + 1) * share] for place in range(mode.ranks)
     ]
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_more_ranks_than_samples_are_kept_in_step(count):
-    found = passes(THREADS_3, lambda: Stream(count), None, None)
-    assert [all_of(found, 0), all_of(found, 1)] == [list(range(count))] * 2
-    assert [len(each[0].batches) for each in found] == [min(count, 1)] * 3
-
-
-@pytest.mark.parametrize("dataset", [OneFile, ShardedInPlace])
-def test_who_refuses_to_shard_is_cut_by_stride(dataset):
-    found = passes(THREADS_2, dataset, None)
-    assert all_of(found) == list(range(COUNT))
-    assert found[0][0].batches[0] == [0, 2, 4]
 
 
 def test_a_global_batch_is_split_over_the_ranks():
