@@ -393,15 +393,6 @@ def test_a_copy_is_another_object_of_the_same_type_and_content(name):
     assert twin.__traceback__ is error.__traceback__
 
 
-def test_a_note_on_a_copy_is_not_on_the_original():
-    error = ValueError("bad")
-    error.add_note("shared")
-    twin = copy_error(error)
-    twin.add_note("mine")
-    assert error.__notes__ == ["shared"]
-    assert twin.__notes__ == ["shared", "mine"]
-
-
 def test_an_error_that_cannot_be_copied_is_itself_rather_than_another():
     class ImpostorError(Exception):
         def __reduce__(self) -> Any:

@@ -97,17 +97,6 @@ def test_a_stop_iteration_while_moving_is_an_error_and_no_end(monkeypatch):
         list(DeviceLoader([1, Immovable.make()]))
 
 
-def test_a_loader_that_cannot_be_iterated_says_so_each_time():
-    class Broken:
-        def __iter__(self) -> Iterator[int]:
-            raise OSError("the disk is gone")
-
-    parallel = ParallelLoader(Broken(), devices(2))
-    for device in devices(2):
-        with pytest.raises(OSError, match="the disk is gone"):
-            parallel.per_device_loader(device)
-
-
 @pytest.mark.any_family
 def test_a_closed_loader_wakes_who_waits_and_refuses_who_comes():
     source = Paced()

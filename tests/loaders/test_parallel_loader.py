@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from unisono import DeviceLoader, ParallelLoader
 from unisono.backends import get_backend
 from unisono.tree import take
-from unisono.world import World
 
 MOST = 4 if FAMILY == "cpu" else get_backend(FAMILY).device_count()
 
@@ -178,28 +177,6 @@ def test_a_device_loader_tells_the_valid_samples_of_the_running_loop():
 def test_a_device_loader_takes_the_device_of_its_world():
     loader = DeviceLoader([torch.ones(1)], world=worlds(2)[1])
     assert iter(loader)._lane.device == torch.device(FAMILY, 1)
-
-
-@pytest.mark.any_family
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("kind", ["map-style", "stream", "list"])
-def test_in_a_world_of_several_ranks_each_takes_its_share_of_any_loader(kind, count):
-    loader = {
-        "map-style": DataLoader(Numbers(23), batch_size=2),
-        "stream": DataLoader(Stream(23), batch_size=2),
-        "list": list(torch.arange(23).split(2)),
-    }[kind]
-
-    def load(world: World) -> list[list[int]]:
-        device_loader = DeviceLoader(loader, world=world)
-        found = [batch[: device_loader.valid_samples].tolist() for batch in device_loader]
-        assert kind == "stream" or len(device_loader) == len(found)
-        return found
-
-    with ThreadPoolExecutor(count) as ranks:
-        each_ranks = list(ranks.map(load, worlds(count)))
-    in_order = list(itertools.chain(*itertools.chain(*zip(*each_ranks, strict=True))))
-    assert (sorted(in_order) if kind == "stream" else in_order) == list(range(23))
 
 
 def test_several_devices_in_a_world_of_several_ranks_are_refused():

@@ -19,7 +19,6 @@ import torch
 from interrupts import interrupt_main_thread
 from modes import FAMILY, PROCESSES_2, devices
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from tracing import interrupting
 
 import unisono
@@ -115,19 +114,6 @@ def test_the_loop_gets_its_model_loader_device_and_context():
     for use, name in ((lambda: replicas(3, []), "loop_fn"), (lambda: replicas.run_on_replicas(3), "fn")):
         with pytest.raises(TypeError, match=f"^{name}=3 is of type int; pass a function"):
             use()
-
-
-@pytest.mark.any_family
-def test_every_call_continues_the_epochs_of_its_loader():
-    replicas = DataParallel(network(), TWO)
-    loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=5, shuffle=True)
-
-    def loop(model, loader, device, context):
-        return [number for (batch,) in loader for number in batch.tolist()]
-
-    one, two = replicas(loop, loader), replicas(loop, loader)
-    assert one != two
-    assert sorted(sum(one, [])) == sorted(sum(two, [])) == list(range(40))  # noqa: RUF017
 
 
 def test_getattr_or_keeps_what_it_makes_and_makes_none_again():

@@ -163,56 +163,12 @@ def nt_xent(first: torch.Tensor, second: torch.Tensor, own: slice = slice(None))
     return F.cross_entropy(likeness[rows], ((places + count) % (2 * count))[rows])
 
 
-def clip_loss(images: torch.Tensor, texts: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """CLIP's (Radford et al. 2021, figure 3)."""
-    return local_clip_loss(images, texts, images, texts, scale, 0)
-
-
-def local_clip_loss(
-    images: torch.Tensor,
-    texts: torch.Tensor,
-    all_images: torch.Tensor,
-    all_texts: torch.Tensor,
-    scale: torch.Tensor,
-    start: int,
-) -> torch.Tensor:
-    """A rank's rows against all columns, as open_clip's `local_loss`."""
-    labels = start + torch.arange(len(images), device=images.device)
-    by_image = F.cross_entropy(scale.exp() * images @ all_texts.mT, labels)
-    by_text = F.cross_entropy(scale.exp() * texts @ all_images.mT, labels)
-    return (by_image + by_text) / 2
-
-
-def summed_gradients(found: list[dict[str, torch.Tensor]], divisor: int) -> dict[str, torch.Tensor]:
-    """What a data-parallel reduction makes of those of the ranks."""
-    found = in_main_memory(found)
-    return {name: sum(each[name] for each in found) / divisor for name in found[0]}
-
-
 def network() -> nn.Module:
     return model().to(unisono.current_world().device)
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in module.named_parameters()}
-
-
-def test_clips_local_loss_has_the_gradient_of_the_global_batch(mode):
-    def train() -> Any:
-        rank, net = unisono.rank(), network()
-        scale = here(torch.tensor(0.3, dtype=torch.float64))
-        images, texts = (F.normalize(net(here(rows_of(rank, width=5, seed=seed))), dim=1) for seed in (1, 2))
-        every = functional.all_gather_samples((images, texts))
-        local_clip_loss(images, texts, *every, scale, 3 * rank).backward()
-        return {"scale": scale.grad, **gradients(net)}
-
-    twin, scale = model(), torch.tensor(0.3, dtype=torch.float64).requires_grad_()
-    images, texts = (
-        F.normalize(twin(torch.cat([rows_of(rank, width=5, seed=seed) for rank in range(mode.ranks)])), dim=1)
-        for seed in (1, 2)
-    )
-    clip_loss(images, texts, scale).backward()
-    assert_close(summed_gradients(mode.run(train), mode.ranks), {"scale": scale.grad, **gradients(twin)})
 
 
 # With prepared models.

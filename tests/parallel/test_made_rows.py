@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
-from twin import CLOSE, Case, adam, assert_all_are, data, mean_loss, model, windows
+from torch.utils.data import DataLoader, Dataset, default_collate
+from twin import Case, adam, assert_all_are, data, mean_loss, model, windows
 
 from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
 
@@ -44,14 +44,6 @@ class Indexed(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return [tuple(each[index] + copy for each in self.tensors) for copy in range(self.rows(index))]
-
-
-class Streamed(IterableDataset[Any]):
-    def __init__(self, samples: int, rows: Rows) -> None:
-        self.indexed = Indexed(samples, rows)
-
-    def __iter__(self) -> Any:
-        return map(self.indexed.__getitem__, range(len(self.indexed)))
 
 
 def flatten(samples: Sequence[Any]) -> Any:
@@ -209,32 +201,6 @@ def test_each_row_is_gathered_for_a_metric_once(mode: Mode, rows: Rows) -> None:
     assert sum(sum(valid) for _, valid, _ in found) == len(expected)
     for _, valid, size in found:
         assert all(count in (0, delivered) for count, delivered in zip(valid, size, strict=True))
-
-
-@pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
-def test_the_rows_of_a_stream_count_too(mode: Mode) -> None:
-    """Each round is one batch of each part; the sum of the squares' gradients is compared, step by step."""
-
-    def body() -> list[tuple[float, list[float]]]:
-        accelerator = Accelerator()
-        weight = torch.nn.Linear(5, 1, bias=False, dtype=torch.float64)
-        network, optimizer, loader = accelerator.prepare(
-            weight,
-            torch.optim.SGD(weight.parameters(), lr=0.0),
-            DataLoader(Streamed(24, lambda index: index % 4), 3, collate_fn=flatten),
-        )
-        found = []
-        for batch in loader:
-            accelerator.backward(network(batch[0]).mean())
-            found.append((network.weight.grad[0].tolist(), batch[0].tolist()))
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    for each in zip(*mode.run(body), strict=True):
-        rows = torch.tensor([row for _, rows in each for row in rows], dtype=torch.float64)
-        for gradient, _ in each:
-            torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), rows.mean(0), **CLOSE)
 
 
 def _keep(samples: Any) -> Any:

@@ -76,9 +76,10 @@ def test_a_buffer_that_differs_later_is_said_too() -> None:
     assert len(said) == 1
 
 
-@EVERY
-def test_nothing_is_said_where_the_ranks_agree(mode: Mode) -> None:
-    for said, _ in mode.run(lambda: train(Centred(True))):
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("make", [lambda: Centred(True), lambda: nn.BatchNorm1d(5)], ids=["reduced", "batch norm"])
+def test_nothing_is_said_where_the_ranks_agree_nor_of_batch_norm(mode: Mode, make: Any) -> None:
+    for said, _ in mode.run(lambda: train(make())):
         assert not said
 
 
@@ -97,9 +98,3 @@ def test_where_batch_norm_gets_one_sample_the_error_says_what_helps(mode: Mode, 
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as error:
         mode.run(body)
     assert any("sync_batchnorm=True" in note for note in error.value.__notes__)
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
-def test_nothing_is_said_of_batch_norm(mode: Mode) -> None:
-    for said, _ in mode.run(lambda: train(nn.BatchNorm1d(5))):
-        assert not said

@@ -15,10 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from twin import (
-    Plain,
     State,
     adam,
-    assert_all_are,
     compare,
     data,
     loader_of,
@@ -207,28 +205,6 @@ def means_over_tokens_of_two_kinds(accelerator: Any, network: Any, batch: Any) -
             accelerator.backward(mean_loss(network, [inputs, targets, tokens], True), weight=tokens.sum())
 
 
-def sharpness_aware(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """SAM in two steps, around an optimizer that nobody has prepared."""
-    network = model()
-    network, loader = accelerator.prepare(network, loader)
-    optimizer = sgd(network.parameters())
-    for batch in loader:
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        with torch.no_grad():
-            norm = torch.stack([each.grad.norm() for each in network.parameters()]).norm()
-            climbed = [each.grad * 0.05 / norm for each in network.parameters()]
-            for each, step in zip(network.parameters(), climbed, strict=True):
-                each.add_(step)
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        with torch.no_grad():
-            for each, step in zip(network.parameters(), climbed, strict=True):
-                each.sub_(step)
-        optimizer.step()
-    return whole(network)
-
-
 def one_optimizer_of_two_models_of_which_one_rests(accelerator: Any, loader: DataLoader[Any]) -> State:
     first, second = model(1), model(2)
     optimizer = sgd([*first.parameters(), *second.parameters()])
@@ -292,7 +268,6 @@ STEP_BY_STEP = {
     **{
         each.__name__: each
         for each in (
-            sharpness_aware,
             one_optimizer_of_two_models_of_which_one_rests,
             a_group_that_is_added_and_trained,
             a_batch_without_a_step,
@@ -331,26 +306,6 @@ def test_where_a_batch_cannot_be_told_and_matters_an_error_names_the_way_out(mod
     way = r"with accelerator\.accumulate\(\)" if accumulate > 1 else r"backward\(loss, batch=batch\)"
     with pytest.raises(ValueError, match=way):
         mode.run(body)
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_the_number_of_microbatches_may_change_between_the_steps_of_two_optimizers(mode: Mode) -> None:
-    def train(accelerator: Any, loader: Any) -> State:
-        network, other = model(), model(1)
-        network, other, first, second, loader = accelerator.prepare(
-            network, other, sgd(network.parameters()), sgd(other.parameters()), loader
-        )
-        for batch in loader:
-            accelerator.backward(mean_loss(network, batch) + mean_loss(other, batch))
-            first.step()
-            if isinstance(accelerator, Accelerator) and accelerator.sync_gradients:
-                accelerator.gradient_accumulation_steps = 1
-            second.step()
-        return whole(network, other)
-
-    samples = 4 * mode.ranks
-    states = mode.run(lambda: train(Accelerator(gradient_accumulation_steps=2), loader_of(samples, 2)))
-    assert_all_are(states, train(Plain(), loader_of(samples, samples)))
 
 
 @PAIRS

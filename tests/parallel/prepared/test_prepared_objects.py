@@ -73,18 +73,6 @@ def test_nothing_is_prepared_twice():
                 other.prepare(each)
 
 
-def test_an_optimizer_may_come_later_than_its_model_and_then_steps_for_it():
-    def body():
-        accelerator, network = Accelerator(), model()
-        network = accelerator.prepare(network)
-        optimizer = accelerator.prepare(sgd(network.parameters()))
-        accelerator.backward(network(torch.full((2, 5), 1.0 + accelerator.world.rank).double()).sum())
-        optimizer.step()
-        return network.state_dict()
-
-    assert_same_bits(PROCESSES_2.run(body))
-
-
 @pytest.mark.any_family
 def test_a_parameter_of_no_prepared_model_is_an_error_that_says_where():
     accelerator, network, other = Accelerator(), model(), model(1)

@@ -68,22 +68,6 @@ def test_in_a_loop_a_scheduler_step_without_an_optimizer_step_is_an_error():
             scheduler.step()
 
 
-def test_a_loaded_state_goes_on():
-    step, _, scheduler = prepared(lambda optimizer: CosineAnnealingLR(optimizer, 9))
-    for _ in range(4):
-        step()
-        scheduler.step()
-    step, optimizer, other = prepared(lambda optimizer: CosineAnnealingLR(optimizer, 9))
-    other.load_state_dict(scheduler.state_dict())
-    optimizer.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
-    step()
-    other.step()
-    assert other.last_epoch == 5
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(
-        plain_rates(lambda optimizer: CosineAnnealingLR(optimizer, 9), 5)[5]
-    )
-
-
 SAMPLES, BATCH, EPOCHS = 31, 2, 3
 BATCHES = 16  # of an epoch on one device; the last one has one sample
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode, told
+from modes import PROCESSES_2, told
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from twin import State, assert_all_are, loader_of, model, sgd, straight, train, whole
+from twin import State, assert_all_are, loader_of, model, sgd, train, whole
 
 from unisono import Accelerator
 
@@ -83,25 +82,6 @@ def test_gradients_are_zeroed_between_forward_and_backward_by_whichever_line(str
 
     between, after = PROCESSES_2.run(body)[0]
     assert_all_are([between], after)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "strategy"),
-    [(SOLO, "ddp"), (THREADS_2, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "zero1"), (PROCESSES_2, "fsdp")],
-    ids=str,
-)
-def test_a_compiled_model_is_trained_as_it_is_and_has_its_state(mode: Mode, strategy: str) -> None:
-    def trained(network: Any) -> State:
-        accelerator, models = Accelerator(strategy=strategy), []
-        train(accelerator, loader_of(29, 3), lambda *each: (models.append(each[1]), straight(*each)), network)
-        return accelerator.state_dict(models[0])
-
-    def body() -> list[State]:
-        return [trained(each) for each in (model(), torch.compile(model(), backend="eager"))]
-
-    plain, compiled = mode.run(body)[0]
-    assert_all_are([compiled], plain)
 
 
 class Viewing(nn.Linear):
