@@ -22,28 +22,17 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
     [
         ({"mixed_precision": "fp8"}, ValueError, "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16"),
         ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0 is too small; pass an integer"),
-        (
-            {"gradient_accumulation_steps": 2.0},
-            TypeError,
-            "gradient_accumulation_steps=2.0 is of type float; pass an integer",
-        ),
-        ({"gradient_accumulation_steps": True}, TypeError, "gradient_accumulation_steps=True is of type bool"),
+        ({"gradient_accumulation_steps": 2.0}, TypeError, "steps=2.0 is of type float; pass an integer"),
         ({"max_grad_norm": 0}, ValueError, "max_grad_norm=0 is not above 0; pass a positive number"),
-        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is of type str"),
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan"),
         *(
             ({name: "yes"}, TypeError, f"{name}='yes' is of type str; pass True or False")
             for name in ("cpu", "device_placement", "split_batches", "sync_batchnorm")
         ),
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, diloco, fsdp, spmd, zero1"),
-        (
-            {"strategy": 3},
-            TypeError,
-            "strategy=3 is of type int; pass a name, or one of DDP, DiLoCo, FSDP, SPMD, ZeRO1",
-        ),
+        ({"strategy": 3}, TypeError, "3 is of type int; pass a name, or one of DDP, DiLoCo, FSDP, SPMD, ZeRO1"),
         ({"cpu": True, "device": "cpu"}, ValueError, "cpu=True and device='cpu' contradict each other"),
         ({"device": "toaster"}, ValueError, "device 'toaster' does not exist; there are .*cpu:0"),
-        ({"device": 1.5}, TypeError, "device=1.5 is of type float"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -72,9 +61,7 @@ def test_another_ranks_device_is_an_error():
         if current_world().rank == 0:
             assert Accelerator(device=first).device == torch.device(first)
             return
-        with pytest.raises(
-            ValueError, match=f"device='{first}', but this is rank 1 of 2, whose device is {second}; ch"
-        ):
+        with pytest.raises(ValueError, match=f"device='{first}', but this is rank 1 of 2, whose device is {second}"):
             Accelerator(device=first)
 
     THREADS_2.run(body)
@@ -180,7 +167,8 @@ def test_two_accelerators_accumulate_each_for_itself():
             assert_all_are(states, plain_run(Case(23, 3, every), 2, sgd))
 
 
-def test_the_loaders_order_is_that_of_the_seed_and_the_ranks_draw_differently():
+@BOTH
+def test_the_weights_and_the_order_are_those_of_the_seed_and_the_ranks_draw_differently(mode):
     def body():
         accelerator = Accelerator(seed=5)
         loader = DataLoader(torch.arange(12), batch_size=12 // accelerator.world.world_size, shuffle=True)
@@ -189,8 +177,11 @@ def test_the_loaders_order_is_that_of_the_seed_and_the_ranks_draw_differently():
         (batch,) = loader
         return network.weight.sum().item(), drawn, accelerator.gather(batch).tolist()
 
-    ((weight, _, order),) = SOLO.run(body)
-    first, second = PROCESSES_2.run(body)
+    before = torch.default_generator.get_state()
+    first, second = mode.run(body)
+    assert torch.equal(torch.default_generator.get_state(), before)
+    with torch.random.fork_rng():
+        ((weight, _, order),) = SOLO.run(body)
     assert first[0] == second[0] == weight
     assert first[1] != second[1]
     assert first[2] == second[2] == order

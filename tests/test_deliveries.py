@@ -53,29 +53,6 @@ def test_what_was_computed_is_of_the_batch_that_was_delivered_last_if_it_has_its
         assert meant(deliveries, torch.randn(3, 3)) == [None, loop.kinds[2, 4, 2]], "may be no loader's"
 
 
-def test_a_repeated_row_does_not_make_a_batch_that_was_drawn_ahead_another_one(deliveries):
-    loop = deliveries.begin()
-    batches = [deliveries.add(loop, torch.zeros(1), 1, 2) for _ in range(2)]
-    last = deliveries.add(loop, torch.zeros(1), 0, 1, repeated=1)
-    assert deliveries.computed_from(1) == [last, batches[0]]
-    for each in batches:
-        deliveries.use(each)
-    assert deliveries.computed_from(1) == [last]
-
-
-def test_nor_one_of_an_ended_loop_as_long_as_it_was_not_used(deliveries):
-    evaluation, left = deliveries.begin(), deliveries.begin()
-    with torch.no_grad():
-        deliveries.add(evaluation, torch.zeros(1), 0, 1, repeated=1)
-    deliveries.end(evaluation)
-    repeats = deliveries.add(left, torch.zeros(1), 0, 1, repeated=1)
-    deliveries.end(left)
-    last = deliveries.add(deliveries.begin(), torch.zeros(1), 1, 2)
-    assert deliveries.computed_from(1) == [last, repeats]
-    deliveries.use(repeats)
-    assert deliveries.computed_from(1) == [last]
-
-
 def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(deliveries):
     asked = []
 
@@ -94,43 +71,12 @@ def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(
     assert [each.is_last() for each in (one, two)] == [False, True]
 
 
-def test_the_rows_of_a_loop_count_but_for_those_that_repeat_samples(deliveries):
-    loop = deliveries.begin()
-    for samples, repeated in ((3, 0), (2, 1), (0, 2)):
-        deliveries.add(loop, (), samples, None, repeated=repeated)
-    assert (loop.rows.num_rows, [row for part in loop.rows.stretches() for row in range(*part)]) == (8, [0, 1, 2, 3, 4])
-
-
-def test_the_loop_that_received_a_batch_last_comes_first(deliveries):
-    train = deliveries.begin()
-    draw(deliveries, train)
-    evaluation = deliveries.begin()
-    draw(deliveries, evaluation)
-    deliveries.end(evaluation)
-    assert deliveries.recent() == [evaluation, train]
-    draw(deliveries, train)
-    assert deliveries.recent() == [train, evaluation]
-    assert (train.is_open, evaluation.is_open) == (True, False)
-
-
 def test_a_tensor_that_many_batches_share_makes_none_of_them_doubtful(deliveries):
     mask, loop = torch.ones(4), deliveries.begin()
     tensors = [torch.zeros(4, 3) for _ in range(3)]
     batches = [deliveries.add(loop, (tensor, mask), 4, 8) for tensor in tensors]
     for place in (2, 0, 1):
         assert meant(deliveries, (tensors[place], mask)) == [batches[place]]
-
-
-def test_outputs_without_gradients_are_of_the_batch_that_the_inputs_lie_in(deliveries):
-    tensor, loop = torch.zeros(4, 3), deliveries.begin()
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode:
-            batch = deliveries.add(loop, tensor, 3, 8, repeated=1)
-            outputs, others = tensor + 1, tensor + 2
-            deliveries.know_computed({"inputs": tensor.T}, [outputs])
-            deliveries.know_computed(tensor + 0, [others])
-            assert deliveries.find_rows([outputs[:, 0], "text"], 4) == [batch]
-            assert deliveries.find_rows(outputs[:3], 3) == deliveries.find_rows(others, 4) == []
 
 
 def test_a_loop_that_the_garbage_collector_ends_while_another_begins_is_not_taken_for_it(deliveries):

@@ -109,7 +109,7 @@ def test_the_search_finds_the_right_page_among_the_first_two(browser: Any, site:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_first_page_shows_the_code_and_both_outputs_above_the_fold(
+def test_the_first_page_shows_code_and_both_outputs_above_the_fold(
     browser: Any, site: str, width: int, scheme: str
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)

@@ -43,18 +43,6 @@ def test_results_come_in_device_order_of_loops_over_plain_batches():
     assert dp.DataParallel(nn.Linear(2, 2), DEVICES[-1:])(loop, numbered(3)) == [(DEVICES[-1], [0, 1, 2])]
 
 
-def test_a_native_run_has_the_very_module_this_thread_and_plain_batches_too():
-    module = nn.Linear(2, 2)
-    seen = []
-
-    def loop(model, loader, device, context):
-        seen.append(model)
-        return [number for _, number in loader]
-
-    assert dp.DataParallel(module, [])(loop, numbered(3)) == [[0, 1, 2]]
-    assert seen == [module]
-
-
 def test_a_step_closure_belongs_to_its_replica():
     def loop(model, loader, device, context):
         heard = []

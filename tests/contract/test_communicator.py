@@ -506,12 +506,6 @@ MISMATCHES: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicato
         "broadcast(float32[], 0)",
         "broadcast(float32[], 1)",
     ),
-    "another root of an object": (
-        lambda comm: comm.broadcast_object("a", 0),
-        lambda comm: comm.broadcast_object("a", 1),
-        "broadcast_object(0)",
-        "broadcast_object(1)",
-    ),
     "objects and tensors": (
         lambda comm: comm.all_gather_object("a"),
         lambda comm: comm.all_gather(torch.ones(1)),

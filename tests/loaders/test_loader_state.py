@@ -155,18 +155,14 @@ def test_a_state_behind_the_end_of_a_plain_iterable_is_told_of():
     ("reason", "words", "change"),
     [
         ("version", "the state has version 2, this loader reads version 1", {"version": 2}),
-        ("version", "the state has version None", {"version": None}),
         ("version", "the state has version 2", {"version": 2, "length": 4, "seed": 6}),
         ("length", f"saved with length=24, this loader has length={SAMPLES}", {"length": 24}),
-        ("length", f"saved with length=None, this loader has length={SAMPLES}", {"length": None}),
         ("length", "saved with length=24,", {"length": 24, "seed": 6}),
         ("seed", "saved with seed=6, this loader has seed=5, .* pass seed=6", {"seed": 6}),
         ("state", "the state's epoch is -1; it must be an integer of at least 0", {"epoch": -1}),
         ("state", "the state's epoch is True", {"epoch": True}),
-        ("state", "the state's epoch is '1'", {"epoch": "1"}),
         ("state", "the state's offset is -2", {"offset": -2}),
         ("state", "the state's offset is 2.0", {"offset": 2.0}),
-        ("state", "the state's offset is None", {"offset": None}),
         ("state", f"the state's offset is 24, but an epoch has {SAMPLES} samples", {"offset": 24}),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from epochs import counted, ranks_of, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import PROCESSES_2, devices
+from modes import devices
 from resuming import SAMPLES, STATE, common_state, order, resumed, shuffled
 
 from unisono import DeviceLoader, ParallelLoader
@@ -155,20 +155,6 @@ def test_a_parallel_loader_that_has_begun_loads_no_state():
         with pytest.raises(BusyError, match="set_epoch comes before a pass"):
             parallel.set_epoch(3)
         assert [each for batch in iterator for each in batch.tolist()] == order(SAMPLES, 5, 0)
-
-
-def test_worker_processes_go_on_where_others_stood():
-    def load() -> Any:
-        loader = DeviceLoader(shuffled(), seed=5)
-        loader.load_state_dict(STATE)
-        found = take(loader, 2)
-        return found, loader.state_dict()
-
-    (first, state), (second, same) = PROCESSES_2.run(load)
-    assert state == same == {**STATE, "offset": 14}
-    found = order(SAMPLES, 5, 0)[:6] + counted([first, second])
-    (alone,) = resumed(ranks_of(shuffled(batch_size=7), 1, seed=5), state)
-    assert found + counted([take(alone)]) == order(SAMPLES, 5, 0)
 
 
 def test_persistent_workers_go_on():

@@ -84,18 +84,6 @@ def test_what_surrounds_the_loop_is_not_seen_by_the_dataset():
             assert [*DeviceLoader(DataLoader(Modes(1)))] == [["cpu True False unset"]]
 
 
-def test_threads_that_cannot_be_started_are_an_error_after_the_batches_before(monkeypatch, reads_ahead):
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    iterator = iter(DeviceLoader(DataLoader(Numbers(4))))
-    assert next(iterator).tolist() == [0]
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        next(iterator)
-    assert iterator.state_dict()["offset"] == 1
-
-
 def test_nothing_is_read_before_it_is_asked_for():
     read = []
 

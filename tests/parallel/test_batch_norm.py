@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting, scaling
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, each_of, fitting, scaling
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,9 +33,7 @@ def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
 
-@pytest.fixture(params=fitting(THREADS_2, PROCESSES_2), ids=str)
-def peers(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+peers = each_of(fitting(THREADS_2, PROCESSES_2))
 
 
 @dataclass
@@ -287,10 +285,7 @@ class Own(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        (
-            nn.LazyBatchNorm2d(),
-            "'1' is a torch.nn.modules.batchnorm.LazyBatchNorm2d; use a plain one there",
-        ),
+        (nn.LazyBatchNorm2d(), "'1' is a torch.nn.modules.batchnorm.LazyBatchNorm2d; use a plain one there"),
         (nn.SyncBatchNorm(3), "'1' is a torch.nn.modules.batchnorm.SyncBatchNorm; use a plain one there"),
         (Own(3), r"'1' is a .*\.Own; use a plain one there"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, each_of, scaling
 
 import unisono
 from unisono.comm.threads import ThreadCommunicator
@@ -13,9 +13,7 @@ from unisono.world import thread_worlds
 pytestmark = [pytest.mark.any_family, pytest.mark.every_mode]
 
 
-@pytest.fixture(params=scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+mode = each_of(scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2))
 
 
 def test_every_rank_knows_its_place(mode):

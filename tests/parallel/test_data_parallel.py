@@ -77,11 +77,8 @@ def test_no_list_means_every_device(monkeypatch):
         (TypeError, "network=5 gives a int; pass a module", (5, TWO)),
         (TypeError, "gives a str; pass a module, or a function that creates one", (lambda: "no module", TWO)),
         (TypeError, "devices='cpu' is of type str; pass a list of devices", (network(), "cpu")),
-        (TypeError, "devices='' is of type str", (network(), "")),
-        (TypeError, "devices=0 is of type int", (network(), 0)),
         (ValueError, "devices=['cpu:0', 'cpu:0'] repeats cpu:0", (network(), ["cpu", "cpu:0"])),
         (ValueError, "device 'foo' does not exist", (network(), ["foo"])),
-        (ValueError, "cuda", (network(), ["cuda:99"])),
         (ValueError, "device 'meta' does not exist", (network().to("meta"), [])),
         (RuntimeError, "parameters are on cpu, meta; move", (nn.Sequential(network(), network().to("meta")), [])),
     ],
@@ -484,9 +481,7 @@ def test_a_second_interrupt_leaves_a_loop_that_does_not_end_and_the_object_says_
         assert caught.value.__notes__ == ["replicas [0] still run the loop; is_usable says when they have returned"]
         assert not replicas.is_usable
         for use in (lambda: replicas(lambda *_: 1, []), lambda: replicas.load_state_dict(replicas.state_dict())):
-            with pytest.raises(
-                BusyError, match=r"replicas \[0\] still run the loop of a call that was interrupted twice"
-            ):
+            with pytest.raises(BusyError, match=r"replicas \[0\] still run the loop of a call that was interrupted"):
                 use()
     finally:
         gate.set()

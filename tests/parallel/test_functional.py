@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, in_main_memory, scaling
+from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, each_of, in_main_memory, scaling
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -24,14 +24,8 @@ pytestmark = pytest.mark.any_family
 Tensors = list[torch.Tensor]
 
 
-@pytest.fixture(params=scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
-
-
-@pytest.fixture(params=scaling(THREADS_2, THREADS_3, PROCESSES_2), ids=str)
-def peers(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+mode = each_of(scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2))
+peers = each_of(scaling(THREADS_2, THREADS_3, PROCESSES_2))
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -266,11 +260,7 @@ def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_rank
 @pytest.mark.parametrize(
     ("error", "words", "call"),
     [
-        (
-            ValueError,
-            "functional.all_reduce op='max' has no gradient here; .* unisono.all_reduce",
-            ("all_reduce", "max"),
-        ),
+        (ValueError, "all_reduce op='max' has no gradient here; .* unisono.all_reduce", ("all_reduce", "max")),
         (IndexError, "Dimension out of range", ("all_gather", 2)),
         (ValueError, "has no dimension 3 for its samples", ("all_gather_samples", None, 3)),
         (ValueError, "valid_samples=4, but a tensor has 3", ("all_gather_samples", 4)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, PROCESSES_2, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
+from modes import FAMILY, PROCESSES_2, THREADS_2, THREADS_3, THREADS_4, Mode, each_of, fitting, scaling
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import unisono
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.every_mode
 PAIR = [0.25, 0.75]
 
 
-@pytest.fixture(params=scaling(THREADS_2, THREADS_3, PROCESSES_2, workers=True), ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+mode = each_of(scaling(THREADS_2, THREADS_3, PROCESSES_2, workers=True))
 
 
 def shares_of(ranks: int) -> list[float]:

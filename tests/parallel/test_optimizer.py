@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, each_of, fitting, scaling
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from twin import State, assert_same_bits, data
@@ -23,14 +23,8 @@ from unisono.world import solo_world
 Loader = DeviceIterator | DeviceLoader
 
 
-@pytest.fixture(params=scaling(THREADS_2, THREADS_3, THREADS_4, PROCESSES_2, workers=True), ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
-
-
-@pytest.fixture(params=fitting(THREADS_2, PROCESSES_2), ids=str)
-def pair(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+mode = each_of(scaling(THREADS_2, THREADS_3, THREADS_4, PROCESSES_2, workers=True))
+pair = each_of(fitting(THREADS_2, PROCESSES_2))
 
 
 def model(seed: int = 0) -> nn.Module:

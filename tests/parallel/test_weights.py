@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, scaling
+from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, each_of, scaling
 from torch import nn
 
 from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step, use_world
@@ -18,9 +18,7 @@ def host(count):
     return torch.arange(float(count), device=HOST)
 
 
-@pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
-def mode(request):
-    return request.param
+mode = each_of(scaling(SOLO, THREADS_3, PROCESSES_2))
 
 
 @pytest.fixture(autouse=True)
@@ -55,29 +53,6 @@ def test_microbatches_without_a_loader_count_the_same(mode):
     mean = (mode.ranks - 1) / 2
     for found in mode.run(body):
         assert found == pytest.approx([mean, mean + 0.5, mean + 1.0])
-
-
-class Keeping(torch.autograd.Function):
-    """Keeps its input under the name that torch's own nodes use for the parameter of a leaf."""
-
-    @staticmethod
-    def forward(ctx, inputs):
-        ctx.variable = inputs
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def test_a_tensor_that_a_function_of_the_users_keeps_is_not_weighted_for_itself(mode):
-    def body():
-        weight, optimizer = one()
-        backward(Keeping.apply(weight * 2).sum(), weight=1.0 + current_world().rank)
-        optimizer_step(optimizer)
-        return weight.grad.item()
-
-    assert mode.run(body) == [pytest.approx(2.0)] * mode.ranks
 
 
 def test_given_weights_take_the_place_of_samples(mode):
@@ -145,28 +120,6 @@ def test_a_second_optimizer_on_the_same_batch_steps_on_the_same_gradients(mode):
 
     for found in mode.run(body):
         assert found == pytest.approx((4, 8))
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_batches_drawn_ahead_are_weighed_where_they_are_named(mode, ahead):
-    def body():
-        weight, optimizer = one()
-        drawn, found = [], []
-        batches = iter(DeviceLoader([host(4), host(4), host(3) + 7], split="global"))
-        while drawn or ahead >= 0:
-            while len(drawn) <= ahead and (batch := next(batches, None)) is not None:
-                drawn.append(batch)
-            if not drawn:
-                return found
-            batch = drawn.pop(0)
-            backward((weight * batch).sum() / max(len(batch), 1), batch=batch)
-            optimizer_step(optimizer)
-            found.append(weight.grad.item())
-            optimizer.zero_grad()
-        return found
-
-    for found in mode.run(body):
-        assert found == pytest.approx([1.5, 1.5, 8.0])
 
 
 def test_a_loss_that_may_be_of_two_batches_that_count_differently_is_an_error():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, hearing
 from torch import nn
 from twin import loader_of, sgd
 
@@ -32,12 +31,7 @@ class Centred(nn.Module):
 
 def train(first: nn.Module, strategy: Any = "ddp", samples: int = 12) -> tuple[list[str], list[torch.Tensor]]:
     """What is said in the steps (three), and the buffers after them."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("unisono.parallel.agreement")
-    logger.addHandler(handler)
-    try:
+    with hearing("unisono.parallel.agreement") as said:
         accelerator = Accelerator(strategy=strategy)
         network = nn.Sequential(first, nn.Linear(5, 2)).double()
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(samples, 2))
@@ -45,8 +39,6 @@ def train(first: nn.Module, strategy: Any = "ddp", samples: int = 12) -> tuple[l
             accelerator.backward(network(inputs).pow(2).mean())
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        logger.removeHandler(handler)
     return said, [each.clone() for each in network.buffers()]
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_3, scaling
+from modes import PROCESSES_2, SOLO, THREADS_3, each_of, scaling
 from torch.nn import functional as F
 from twin import Plain, assert_all_are, compare, loader_of, mean_loss, model
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
 
-
-@pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
-def mode(request):
-    return request.param
+mode = each_of(scaling(SOLO, THREADS_3, PROCESSES_2))
 
 
 def lbfgs(network):

@@ -14,20 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from twin import (
-    State,
-    adam,
-    compare,
-    data,
-    loader_of,
-    mean_loss,
-    model,
-    seeded,
-    sgd,
-    steps,
-    straight,
-    whole,
-)
+from twin import State, adam, compare, data, loader_of, mean_loss, model, seeded, sgd, steps, straight, whole
 
 from unisono import Accelerator, backward
 
@@ -231,17 +218,6 @@ def a_group_that_is_added_and_trained(accelerator: Any, loader: DataLoader[Any])
     return whole(network)
 
 
-def a_batch_without_a_step(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network, optimizer, loader = prepared(accelerator, loader)
-    for number, batch in enumerate(loader):
-        network.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        accelerator.clip_grad_norm_(network.parameters(), 0.5)
-        if number != 1:
-            optimizer.step()
-    return whole(network)
-
-
 def sums_of_two_batches(accelerator: Any, loader: DataLoader[Any]) -> State:
     network, optimizer, loader = prepared(accelerator, loader)
     for number, batch in enumerate(loader):
@@ -270,7 +246,6 @@ STEP_BY_STEP = {
         for each in (
             one_optimizer_of_two_models_of_which_one_rests,
             a_group_that_is_added_and_trained,
-            a_batch_without_a_step,
             sums_of_two_batches,
         )
     },
@@ -336,7 +311,7 @@ def test_a_mean_over_nothing_with_the_weight_0_spreads_no_nan(strategy: str, is_
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])
-def test_what_is_left_of_a_loop_that_is_no_prepared_one_s_is_told_of(
+def test_what_is_left_of_a_loop_that_is_not_prepared_is_told_of(
     in_blocks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator, network = Accelerator(gradient_accumulation_steps=2), model()

@@ -175,34 +175,15 @@ def test_a_scheduler_that_is_not_prepared_sets_the_rates_of_the_prepared_optimiz
 
 
 def test_an_optimizer_whose_state_zero1_has_divided_is_not_prepared_again_without_it() -> None:
-    def train(accelerator: Accelerator, network: Any, optimizer: Any, state: Any = None) -> Any:
-        network, optimizer = accelerator.prepare(network, optimizer)
-        if state is not None:
-            accelerator.load_state_dict(optimizer, state)
-        accelerator.backward(network(torch.ones(2, 5, dtype=torch.float64)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        state = accelerator.state_dict(optimizer)
-        accelerator.free_memory()
-        return state
-
-    def body() -> State:
+    def body() -> None:
         accelerator, network = Accelerator(strategy="zero1"), model()
         optimizer = sgd(network.parameters())
-        state = train(accelerator, network, optimizer)
+        prepared, stepped = accelerator.prepare(network, optimizer)
+        accelerator.backward(prepared(torch.ones(2, 5, dtype=torch.float64)).sum())
+        stepped.step()
+        accelerator.free_memory()
         for kind in ("zero1", "ddp"):
             with pytest.raises(ValueError, match=r"strategy='zero1' has divided the state of this SGD"):
                 Accelerator(strategy=kind).prepare(network, optimizer)  # type: ignore[arg-type]
-        train(accelerator, network, sgd(network.parameters()), state)
-        return network.state_dict()
 
-    def plainly() -> State:
-        network = model()
-        optimizer = sgd(network.parameters())
-        for _ in range(2):
-            network(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return network.state_dict()
-
-    assert_all_are(PROCESSES_2.run(body), plainly())
+    PROCESSES_2.run(body)

@@ -140,21 +140,11 @@ def test_a_prepared_model_that_is_pickled_says_how_to_save_it():
 
 
 def test_under_fsdp_a_plain_state_and_parts_taken_outside_say_what_to_do():
-    class Kept(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.state = nn.Linear(5, 2).double(), None
-
-        def forward(self, inputs):
-            return self.linear(inputs) + self.state
-
     def body():
-        network = Kept()
-        whole = copy.deepcopy(network.state_dict())
-        network = Accelerator(strategy="fsdp").prepare(network)
+        network = Accelerator(strategy="fsdp").prepare(Scaled())
         with pytest.raises(RuntimeError, match=r"call accelerator\.load_state_dict\(model, state\) on every rank"):
-            network.load_state_dict(whole)
-        network.module.state = network.linear.bias * 0
+            network.load_state_dict(Scaled().state_dict())
+        network.module.scale = network.linear.bias * 0
         with pytest.raises(RuntimeError, match=r"make tensors from the inputs \(inputs\.new_zeros"):
             network(torch.ones(2, 5).double())
 

@@ -137,9 +137,7 @@ def ends_of_steps(ranks, accumulate=1):
 @pytest.mark.parametrize("unit", ["batch", "step"])
 @pytest.mark.parametrize("name", MARKED)
 @MODES
-def test_a_schedule_built_from_the_plain_or_the_prepared_length_has_one_devices_rates(
-    mode: Mode, name: str, unit: str
-) -> None:
+def test_a_schedule_built_from_the_plain_or_the_prepared_length_is_exact(mode: Mode, name: str, unit: str) -> None:
     def make(optimizer, loader):
         return BUILT[name](optimizer, EPOCHS * len(loader))
 

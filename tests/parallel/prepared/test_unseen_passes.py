@@ -11,7 +11,6 @@ import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from twin import Lines, State, compare, data, loader_of, mean_loss, model, sgd, train, whole
 
@@ -174,26 +173,6 @@ def test_two_prepared_models_that_share_what_they_train_are_refused() -> None:
         accelerator.prepare(other)
     trunk.requires_grad_(False)
     assert accelerator.prepare(other) is not kept
-
-
-def recomputed(accelerator: Any, loader: DataLoader[Any]) -> State:
-    first, second = model(), model(1)
-    first, second, optimizer, loader = accelerator.prepare(
-        first, second, sgd([*first.parameters(), *second.parameters()]), loader
-    )
-    last = None
-    for batch in loader:
-        last = last or batch
-        inner = checkpoint(first, batch[0].requires_grad_(), use_reentrant=True).pow(2).mean()
-        accelerator.backward(inner + second(last[0]).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(first, second)
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_a_model_in_a_reentrant_checkpoint_keeps_its_own_batch_beside_that_of_another(mode: Mode) -> None:
-    compare(mode, recomputed, samples=UNEVEN)
 
 
 @SEVERAL

@@ -139,7 +139,7 @@ def world_of_four() -> Iterator[World]:
     ("kept", "of_unit", "of_model"),
     [(None, 2, 8), (True, 2, 2), (False, 8, 8), (2, 4, 4)],  # of eight rows
 )
-def test_a_unit_gives_back_after_its_forward_pass_what_it_is_told_to(
+def test_a_unit_gives_back_after_its_forward_pass_what_it_should(
     world_of_four: World, kept: Any, of_unit: int, of_model: int
 ) -> None:
     chosen = FSDP(units=(nn.Sequential,), reshard_after_forward=kept)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from modes import PROCESSES_2, told
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from twin import State, assert_all_are, loader_of, model, sgd, train, whole
+from twin import State, model, sgd
 
 from unisono import Accelerator
 
@@ -52,36 +51,6 @@ def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(stra
             "pass the model inside it (its .module), or as it was before sharding" in each
             for each in (itself, part, older)
         )
-
-
-@STRATEGIES
-def test_gradients_are_zeroed_between_forward_and_backward_by_whichever_line(strategy: str) -> None:
-    """Under fsdp whole parameters may stand in the module then."""
-
-    def body() -> tuple[State, State]:
-        module = model()
-        accelerator = Accelerator(strategy=strategy)
-        network, optimizer, loader = accelerator.prepare(module, sgd(module.parameters()), loader_of(29, 3))
-
-        def by_parameters() -> None:
-            for each in network.parameters():
-                each.grad = None
-
-        def in_place() -> None:
-            for each in module.parameters():
-                if each.grad is not None:
-                    each.grad.detach_().zero_()
-
-        lines = iter([optimizer.zero_grad, module.zero_grad, by_parameters, in_place, network.zero_grad])
-        for inputs, targets, _ in loader:
-            outputs = network(inputs)
-            next(lines)()
-            accelerator.backward(F.mse_loss(outputs, targets))
-            optimizer.step()
-        return whole(network), train(Accelerator(strategy=strategy), loader_of(29, 3))
-
-    between, after = PROCESSES_2.run(body)[0]
-    assert_all_are([between], after)
 
 
 class Viewing(nn.Linear):
