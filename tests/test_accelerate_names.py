@@ -16,7 +16,6 @@ from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from torch import nn
 from torch.nn import functional as F
 
-import unisono
 import unisono.compat.accelerate as compat
 from unisono import Accelerator, DeviceLoader, Output, current_world
 from unisono.comm.threads import ThreadCommunicator
@@ -56,12 +55,6 @@ def test_an_unknown_argument_says_what_to_pass_instead(make: Callable[..., Any],
     for name, hint in words.items():
         with pytest.raises(TypeError, match=re.escape(f"() has no argument {name!r}; {hint}")):
             make(**{name: True})
-
-
-def test_a_misspelt_name_of_the_package_is_an_error_from_which_python_suggests_another() -> None:
-    with pytest.raises(AttributeError, match=r"^module 'unisono' has no attribute 'spwan'$") as caught:
-        unisono.spwan  # noqa: B018
-    assert (caught.value.name, caught.value.obj) == ("spwan", unisono)
 
 
 @ALL

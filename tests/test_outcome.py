@@ -134,9 +134,6 @@ def facts(error: BaseException) -> tuple[Any, ...]:
     return type(error), str(error), repr(error.args), repr(found), getattr(error, "__notes__", [])
 
 
-# Capture and unwrap.
-
-
 def test_a_value_is_captured_and_unwrapped():
     outcome = Outcome.capture(divmod, 7, 2)
     assert outcome.unwrap() == (3, 1)
@@ -158,9 +155,6 @@ def test_unwrapping_adds_where_it_happened_once():
         with pytest.raises(ValueError, match="bad") as raised:
             outcome.unwrap()
     assert raised.value.__notes__ == ["rank 1 of 4"]
-
-
-# The journey to another process.
 
 
 @pytest.mark.parametrize("name", AWKWARD)
@@ -304,9 +298,6 @@ def test_an_error_arrives_with_its_arguments_attributes_and_notes(kind, argument
         assert arrived.__dict__ == error.__dict__
 
 
-# Values that cannot travel.
-
-
 def test_a_result_that_cannot_be_pickled_becomes_an_error_that_names_it():
     error = Outcome.from_bytes(Outcome(value=threading.Lock(), where="rank 1").to_bytes()).error
     assert type(error) is UnpicklableError
@@ -323,9 +314,6 @@ def test_a_result_whose_class_is_missing_here_is_an_error_and_names_the_way_out(
     assert "its class must be importable there" in str(outcome.error)
     assert isinstance(outcome.error.__cause__, ModuleNotFoundError)
     assert outcome.where == "rank 1"
-
-
-# Who is to blame.
 
 
 def test_an_error_about_a_broken_world_is_secondary_directly_or_through_its_causes():
@@ -365,9 +353,6 @@ def test_of_ranks_that_called_different_collectives_the_odd_one_is_shown():
 )
 def test_the_first_cause_is(failures, first):
     assert first_cause(dict(enumerate(failures))) == first
-
-
-# Copies for threads.
 
 
 @pytest.mark.parametrize("name", AWKWARD)

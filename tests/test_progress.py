@@ -183,9 +183,6 @@ def test_a_log_has_a_line_for_each_bar_that_stays_and_no_other(
     assert len([line for line in lines if "a line of another rank" in line]) == 2 * bool(mark)
 
 
-# By itself, where what is written is seen.
-
-
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     yield lambda: capsys.readouterr().err

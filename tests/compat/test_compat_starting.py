@@ -81,11 +81,7 @@ def test_launch_calls_the_function_once_in_this_process_for_debugging():
 def test_a_wrapped_model_reaches_all_workers_with_one_set_of_weights():
     wrapper = xmp.MpModelWrapper(nn.Linear(2, 2))
     expected = wrapper._model.weight.tolist()
-
-    def look():
-        return wrapper.to(xm.xla_device()).weight.tolist()
-
-    assert PROCESSES.run(look) == [expected] * RANKS
+    assert PROCESSES.run(lambda: wrapper.to(xm.xla_device()).weight.tolist()) == [expected] * RANKS
 
 
 def test_a_serial_executor_lets_one_run_at_a_time_and_all_run(several, tmp_path):

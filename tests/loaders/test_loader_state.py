@@ -9,9 +9,9 @@ import re
 import numpy
 import pytest
 import torch
-from epochs import Numbers, counted, ranks_of, take
+from epochs import Numbers, counted, take
 from faults import until
-from resuming import SAMPLES, STATE, common_state, order, resumed, shuffled, take_items
+from resuming import SAMPLES, STATE, order, resumed, shuffled, take_items
 from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader
@@ -63,16 +63,6 @@ def test_before_the_first_batch_the_state_is_the_beginning_of_the_pass():
     loader.load_state_dict(beginning)
     beginning["offset"] = loader.state_dict()["epoch"] = 17  # which changes no loader
     assert counted([take(loader)]) == order(SAMPLES, 5, 0)
-
-
-def test_behind_the_last_batch_but_not_told_so_the_rest_of_the_epoch_is_empty():
-    loader = DeviceLoader(shuffled(), seed=5)
-    take(loader, len(loader))
-    state = common_state([loader])
-    assert (state["epoch"], state["offset"]) == (0, SAMPLES)
-    (again,) = resumed(ranks_of(shuffled(), 1, seed=5), state)
-    assert take(again) == []
-    assert counted([take(again)]) == order(SAMPLES, 5, 1)
 
 
 def test_a_state_loaded_in_mid_pass_is_for_the_next_loop():

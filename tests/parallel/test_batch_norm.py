@@ -109,9 +109,6 @@ def assert_as_one(
             assert not rank.input_gradient.any()
 
 
-# The equality.
-
-
 @pytest.mark.parametrize(
     "kind",
     [nn.BatchNorm1d, pytest.param(nn.BatchNorm2d, marks=pytest.mark.any_family), nn.BatchNorm3d],
@@ -187,9 +184,6 @@ def test_a_large_mean_costs_no_digits_of_the_variance():
     torch.testing.assert_close(THREADS_2.run(body)[1].double(), rounded.var(0), rtol=1e-6, atol=0)
 
 
-# With torch's own machinery.
-
-
 @pytest.mark.any_family
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_narrower_types_come_back_as_they_were_and_statistics_stay_full(dtype):
@@ -207,9 +201,6 @@ def test_narrower_types_come_back_as_they_were_and_statistics_stay_full(dtype):
     torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=3e-2, atol=3e-2)
 
 
-# Where nothing is exchanged.
-
-
 @pytest.mark.any_family
 def test_evaluation_meets_nobody(peers):
     def body() -> torch.Tensor | None:
@@ -217,9 +208,6 @@ def test_evaluation_meets_nobody(peers):
         return module(samples((3, 2, 4), 3)[0]).detach() if current_world().rank == 1 else None
 
     torch.testing.assert_close(peers.run(body)[1], layer().eval()(samples((3, 2, 4), 3)[0]), **TIGHT)
-
-
-# What the conversion keeps.
 
 
 def test_the_conversion_keeps_the_layers_their_tensors_names_and_hooks():
@@ -273,9 +261,6 @@ def test_a_layer_converted_again_moves_to_the_new_world():
         first, second = replicas(loop, [])
         assert torch.equal(first, second)
     assert type(module) is nn.BatchNorm2d
-
-
-# Bad input.
 
 
 class Own(nn.BatchNorm2d):

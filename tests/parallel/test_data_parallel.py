@@ -39,9 +39,6 @@ def replica_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("unisono-replica-")]
 
 
-# What it is made of.
-
-
 @pytest.mark.any_family
 @pytest.mark.parametrize("is_factory", [False, True])
 def test_a_modules_replicas_are_copies_with_its_weights_and_ties_and_itself_is_not_touched(is_factory):
@@ -86,9 +83,6 @@ def test_no_list_means_every_device(monkeypatch):
 def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, arguments):
     with pytest.raises(error, match=re.escape(words)):
         DataParallel(*arguments)
-
-
-# What a call does.
 
 
 @pytest.mark.any_family
@@ -141,9 +135,6 @@ def test_the_callers_number_of_threads_is_kept_and_the_replicas_share_the_cores(
         torch.set_num_threads(before)
 
 
-# What the replicas see of their caller.
-
-
 @pytest.mark.any_family
 @pytest.mark.parametrize(
     "mode",
@@ -188,9 +179,6 @@ def test_the_replicas_see_the_callers_context_variables_and_change_their_own_cop
         variable.reset(token)
 
 
-# Without a loader.
-
-
 @pytest.mark.any_family
 @pytest.mark.parametrize("devices", [TWO, []], ids=str)
 def test_any_function_runs_on_all_replicas_without_a_loader(devices):
@@ -204,9 +192,6 @@ def test_any_function_runs_on_all_replicas_without_a_loader(devices):
     for call in (1, 2):
         for rank, found in enumerate(replicas.run_on_replicas(fn)):
             assert found == (replicas.models[rank], torch.device(replicas.devices[rank]), call, rank, size)
-
-
-# Its state.
 
 
 @pytest.mark.any_family
@@ -223,9 +208,6 @@ def test_its_state_is_the_networks_and_loading_it_reaches_every_replica(devices)
     with pytest.raises(RuntimeError, match="Missing key"):
         replicas.load_state_dict({})
     assert replicas.load_state_dict({}, strict=False).missing_keys == ["weight", "bias"]
-
-
-# What a failed call leaves.
 
 
 def fill_one(model: nn.Module, device: torch.device, context: ReplicaContext) -> None:
@@ -257,9 +239,6 @@ def test_where_it_cannot_be_told_whether_they_are_alike_the_cause_is_raised_all_
     assert any("it is unknown whether the replicas are still alike" in note for note in caught.value.__notes__)
 
 
-# The native run.
-
-
 def test_an_empty_list_runs_the_module_itself_in_the_calling_thread():
     module = network()
     replicas = DataParallel(module, [])
@@ -274,9 +253,6 @@ def test_an_empty_list_runs_the_module_itself_in_the_calling_thread():
     assert replicas.models == [module]
     assert replicas.devices == ["cpu:0"]
     assert not replica_threads()
-
-
-# Failures.
 
 
 @pytest.mark.any_family
@@ -414,9 +390,6 @@ def test_a_worker_of_several_is_refused():
     assert [message[:28] for message in PROCESSES_2.run(body)] == [
         f"DataParallel in rank {rank} of 2:" for rank in (0, 1)
     ]
-
-
-# Ends.
 
 
 def interrupted(loop: Callable[..., Any], loader: Any) -> DataParallel:

@@ -46,9 +46,6 @@ def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(in_main_memory(found), expected, **CLOSE)
 
 
-# Each function's gradient is that of the sum of the ranks' losses.
-
-
 def own_loss(values: torch.Tensor, rank: int) -> torch.Tensor:
     """A loss that is another one on each rank, and has second derivatives."""
     weights = numbers(*values.shape, seed=77 + rank).to(values.device)
@@ -144,9 +141,6 @@ def test_samples_that_do_not_count_get_a_gradient_of_zero(mode):
     assert mode.run(gather) == [[[mode.ranks] * 4, [mode.ranks] * 4, [0] * 4]] * mode.ranks
 
 
-# Losses over the samples of all ranks.
-
-
 def nt_xent(first: torch.Tensor, second: torch.Tensor, own: slice = slice(None)) -> torch.Tensor:
     """SimCLR's loss (Chen et al. 2020, eq. 1): the mean over both views of the `own` samples, against all."""
     views = F.normalize(torch.cat([first, second]), dim=1)
@@ -163,9 +157,6 @@ def network() -> nn.Module:
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in module.named_parameters()}
-
-
-# With prepared models.
 
 
 def simclr_steps(samples: int, size: int) -> dict[str, torch.Tensor]:
@@ -252,9 +243,6 @@ def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_rank
 
     with pytest.raises(ValueError, match=r"unisono\.functional are of the losses of all ranks.* in step 2"):
         peers.run(train)
-
-
-# What is refused.
 
 
 @pytest.mark.parametrize(

@@ -46,20 +46,6 @@ def reduced(mode: Mode, make: Callable[[int], list[torch.Tensor]], shares: list[
 
 
 @pytest.mark.any_family
-def test_gradients_are_weighed_by_the_ranks_shares(mode):
-    shares = shares_of(mode.ranks)
-
-    def make(rank: int) -> list[torch.Tensor]:
-        weight = parameter((2, 3))
-        weight.grad = torch.full((2, 3), rank + 1.0)
-        return [weight]
-
-    expected = sum(share * (rank + 1) for rank, share in enumerate(shares))
-    for (gradient,) in reduced(mode, make, shares):
-        assert torch.equal(gradient, torch.full((2, 3), expected))
-
-
-@pytest.mark.any_family
 def test_a_parameter_without_a_gradient_on_some_ranks_counts_as_zero_and_none_is_mispaired(mode):
     shares = shares_of(mode.ranks)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, each_of, fitting, scaling
+from modes import PROCESSES_2, SOLO, THREADS_2, each_of, fitting
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from twin import State, assert_same_bits, data
@@ -23,7 +23,6 @@ from unisono.world import solo_world
 Loader = DeviceIterator | DeviceLoader
 
 
-mode = each_of(scaling(THREADS_2, THREADS_3, THREADS_4, PROCESSES_2, workers=True))
 pair = each_of(fitting(THREADS_2, PROCESSES_2))
 
 
@@ -153,9 +152,6 @@ def test_gradients_that_are_there_are_stepped_on_alike_with(pair, what):
         return [each.item() for each in weights]
 
     assert pair.run(body) == [ALONE[what][2]] * 2
-
-
-# The rest of the call.
 
 
 class Telling(torch.optim.SGD):

@@ -421,9 +421,6 @@ def test_an_optimizer_that_steps_within_the_backward_pass_is_refused(is_prepared
         assert is_unchanged
 
 
-# What plain torch does, and what was refused.
-
-
 class Stream(IterableDataset[Any]):
     def __init__(self, samples: int) -> None:
         self.samples = samples

@@ -31,9 +31,6 @@ def prepared(accelerator: Any, loader: DataLoader[Any]) -> Training:
     return made
 
 
-# Every batch a microbatch, with one model.
-
-
 def two_losses_of_forward_passes_of_which_one_does_not_sync(accelerator: Any, network: Any, batch: Any) -> None:
     with accelerator.no_sync(network):
         outputs = network(batch[0])
@@ -60,9 +57,6 @@ class Tied(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = self.last(self.first(inputs).tanh())[:, :2]
         return outputs
-
-
-# With several models or optimizers.
 
 
 def gan() -> tuple[nn.Module, nn.Module]:
@@ -161,9 +155,6 @@ def test_the_same_lines_take_the_steps_of_one_device(mode: Mode, accumulate: int
     compare(mode, LINES, 43, 2, gradient_accumulation_steps=accumulate)
 
 
-# Each batch a step.
-
-
 def several_backward_passes_of_one_forward_pass(accelerator: Any, network: Any, batch: Any) -> None:
     outputs, others = network(batch[0]), network(batch[0].flip(1))
     F.mse_loss(outputs, batch[1]).backward(retain_graph=True)
@@ -255,9 +246,6 @@ STEP_BY_STEP = {
 @MODES
 def test_they_do_where_each_batch_is_a_step(mode: Mode) -> None:
     compare(mode, STEP_BY_STEP, 23, 3)
-
-
-# What a loop is told, and other ends.
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

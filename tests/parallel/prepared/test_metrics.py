@@ -150,20 +150,6 @@ def test_bad_counts_are_errors_and_valid_samples_are_told():
         break
 
 
-def test_a_bad_count_on_one_rank_wakes_the_others():
-    def body():
-        accelerator = Accelerator()
-        for batch in accelerator.prepare(DeviceLoader(numbers(3, 2), tail="pad")):  # rank 1 repeats a sample
-            accelerator.gather_for_metrics(batch[: 1 + accelerator.world.rank])
-
-    for mode in (THREADS_2, PROCESSES_2):
-        with pytest.raises(ValueError, match=UNKNOWN):
-            mode.run(body)
-
-
-# However batches are drawn.
-
-
 def ahead(batches, number):
     """As prefetchers do: a batch comes when so many further ones were drawn."""
     held = deque()

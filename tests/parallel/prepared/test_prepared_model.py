@@ -152,11 +152,7 @@ def test_under_fsdp_a_plain_state_and_parts_taken_outside_say_what_to_do():
 
 
 def test_a_sharded_model_says_how_to_have_a_copy():
-    def body() -> None:
-        network = Accelerator(strategy="fsdp").prepare(model())
-        copy.deepcopy(network)
-
-    for told in PROCESSES_2.told(body, TypeError):
+    for told in PROCESSES_2.told(lambda: copy.deepcopy(Accelerator(strategy="fsdp").prepare(model())), TypeError):
         assert "a copy of the prepared Sequential was asked for" in told
         assert "model, average = accelerator.prepare(model, average)" in told
 
@@ -212,11 +208,8 @@ def test_methods_that_are_marked_train_as_calls_of_the_model_do(mode, strategy, 
 
 
 def test_under_fsdp_a_method_that_is_not_marked_says_how_to_mark_it():
-    def body() -> None:
-        coder = Accelerator(strategy="fsdp").prepare(Coder())
-        coder.encode(torch.ones(1, 5, dtype=torch.float64))
-
-    for told in PROCESSES_2.told(body, RuntimeError):
+    inputs = torch.ones(1, 5, dtype=torch.float64)
+    for told in PROCESSES_2.told(lambda: Accelerator(strategy="fsdp").prepare(Coder()).encode(inputs), RuntimeError):
         assert "encode() was called on the Coder by itself, and strategy='fsdp' gathers parameters only " in told
         assert "say model.mark_forward_method('encode')" in told
 

@@ -272,25 +272,3 @@ def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mo
 
     for rank, told in enumerate(mode.run(body)):
         assert f"ReduceLROnPlateau got {1 + rank} on rank {rank}, and 1 to {mode.ranks} on all ranks" in told
-
-
-@pytest.mark.parametrize("left_after", [3, 4, 5])
-@MODES
-def test_a_step_of_what_two_loops_have_left_counts_the_batches_of_both(mode: Mode, left_after: int) -> None:
-    def body():
-        accelerator, network = Accelerator(gradient_accumulation_steps=3, schedule_unit="batch"), model()
-        optimizer = sgd(network.parameters())
-        network, optimizer, loader, scheduler = accelerator.prepare(
-            network, optimizer, loader_of(12 * mode.ranks, 1), LambdaLR(optimizer, lambda step: 0.9**step)
-        )
-        for end in (left_after, 12):
-            for number, (inputs, _, _) in enumerate(loader, 1):
-                accelerator.backward(network(inputs).sum())
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                if number == end:
-                    break
-        return scheduler.last_epoch
-
-    assert mode.run(body) == [(left_after + 12) * mode.ranks] * mode.ranks

@@ -206,12 +206,6 @@ def test_bad_options_are_refused(make: Any, options: dict[str, Any], words: str)
         make(**options)
 
 
-def test_the_scaler_begins_with_the_scale_that_was_asked_for() -> None:
-    scaler = Accelerator(mixed_precision="fp16", scaler_options={"init_scale": 1024.0, "growth_interval": 7}).scaler
-    assert scaler is not None
-    assert (scaler.get_scale(), scaler.get_growth_interval()) == (1024.0, 7)
-
-
 class Gathers(TorchDispatchMode):
     count = 0
 

@@ -16,41 +16,34 @@ from unisono import Accelerator
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
 
+def wrapped_already() -> dict[str, nn.Module]:
+    """By what is said of them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    wrapped, sharded, in_part = DistributedDataParallel(model()), model(), model()
+    fully_shard(sharded)
+    fully_shard(in_part[0])
+    itself = "it is wrapped or sharded already"
+    return {
+        f"{itself} (DistributedDataParallel), and so reduces gradients": wrapped,
+        "its part '1' is wrapped or sharded already (DistributedDataParallel)": nn.Sequential(nn.Tanh(), wrapped),
+        f"{itself} (DataParallel)": nn.DataParallel(model()),
+        f"{itself} (FSDP": sharded,
+        "its part '0' is wrapped or sharded already (FSDP": in_part,
+        f"{itself} (FullyShardedDataParallel)": FullyShardedDataParallel(model(), device_id=torch.device("cpu")),
+    }
+
+
 @STRATEGIES
-def test_who_reduces_already_is_refused_and_the_model_inside_is_asked_for(strategy: str) -> None:
-    def body() -> list[str]:
-        wrapped = DistributedDataParallel(model())
+def test_who_reduces_or_is_sharded_already_is_refused_and_the_model_inside_is_asked_for(strategy: str) -> None:
+    def body() -> dict[str, str]:
         accelerator = Accelerator(strategy=strategy)
-        made = wrapped, nn.Sequential(nn.Tanh(), wrapped), nn.DataParallel(model())
-        return [told(lambda m=m: accelerator.prepare(sgd(m.parameters()), m), ValueError) for m in made]
+        return {words: told(lambda m=m: accelerator.prepare(m), ValueError) for words, m in wrapped_already().items()}
 
-    for itself, part, threaded in PROCESSES_2.run(body):
-        assert "it is wrapped or sharded already (DistributedDataParallel), and so reduces gradients" in itself
-        assert "the Sequential cannot be prepared: its part '1' is wrapped or sharded already" in part
-        assert "it is wrapped or sharded already (DataParallel)" in threaded
-        assert all("pass the model inside it (its .module)" in each for each in (itself, part, threaded))
-
-
-@STRATEGIES
-def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(strategy: str) -> None:
-    def body() -> list[str]:
-        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-        first, second = model(), model()
-        fully_shard(first)
-        fully_shard(second[0])
-        third = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
-        accelerator = Accelerator(strategy=strategy)
-        return [told(lambda each=each: accelerator.prepare(each), ValueError) for each in (first, second, third)]
-
-    for itself, part, older in PROCESSES_2.run(body):
-        assert "it is wrapped or sharded already (FSDP" in itself
-        assert "its part '0' is wrapped or sharded already (FSDP" in part
-        assert "it is wrapped or sharded already (FullyShardedDataParallel)" in older
-        assert all(
-            "pass the model inside it (its .module), or as it was before sharding" in each
-            for each in (itself, part, older)
-        )
+    for found in PROCESSES_2.run(body):
+        for words, said in found.items():
+            assert words in said
+            assert "pass the model inside it (its .module)" in said
 
 
 class Viewing(nn.Linear):
