@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -28,40 +28,23 @@ class AsksTooLate(Stream):
 
 
 class ShuffledPrivately(Stream):
-    """By each rank and by each loader worker in another way."""
+    """By each rank and by each loader worker in another way, after `alike` samples; of each, `form` is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: Callable[[int], Any] = int, alike: int = 0) -> None:
         super().__init__()
-        self.place = rank()
+        self.form, self.alike, self.place = form, alike, rank()
 
-    def __iter__(self) -> Iterator[int]:
-        yield from random.Random(f"{self.place}/{os.getpid()}").sample(range(10**9), self.count)
-
-
-class OneLabel(ShuffledPrivately):
-    def __iter__(self) -> Iterator[tuple[float, int]]:
-        for number in super().__iter__():
-            yield float(number), 0
+    def __iter__(self) -> Iterator[Any]:
+        own = random.Random(f"{self.place}/{os.getpid()}").sample(range(self.alike, 10**9), self.count)
+        yield from map(self.form, (*range(self.alike), *own))
 
 
 class Fractions(Stream):
-    """Shuffles with torch's global generator, and gives nothing by which samples can be told apart for certain."""
+    """Shuffles with torch's global generator."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for number in torch.randperm(self.count):
             yield number.float()
-
-
-class DiffersLater(Stream):
-    """Begins alike everywhere, as a buffer that is not shuffled before it is full."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = rank()
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(8)
-        yield from random.Random(self.place).sample(range(8, self.count), self.count - 8)
 
 
 class OfItsRankAndWorker(Stream):
@@ -79,15 +62,22 @@ def test_asking_for_the_workers_too_late_is_an_error():
         passes(SOLO, AsksTooLate, None, workers=2)
 
 
+def with_one_label() -> Stream:
+    return ShuffledPrivately(lambda number: (float(number), 0))
+
+
+def later() -> Stream:
+    """As a buffer that is not shuffled before it is full."""
+    return ShuffledPrivately(alike=8)
+
+
 @pytest.mark.parametrize(
     ("dataset", "mode", "workers"),
     [
-        *[
-            (each, *how)
-            for each in (ShuffledPrivately, OneLabel)
-            for how in ((SOLO, 2), (THREADS_2, 0), (THREADS_2, 1))
-        ],
-        *[(each, THREADS_2, 0) for each in (Fractions, DiffersLater)],
+        *((ShuffledPrivately, *how) for how in ((SOLO, 2), (THREADS_2, 0), (THREADS_2, 1))),
+        *((with_one_label, *how) for how in ((SOLO, 2), (THREADS_2, 0), (THREADS_2, 1))),
+        (Fractions, THREADS_2, 0),
+        (later, THREADS_2, 0),
     ],
 )
 def test_streams_that_differ_wherever_they_do_are_refused(dataset, mode, workers):
