@@ -1,4 +1,4 @@
-"""What the benchmarks share: their command line, interleaved blocks, and the lines of which `unisono bench` makes a file.
+"""What the benchmarks share: their command line, interleaved blocks, and the lines that `unisono bench` reads.
 
 On a noisy machine only variants that run close together can be compared. Every figure is a cost, a time or a size, as
 ours / theirs: smaller is better. A benchmark is a script that has `DEVICES`, the families that it can measure.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 
-def options(doc: str | None, devices: Sequence[str], blocks: int, **defaults: Any) -> argparse.Namespace:
+def options(doc: str | None, devices: Sequence[str], /, blocks: int, **defaults: Any) -> argparse.Namespace:
     """The command line of a benchmark: --blocks, --device, and an option for each default; a list takes several.
 
     What names no device uses the chosen family from then on, in this process and in those below it.
