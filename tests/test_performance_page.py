@@ -21,7 +21,7 @@ More.
 """
 FILLED = """Text.
 <!-- facts -->
-- `cpu` (2 x CPU): Fast, 2 cores; python 3.11; on 2026-01-01, in 2 minutes, at the end of which the load was 0.5
+- `cpu` (2 x CPU): Fast, 2 cores; python 3.11; on 2026-01-01, in 2 minutes, at a load of 0.5 before
 <!-- end -->
 <!-- figures: cpu a -->
 | | x / z | y / z |

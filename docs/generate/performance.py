@@ -50,7 +50,7 @@ def _facts(results: list[dict[str, Any]]) -> str:
         load = ", ".join(f"{each:.1f}" for each in facts["load"])
         lines.append(
             f"- {devices}: {facts['processor']}, {facts['cores']} cores; {versions}; on {facts['at'][:10]}, "
-            f"in {sum(seconds.values()) / 60:.0f} minutes, at the end of which the load was {load}"
+            f"in {sum(seconds.values()) / 60:.0f} minutes, at a load of {load} before"
         )
     return "\n".join(lines)
 

@@ -72,6 +72,7 @@ def test_results_of_unlike_machines_are_refused(tmp_path: Path, capsys: Any) -> 
         (["--suite", "none"], "none/ holds no benchmarks"),
         (["--suite", BLOCKS, "--only", "step"], "--only step: there are"),
         (["--suite", BLOCKS, "--only", "xla"], "--device cpu: none of xla can use it"),
+        (["--suite", BLOCKS, "--blocks", "0"], "--blocks 0: pass 1 or more"),
         (["--suite", BLOCKS, "--device", "cdua"], "backend 'cdua' does not exist"),
         (["compare", "a.json", "b.json"], "a.json"),
     ],

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import distributions, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ _FIGURE = re.compile(
 _CASE = re.compile(r"(?P<case>.+); torch \S+, .*")
 _MUST_AGREE = ("machine", "processor", "cores")
 _KEY = ("device", "script", "case", "name")
-_PEERS = ("accelerate", "lightning-fabric", "lightning", "torchdata", "torch-xla")
+_PACKAGES = ("unisono", "torch", "torch-xla", "accelerate", "lightning-fabric", "torchdata")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(compare(old, new))
         if arguments.output:
             print(*draw(old, new, Path(arguments.output)), sep="\n")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         print(f"unisono bench: {error}", file=sys.stderr)
         return 1
     return 0
@@ -73,7 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_suite(arguments: argparse.Namespace) -> int:
     from unisono.backends import pick_backend  # here, since it imports torch
 
-    families = [pick_backend(each) for each in arguments.device]
+    if arguments.blocks is not None and arguments.blocks < 1:
+        raise ValueError(f"--blocks {arguments.blocks}: pass 1 or more")
+    facts = machine_facts(pick_backend(each) for each in arguments.device)
     suite = Path(arguments.suite)
     scripts = {each: devices for each in sorted(suite.glob("*.py")) if (devices := _devices_of(each))}
     names = [each.stem for each in scripts]
@@ -88,6 +90,9 @@ def _run_suite(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--device {device}: none of {', '.join(cannot)} can use it; leave it out")
         if cannot:
             print(f"left out on {device}, which they cannot use: {', '.join(cannot)}", flush=True)
+    output = Path(arguments.output or "bench.json")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.touch()  # before the measuring, which takes long
     figures: list[dict[str, Any]] = []
     seconds, failed = {}, []
     for device, script in ((device, each) for device in arguments.device for each in chosen if device in scripts[each]):
@@ -100,10 +105,7 @@ def _run_suite(arguments: argparse.Namespace) -> int:
         if process.wait():
             failed.append(f"{script.stem} on {device}")
         seconds[f"{device} {script.stem}"] = round(time.monotonic() - start, 1)
-    output = Path(arguments.output or "bench.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    found = {"facts": machine_facts(families), "seconds": seconds, "figures": figures}
-    output.write_text(json.dumps(found, indent=1) + "\n")
+    output.write_text(json.dumps({"facts": facts, "seconds": seconds, "figures": figures}, indent=1) + "\n")
     print(output)
     if failed:
         print(f"unisono bench: failed: {', '.join(failed)}", file=sys.stderr)
@@ -129,14 +131,17 @@ def _figures(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def machine_facts(families: Iterable[Backend]) -> dict[str, Any]:
-    """What a figure depends on."""
-    packages = {"torch", "unisono", *_PEERS} & {each.metadata["Name"] for each in distributions()}
+    """What a figure depends on, the load before it included."""
+    versions = {"python": platform.python_version()}
+    for each in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[each] = version(each)
     return {
         "devices": {each.name: _describe(each) for each in families},
         "machine": platform.machine(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "versions": {"python": platform.python_version(), **{each: version(each) for each in sorted(packages)}},
+        "versions": versions,
         "load": os.getloadavg(),
         "at": datetime.now(UTC).isoformat(timespec="minutes"),
     }
@@ -181,21 +186,16 @@ def _pairs(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, dic
     Raises:
         ValueError: they are of unlike machines, or have none in common.
     """
-    facts = [
-        {**{name: each["facts"].get(name) for name in _MUST_AGREE}, **each["facts"].get("devices", {})}
-        for each in (old, new)
-    ]
-    if differ := [
-        f"{each}: {facts[0][each]} and {facts[1][each]}"
-        for each in facts[0]
-        if facts[0][each] != facts[1].get(each, facts[0][each])
-    ]:
+    facts = [{**{name: each["facts"][name] for name in _MUST_AGREE}, **each["facts"]["devices"]} for each in (old, new)]
+    common = [each for each in facts[0] if each in facts[1]]
+    differ = [f"{each}: {facts[0][each]} and {facts[1][each]}" for each in common if facts[0][each] != facts[1][each]]
+    if differ:
         raise ValueError(f"the results are of unlike machines ({'; '.join(differ)}); compare two of the same machine")
     keyed = [{tuple(each[name] for name in _KEY): each for each in one["figures"]} for one in (old, new)]
-    common = [key for key in keyed[0] if key in keyed[1]]
-    if not common:
+    keys = [key for key in keyed[0] if key in keyed[1]]
+    if not keys:
         raise ValueError("the results have no benchmark in common; run the same scripts on the same device for both")
-    return [(key[0], f"{key[1]}, {key[2]}: {key[3]}", keyed[0][key], keyed[1][key]) for key in common]
+    return [(key[0], f"{key[1]}, {key[2]}: {key[3]}", keyed[0][key], keyed[1][key]) for key in keys]
 
 
 def _is_clear(old: dict[str, Any], new: dict[str, Any]) -> bool:
