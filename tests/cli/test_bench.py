@@ -36,7 +36,7 @@ def measure(directory: Path, name: str, ours: list[float]) -> Path:
 def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """matplotlib keeps the files of its fonts open."""
     figure = {"device": "", "script": "a", "case": "", "name": "b", "ratio": 1.0, "low": 1.0, "high": 1.0}
-    found = {"facts": {"devices": {"": ""}, "processor": "", "cores": 1}, "figures": [figure]}
+    found = {"facts": {"devices": {"": ""}, "machine": "", "processor": "", "cores": 1}, "figures": [figure]}
     draw(found, found, tmp_path_factory.mktemp("fonts") / "picture.png")
 
 

@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("compare", nargs="*", metavar="compare OLD NEW", help="compare two files")
     parser.add_argument("--suite", default="bench", help="the directory of the scripts; default: bench")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these scripts, by their names without .py")
-    parser.add_argument("--device", nargs="+", default=["cpu"], help="cpu (the default), cuda, mps, xla; or several")
+    parser.add_argument("--device", nargs="+", help="cpu (the default), cuda, mps, xla; or several")
     parser.add_argument(
         "--blocks", type=int, help="of each script, in place of its own number: few are quick, and vary"
     )
@@ -71,38 +71,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_suite(arguments: argparse.Namespace) -> int:
-    from unisono.backends import pick_backend  # here, since it imports torch
+    from unisono.backends import CPU, pick_backend  # here, since it imports torch
 
     if arguments.blocks is not None and arguments.blocks < 1:
         raise ValueError(f"--blocks {arguments.blocks}: pass 1 or more")
-    facts = machine_facts(pick_backend(each) for each in arguments.device)
-    suite = Path(arguments.suite)
-    scripts = {each: devices for each in sorted(suite.glob("*.py")) if (devices := _devices_of(each))}
-    names = [each.stem for each in scripts]
-    if not scripts:
-        raise FileNotFoundError(f"{suite}/ holds no benchmarks: run this in a checkout, or pass --suite DIRECTORY")
-    if unknown := set(arguments.only or ()) - set(names):
-        raise ValueError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(names)}")
-    chosen = [each for each in scripts if not arguments.only or each.stem in arguments.only]
-    for device in arguments.device:
-        cannot = [each.stem for each in chosen if device not in scripts[each]]
-        if len(cannot) == len(chosen):
-            raise ValueError(f"--device {device}: none of {', '.join(cannot)} can use it; leave it out")
-        if cannot:
-            print(f"left out on {device}, which they cannot use: {', '.join(cannot)}", flush=True)
+    options = ["--blocks", str(arguments.blocks)] if arguments.blocks else []
+    devices = arguments.device or [CPU]
+    facts = machine_facts(pick_backend(each) for each in devices)
+    jobs = [(device, script) for device in devices for script in _scripts_for(device, arguments)]
     output = Path(arguments.output or "bench.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.touch()  # before the measuring, which takes long
     figures: list[dict[str, Any]] = []
     seconds, failed = {}, []
-    for device, script in ((device, each) for device in arguments.device for each in chosen if device in scripts[each]):
-        command = [str(script), "--device", device, *(["--blocks", str(arguments.blocks)] if arguments.blocks else [])]
-        print(f"\n# {' '.join(command)}", flush=True)
+    for device, script in jobs:
+        print(f"\n# {script} on {device}", flush=True)
         start = time.monotonic()
-        process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        figures += [{"device": device, "script": script.stem, **each} for each in _figures(process.stdout)]
-        if process.wait():
+        command = [sys.executable, str(script), "--device", device, *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            figures += [{"device": device, "script": script.stem, **each} for each in _figures(process.stdout)]
+        if process.returncode:
             failed.append(f"{script.stem} on {device}")
         seconds[f"{device} {script.stem}"] = round(time.monotonic() - start, 1)
     output.write_text(json.dumps({"facts": facts, "seconds": seconds, "figures": figures}, indent=1) + "\n")
@@ -110,6 +99,25 @@ def _run_suite(arguments: argparse.Namespace) -> int:
     if failed:
         print(f"unisono bench: failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
+
+
+def _scripts_for(device: str, arguments: argparse.Namespace) -> list[Path]:
+    """The chosen benchmarks that can use the device; those that cannot are named."""
+    suite = Path(arguments.suite)
+    benchmarks = {each: devices for each in sorted(suite.glob("*.py")) if (devices := _devices_of(each))}
+    if not benchmarks:
+        raise FileNotFoundError(f"{suite}/ holds no benchmarks: run this in a checkout, or pass --suite DIRECTORY")
+    names = [each.stem for each in benchmarks]
+    if unknown := set(arguments.only or ()) - set(names):
+        raise ValueError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(names)}")
+    chosen = [each for each in benchmarks if not arguments.only or each.stem in arguments.only]
+    able = [each for each in chosen if device in benchmarks[each]]
+    cannot = ", ".join(each.stem for each in chosen if each not in able)
+    if not able:
+        raise ValueError(f"--device {device}: none of {cannot} can use it; choose a device or scripts that go together")
+    if cannot:
+        print(f"left out on {device}, which they cannot use: {cannot}", flush=True)
+    return able
 
 
 def _devices_of(script: Path) -> tuple[str, ...]:
@@ -171,7 +179,7 @@ def read_results(path: Path) -> dict[str, Any]:
     """Read a file of `unisono bench`; ValueError if it is none."""
     try:
         found = json.loads(path.read_text())
-        if not found["figures"] or not found["facts"]:
+        if not found["figures"] or not found["facts"]["devices"]:
             raise ValueError("it is empty")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
