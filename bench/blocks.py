@@ -62,5 +62,5 @@ def ratio_line(name: str, ours: Sequence[float], theirs: Sequence[float], unit: 
     """The median of the pairwise ratios ours / theirs, with the quartiles as its spread; and the medians of both."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
-    spread = f"{median(ratios):8.4f}   quartiles {low:.4f} .. {high:.4f}   {len(ratios)} pairs"
+    spread = f"{median(ratios):8.4g}   quartiles {low:.4g} .. {high:.4g}   {len(ratios)} pairs"
     return f"{name:<58} {spread}   {median(ours):.4g} / {median(theirs):.4g} {unit}"

@@ -103,7 +103,8 @@ def first_batch(name: str, samples: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     next(iter(loader))
-    print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    seconds = time.perf_counter() - start
+    print(seconds, max(1, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
 
 
 def large_shuffle(samples: int, blocks: int) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unisono.protocols import Backend
 
 _FIGURE = re.compile(
-    r"(?P<name>\S.*?) +(?P<ratio>[\d.]+) +quartiles (?P<low>[\d.]+) \.\. (?P<high>[\d.]+) +(?P<pairs>\d+) pairs"
+    r"(?P<name>\S.*?) +(?P<ratio>[-.e\d]+) +quartiles (?P<low>[-.e\d]+) \.\. (?P<high>[-.e\d]+) +(?P<pairs>\d+) pairs"
     r" +(?P<ours>[-+.e\d]+) / (?P<theirs>[-+.e\d]+) (?P<unit>\S+)"
 )
 _CASE = re.compile(r"(?P<case>.+); torch \S+, .*")
@@ -181,6 +181,8 @@ def read_results(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
         if not found["figures"] or not found["facts"]["devices"]:
             raise ValueError("it is empty")
+        if any(each["ratio"] <= 0 for each in found["figures"]):
+            raise ValueError("a ratio is 0 or less")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no result of `unisono bench` ({error}): run that, and pass the file it writes"
