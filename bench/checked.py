@@ -1,6 +1,6 @@
 """The cost of checks per step: `check_replicas`, `should_stop` and compared collectives against a step without them.
 
-    python bench/checked.py [--blocks 12] [--steps 20] [--workers 2]
+    python bench/checked.py [--blocks 8] [--steps 20] [--workers 2]
 
 N worker processes train a small convolutional network on batches in memory. All variants run in the same workers and
 alternate every few steps. Ratios are with / without: nearer to 1 is cheaper.
@@ -100,7 +100,7 @@ def measure(index: int, blocks: int, steps: int) -> Mapping[str, list[float]]:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=12, steps=20, workers=2)
+    arguments = options(__doc__, DEVICES, blocks=8, steps=20, workers=2)
     times = spawn(measure, args=(arguments.blocks, arguments.steps), nprocs=arguments.workers)[0]
     count = sum(parameter.numel() for parameter in build_model().parameters())
     pairs = [(name, PLAIN) for name in times if name != PLAIN]

@@ -139,7 +139,7 @@ def main() -> None:
             variants = {
                 name: partial(restarted, way, arguments.megabytes, Path(directory)) for name, way in ways.items()
             }
-            show("from the kill to the next step", interleave(variants, arguments.blocks))
+            show("from the kill to the next step", interleave(variants, max(2, arguments.blocks // 2)))
 
 
 if __name__ == "__main__":

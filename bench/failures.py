@@ -1,6 +1,6 @@
 """How soon the caller of `spawn` is notified of a failure, while the other ranks are in a collective.
 
-    python bench/failures.py [--blocks 5] [--workers 2]
+    python bench/failures.py [--blocks 3] [--workers 2]
 
 Rank 1 raises, or is killed; the time ends where the caller has the exception, for torchrun where its process ends.
 """
@@ -48,7 +48,7 @@ def seconds_of(name: str, work: Work, count: int) -> float:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=5, workers=2)
+    arguments = options(__doc__, DEVICES, blocks=3, workers=2)
     for what, work in (("a raise", by_raise), ("SIGKILL", by_sigkill)):
         variants = {name: partial(seconds_of, name, work, arguments.workers) for name in WAYS}
         show(what, interleave(variants, arguments.blocks))

@@ -1,6 +1,6 @@
 """The time to the first batch: at the beginning of an epoch, and when a run resumes late in one.
 
-    python bench/first_batch.py [--blocks 10] [--device cuda] [--samples 500000 10000000]
+    python bench/first_batch.py [--blocks 8] [--device cuda] [--samples 500000 10000000]
 
 Beginning: `next(iter(loader))` over batches that take milliseconds to make, for the loaders of bench/overhead.py.
 Resuming, on the CPU: over a shuffled dataset of that many samples, from the state after 90 % of it, against starting at
@@ -121,7 +121,7 @@ def report_resuming(sizes: list[int], blocks: int) -> None:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=10, samples=[500_000, 10_000_000])
+    arguments = options(__doc__, DEVICES, blocks=8, samples=[500_000, 10_000_000])
     torch.set_num_threads(1)
     report_beginning(arguments.blocks, arguments.device)
     if arguments.device == "cpu":

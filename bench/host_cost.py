@@ -1,6 +1,6 @@
 """What a prepared step costs the host: time against the plain step.
 
-    python bench/host_cost.py [--blocks 40] [--device cuda] [--parameters 300]
+    python bench/host_cost.py [--blocks 30] [--device cuda] [--parameters 300]
 
 A model of tiny layers, so that the step is nearly all host: on an accelerator this time is what the device waits for.
 One rank is compared with plain torch; two ranks with torch's DDP, in the same workers and over the same process group;
@@ -103,7 +103,7 @@ def in_worker(_: int, parameters: int, blocks: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=40, parameters=300)
+    arguments = options(__doc__, DEVICES, blocks=30, parameters=300)
     show(f"1 rank, {arguments.parameters} parameters", compare(arguments.parameters, arguments.blocks))
     if arguments.device == "cpu" or get_backend(arguments.device).device_count() > 1:
         times = spawn(in_worker, (arguments.parameters, arguments.blocks), nprocs=2)[0]

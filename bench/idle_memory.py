@@ -1,6 +1,6 @@
 """Memory of N idle workers that have passed a barrier: `unisono.spawn` against torch's own ways.
 
-    python bench/idle_memory.py [--blocks 3] [--workers 8]
+    python bench/idle_memory.py [--blocks 2] [--workers 8]
 
 PSS divides shared memory among the processes that share it, so the sum over the workers is their use of the machine.
 Helper processes, the zygote or torchrun's agent, are included. Not of the first group of a process, but of later ones.
@@ -52,7 +52,7 @@ def mib_of(name: str, count: int) -> float:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=3, workers=8)
+    arguments = options(__doc__, DEVICES, blocks=2, workers=8)
     variants = {name: partial(mib_of, name, arguments.workers) for name in WAYS}
     show(f"{arguments.workers} idle workers", interleave(variants, arguments.blocks), unit="MiB")
 

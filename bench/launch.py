@@ -1,6 +1,6 @@
 """How long until N workers have passed their first barrier: `unisono.spawn` against torch's own ways.
 
-    python bench/launch.py [--blocks 4] [--workers 2 8]
+    python bench/launch.py [--blocks 3] [--workers 2 8]
 
 From the call (for torchrun: the start of its process) to the moment when the last worker has passed the barrier.
 *Cold* is the first spawn of a process, which starts the zygote.
@@ -50,7 +50,7 @@ def cold(count: int) -> float:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=4, workers=[2, 8])
+    arguments = options(__doc__, DEVICES, blocks=3, workers=[2, 8])
     seconds_of("unisono.spawn", 2)  # starts the zygote
     ours, *theirs = WAYS
     for count in arguments.workers:

@@ -1,6 +1,6 @@
 """Training over a slow link: strategy="diloco" against "ddp", between two network namespaces of this machine.
 
-    sudo python bench/low_bandwidth.py [--mbit 50] [--steps 256] [--every 32] [--width 512]
+    sudo python bench/low_bandwidth.py [--mbit 100] [--steps 256] [--every 32] [--width 512]
 
 Each is a machine of `unisono run` with one process; a token bucket (`tc tbf`) limits what each may send. A network
 learns to imitate another one, in every run from the same samples in the same order. Figures against
@@ -109,7 +109,7 @@ def run(name: str, names: tuple[str, str], arguments: list[str]) -> dict[str, fl
 
 
 def main() -> None:
-    defaults: dict[str, Any] = {"steps": 256, "every": 32, "width": 512, "mbit": 50, "worker": ""}
+    defaults: dict[str, Any] = {"steps": 256, "every": 32, "width": 512, "mbit": 100, "worker": ""}
     arguments = options(__doc__, DEVICES, blocks=1, **defaults)
     if arguments.worker:
         return train(arguments.worker, arguments.steps, arguments.every, arguments.width)

@@ -1,6 +1,6 @@
 """Whether loading and computing overlap: the time of an epoch over that of the slower of the two alone.
 
-    python bench/overlap.py [--blocks 8] [--batches 40]
+    python bench/overlap.py [--blocks 6] [--batches 20]
 
 The source hashes a buffer for each batch, and so does the step: real work, one thread each, without the GIL. Each block
 times both alone, concurrently in two bare threads, in a DataLoader's loop with no loader workers, one after the other,
@@ -92,7 +92,7 @@ def measure(source_units: int, step_units: int, batches: int, blocks: int) -> di
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=8, batches=40)
+    arguments = options(__doc__, DEVICES, blocks=6, batches=20)
     torch.set_num_threads(1)
     for source_units, step_units in ((1, 1), (2, 1), (1, 2)):
         times = measure(source_units, step_units, arguments.batches, arguments.blocks)

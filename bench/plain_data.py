@@ -1,6 +1,6 @@
 """What plain data costs against torch's DataLoader: many small values in a batch, images, a large shuffle.
 
-    python bench/plain_data.py [--blocks 12] [--samples 10000000]
+    python bench/plain_data.py [--blocks 10] [--samples 10000000]
 
 Each block makes one pass with torch's DataLoader and one with a DeviceLoader over another DataLoader of the same
 arguments. JPEGs need Pillow; without it, a line says so.
@@ -119,7 +119,7 @@ def large_shuffle(samples: int, blocks: int) -> None:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=12, samples=10**7)
+    arguments = options(__doc__, DEVICES, blocks=10, samples=10**7)
     torch.set_num_threads(1)
     for name, make in cases().items():
         try:

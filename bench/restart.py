@@ -1,7 +1,7 @@
 """From the death of a worker to the first collective of the restarted group: `spawn(max_restarts=1)` against torch's
 elastic agent.
 
-    python bench/restart.py [--blocks 5] [--workers 2]
+    python bench/restart.py [--blocks 4] [--workers 2]
 
 Rank 1 notes the time and kills itself with SIGKILL; after the restart every rank notes when its first all_reduce is
 done. The agent runs in this process, as in torchrun, with its fastest settings: it polls its workers every
@@ -75,7 +75,7 @@ def theirs(count: int, directory: str) -> None:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=5, workers=2)
+    arguments = options(__doc__, DEVICES, blocks=4, workers=2)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.disable(logging.ERROR)  # both log each death
     ways = {"spawn(max_restarts=1)": ours, "torch's elastic agent": theirs}

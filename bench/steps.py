@@ -1,6 +1,6 @@
 """The time of a step on N processes: ours against the same loop with torch's DDP, accelerate and Lightning Fabric.
 
-    python bench/steps.py [--blocks 12] [--device cuda] [--workers 2] [--networks cnn transformer]
+    python bench/steps.py [--blocks 10] [--device cuda] [--workers 2] [--networks cnn transformer]
 
 All loops run in the same workers, one on each accelerator; the two sides of a pair alternate epochs. On the CPU, ours
 reduces in shared memory, the others over gloo, which is what their users get. Data, initial weights, optimizer and
@@ -255,7 +255,7 @@ def measure(index: int, ranks: int, blocks: int, network: str) -> list[dict[str,
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=12, workers=2, networks=[*JOBS])
+    arguments = options(__doc__, DEVICES, blocks=10, workers=2, networks=[*JOBS])
     workers = arguments.workers if arguments.device == "cpu" else get_backend(arguments.device).device_count()
     for network in arguments.networks:
         for pair in spawn(measure, args=(workers, arguments.blocks, network), nprocs=workers)[0]:

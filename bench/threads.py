@@ -1,6 +1,6 @@
 """Replicas in threads against worker processes: collectives, steps, calls and memory.
 
-    python bench/threads.py [--blocks 8] [--megabytes 100]
+    python bench/threads.py [--blocks 6] [--megabytes 100]
 
 - all_reduce between 2 and 4 threads, against as many processes in shared memory and over gloo, and against the memory's
   speed: the same threads copy their tensors, which moves the least number of bytes that an all_reduce must move.
@@ -218,7 +218,7 @@ def memory(ranks: int, blocks: int) -> None:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=8, megabytes=100)
+    arguments = options(__doc__, DEVICES, blocks=6, megabytes=100)
     for ranks in (2, 4):
         collectives(ranks, arguments.megabytes * 250_000, arguments.blocks)
     for name in MODELS:

@@ -1,6 +1,6 @@
 """The digits loop on virtual XLA devices, against torch_xla's own loader and optimizer_step; and graphs compiled.
 
-    PJRT_DEVICE=CPU .venv-xla/bin/python bench/xla.py [--blocks 8] [--devices 1 2 4]
+    PJRT_DEVICE=CPU .venv-xla/bin/python bench/xla.py [--blocks 6] [--devices 1 2 4]
 
 On one device torch_xla runs as documented. On several, its threads abort if each cuts its graph independently, so here
 they all meet first and then cut one after the other. Unlike in our communicator, nothing checks that the graphs are the
@@ -133,7 +133,7 @@ def compare(count: int, blocks: int) -> None:
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=8, devices=[1, 2, 4])
+    arguments = options(__doc__, DEVICES, blocks=6, devices=[1, 2, 4])
     if len(arguments.devices) == 1:
         compare(arguments.devices[0], arguments.blocks)
         return

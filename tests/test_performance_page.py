@@ -21,9 +21,12 @@ More.
 """
 FILLED = """Text.
 <!-- facts -->
+
 - `cpu` (2 x CPU): Fast, 2 cores; python 3.11; on 2026-01-01, in 2 minutes, at a load of 0.5 before
+
 <!-- end -->
 <!-- figures: cpu a -->
+
 | | x / z | y / z |
 |---|---|---|
 | small | 0.25 (0.25 to 0.30) | 12 |
@@ -32,6 +35,7 @@ FILLED = """Text.
 | | ratio | ours | theirs |
 |---|---|---|---|
 | other: x / z | 2.00 | 20 ms | 10 ms |
+
 <!-- end -->
 More.
 """

@@ -28,7 +28,7 @@ def fill(page: str, results: list[dict[str, Any]]) -> str:
 
     def made(found: re.Match[str]) -> str:
         if found["script"] is None:
-            return f"{found[1]}{_facts(results)}\n{found[5]}"
+            return f"{found[1]}\n{_facts(results)}\n\n{found[5]}"
         wanted = found["device"], found["script"]
         groups = [[each for each in one["figures"] if (each["device"], each["script"]) == wanted] for one in results]
         groups = list(filter(None, groups))
@@ -37,7 +37,7 @@ def fill(page: str, results: list[dict[str, Any]]) -> str:
                 f"{len(groups)} files in bench/results have figures of {wanted[1]} on {wanted[0]}, and not one: "
                 f"run `unisono bench --device {wanted[0]} -o bench/results/NAME.json`"
             )
-        return f"{found[1]}{_tables(groups[0])}\n{found[5]}"
+        return f"{found[1]}\n{_tables(groups[0])}\n\n{found[5]}"
 
     return _MARKED.sub(made, page)
 
