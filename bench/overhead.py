@@ -1,6 +1,6 @@
 """The overhead of a loader per batch, with nearly free data: DeviceLoader against the loaders that it replaces.
 
-    python bench/overhead.py [--blocks 12] [--device cuda] [--batches 500] [--workers 0 2]
+    python bench/overhead.py [--blocks 8] [--device cuda] [--batches 500] [--workers 0 2]
 
 Each block makes one epoch with each variant, all over the same dataset with the same DataLoader options. The peers are
 those that can be imported: accelerate's prepared DataLoader, and with `--device xla` PyTorch/XLA's MpDeviceLoader. A
@@ -131,7 +131,7 @@ def epoch_of(loader: Iterable[Any], step: Step, batches: int, device: str) -> Ca
 
 
 def main() -> None:
-    arguments = options(__doc__, DEVICES, blocks=12, batches=500, workers=[0, 2])
+    arguments = options(__doc__, DEVICES, blocks=8, batches=500, workers=[0, 2])
     device = arguments.device
     torch.set_num_threads(1)  # more do not help for batches of this size
     length = arguments.batches * BATCH_SIZE

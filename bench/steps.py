@@ -259,7 +259,7 @@ def main() -> None:
     workers = arguments.workers if arguments.device == "cpu" else get_backend(arguments.device).device_count()
     for network in arguments.networks:
         for pair in spawn(measure, args=(workers, arguments.blocks, network), nprocs=workers)[0]:
-            show(f"{network}, {workers} process(es)", pair)
+            show(f"{network}, {workers} rank{'s' * (workers > 1)}", pair)
 
 
 if __name__ == "__main__":

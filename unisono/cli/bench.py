@@ -150,7 +150,7 @@ def machine_facts(families: Iterable[Backend]) -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "versions": versions,
-        "load": os.getloadavg(),
+        "load": [round(each, 1) for each in os.getloadavg()],
         "at": datetime.now(UTC).isoformat(timespec="minutes"),
     }
 
