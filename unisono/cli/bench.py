@@ -94,7 +94,8 @@ def _run_suite(arguments: argparse.Namespace) -> int:
         if process.returncode:
             failed.append(f"{script.stem} on {device}")
         seconds[f"{device} {script.stem}"] = round(time.monotonic() - start, 1)
-    output.write_text(json.dumps({"facts": facts, "seconds": seconds, "figures": figures}, indent=1) + "\n")
+    text = json.dumps({"facts": facts, "seconds": seconds, "figures": figures})
+    output.write_text(text.replace("}, {", "},\n{").replace(', "figures": ', ',\n"figures":\n') + "\n")  # a line each
     print(output)
     if failed:
         print(f"unisono bench: failed: {', '.join(failed)}", file=sys.stderr)
