@@ -163,7 +163,7 @@ def test_all_ranks_take_the_same_steps_and_every_sample_once(sizes, ahead, most)
         assert len({each.claim.mark for each in together}) == 1
         given_so_far = [sum(each[: place + 1]) for each in sizes]
         for each in together:
-            parts = [[number, 7 if number else 0, None] for number in given_so_far]
+            parts = [[number, 7 if number else 0, 0, None] for number in given_so_far]
             position = {"offset": sum(given_so_far), "layers": [[len(sizes), 1, parts]]}
             assert each.position.items() >= position.items(), "all ranks know what all parts have given"
     assert len(set(ranks.meetings)) == 1

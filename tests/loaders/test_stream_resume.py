@@ -8,6 +8,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -165,7 +166,7 @@ def test_the_state_tells_what_was_delivered_though_all_was_read(reads_ahead):
     while len(dataset.reads) < COUNT:  # the reader needs nobody to continue
         threading.Event().wait(0.001)
     state = loader.state_dict()
-    assert (state["epoch"], state["offset"], state["layers"]) == (0, SIZE, [[1, 1, [[SIZE, ANY, None]]]])
+    assert (state["epoch"], state["offset"], state["layers"]) == (0, SIZE, [[1, 1, [[SIZE, ANY, 0, None]]]])
     list(iterator)
     after = loader.state_dict()
     assert (after["epoch"], after["offset"]) == (1, 0)
@@ -195,8 +196,8 @@ def test_a_state_of_another_kind_is_refused():
 
 
 class Other(Stream):
-    def __iter__(self) -> Iterator[float]:
-        return iter([number + 0.5 for number in range(COUNT)])  # as if they were augmented
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100, 100 + COUNT))
 
 
 @pytest.mark.parametrize("other", [Other(), Stream(2 * SIZE), Stream(0)], ids=["other", "shorter", "empty"])
@@ -227,16 +228,8 @@ class ReorderedShards(Reordered):
         return part
 
 
-class OneLabel(Reordered):
-    """Gives a sample's number as a fraction, and a label that tells no samples apart."""
-
-    def __iter__(self) -> Iterator[tuple[float, int]]:
-        yield from ((float(number), 0) for number in super().__iter__())
-
-
 CUTS = {
     "by stride": (lambda seed: Reordered(seed, False), {"workers": 2}),
-    "by stride, with one label": (lambda seed: OneLabel(seed, False), {}),
     "by itself": (lambda seed: Reordered(seed, True), {"workers": 2}),
     "by shards": (lambda seed: ReorderedShards(seed, False), {"workers": 2}),
     "by the caller": (lambda seed: Reordered(seed, True), {"workers": 2, "already_sharded": True}),
@@ -257,6 +250,32 @@ def test_what_was_delivered_in_another_order_is_refused_whoever_cuts_the_stream(
     errors = refused(mode, lambda: make(2), None, state=first[0][0].state, **options)
     assert [type(error) for error in errors] == [StateError] * mode.ranks
     assert all(re.match("the state was saved over another stream: what was delivered", str(each)) for each in errors)
+
+
+class Labelled(Reordered):
+    """Gives a sample's number, to which `noise` adds a fraction, and its label."""
+
+    def __init__(self, seed: int, cuts_itself: bool, labels: int, noise: float = 0) -> None:
+        super().__init__(seed, cuts_itself)
+        self.labels, self.noise = labels, noise
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        for number in super().__iter__():
+            yield float(number) + self.noise, number % self.labels
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cuts_itself", [False, True], ids=["by stride", "by itself"])
+@stand_ins()
+def test_other_values_are_compared_only_where_labels_tell_no_samples_apart(cuts_itself, workers):
+    def resume(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[Any]:
+        first, rest = (DeviceLoader(loader_of(Labelled(*each), workers)) for each in (before, after))
+        rest.load_state_dict(through_json(loop(first, 3).state))
+        return loop(rest).batches
+
+    with pytest.raises(StateError, match="over another stream"):
+        resume((1, cuts_itself, 1), (2, cuts_itself, 1))
+    assert resume((1, cuts_itself, COUNT // 3), (1, cuts_itself, COUNT // 3, 0.5))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A part has an address and a position. The address is its number (part w of rank r is number `r * workers + w`) and the
 row of parts that take turns in one stream: all of them, if it is cut by stride. The position is the number of its
-samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows.
+samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows, by
+its integers and texts; `rest` marks the other values, as long as those are the same in all of these samples.
 
 *Threads:* `PartReader` runs in a loader worker, in its main thread, which may seed the process's generators; or in
 process in the reader's, which must not.
@@ -31,7 +32,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from unisono.errors import StateError
 from unisono.loaders.fetcher import collated
 from unisono.loaders.packing import Packed
-from unisono.loaders.sharding import mark_of, values_of
+from unisono.loaders.sharding import glimpse, mark_of, values_of
 from unisono.loaders.sources import State, is_stateful
 from unisono.loaders.workers import use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
@@ -42,15 +43,21 @@ Cutter = Literal["caller", "dataset", "worker", "stride"]
 
 _END: Any = object()
 _REMEMBERED = 1024  # positions; more than one reader is ahead of another
+_ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
 
 
 class Position(NamedTuple):
-    """A number of samples, the mark of the stream up to there, and the dataset's own state there, if any: known to the
-    part's rank only."""
+    """A number of samples, the marks of the stream up to there, and the dataset's own state there, if any: known to the
+    part's rank only. `rest` is 0 if `mark` alone tells the samples apart: other values may be augmented at random."""
 
     taken: int = 0
     mark: int = 0
+    rest: int = 0
     state: Any = None
+
+    def is_of_another(self, other: Position) -> bool:
+        """Whether the two, at the same number, are positions of different streams."""
+        return self.mark != other.mark or (self.rest != other.rest and 0 not in (self.rest, other.rest))
 
 
 class Layer(NamedTuple):
@@ -146,16 +153,17 @@ class SameStream:
 
     def __init__(self, here: Layer) -> None:
         self._here = here
-        self._marks: dict[tuple[int, int], int] = {}  # by the row's first part and the number; the latest last
+        self._marks: dict[tuple[int, int], Position] = {}  # by the row's first part and the number; the latest last
 
     def compare(self, read: Read) -> None:
         """Add the position that one batch has left; RuntimeError if another reader has seen another stream."""
-        place = self._here.row_of(read.by, read.part).start, read.position.taken
-        if self._marks.setdefault(place, read.position.mark) != read.position.mark:
+        position = read.position if read.position.taken >= _ALIKE else read.position._replace(rest=0)
+        place = self._here.row_of(read.by, read.part).start, position.taken
+        if self._marks.setdefault(place, position).is_of_another(position):
             raise RuntimeError(
                 "the ranks or loader workers read different streams, so cutting them by stride would lose samples and "
-                "repeat others; shuffle by the epoch (set_epoch), or shuffle and augment with the global generators in "
-                "loader workers (num_workers=1), which are seeded alike; or let the dataset cut itself, by "
+                "repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers "
+                "(num_workers=1), which are seeded alike; or let the dataset cut itself, by "
                 "get_worker_info() or shard(num_shards, index); or pass already_sharded=True if each has its own part"
             )
         if len(self._marks) > _REMEMBERED:
@@ -227,7 +235,7 @@ class PartReader(IterableDataset[Packed]):
                 elif len(chunk) == self.size or not self.drop_last:
                     yield collated(self.collate, chunk), len(chunk), part.read()
         except Exception as error:
-            error.add_note(f"after {part.seen[0].taken} samples of the stream that part {self.part(worker)} reads")
+            error.add_note(f"after {part.seen[0][0]} samples of the stream that part {self.part(worker)} reads")
             raise
 
 
@@ -250,7 +258,8 @@ class PartSamples:
         self._reader, self._dataset, self._part, self._asked = reader, reader.dataset, part, asked
         self._layers = reader.taken.layers
         self._position = reader.taken.here.parts[part]
-        self.seen = [Position()] * len(self._layers)  # the samples that have reached each layer, and their marks
+        # For each layer: the samples that have reached it, their marks, and a mark of the first of them.
+        self.seen = [(0, 0, 0, 0)] * len(self._layers)
         self._by: Cutter | None = None  # known once the first sample is read, and so are
         self._rows: list[range] = []  # those of each layer
         self._has_ended = False
@@ -262,7 +271,7 @@ class PartSamples:
         buffers = _has_shuffle_buffer(getattr(self._dataset, "_ex_iterable", None))
         self._is_stateful = is_stateful(self._dataset) and not buffers
         if (state := self._position.state) is not None:
-            self.seen = [Position(*each) for each in state["seen"]]
+            self.seen = [tuple(each) for each in state["seen"]]
             self._has_ended = state["dataset"] is None
             if not self._has_ended:
                 self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
@@ -272,7 +281,7 @@ class PartSamples:
         while True:
             if self._asked is not None:  # until the first one is read, all parts are seeded alike
                 seed = self._seed if self._by in (None, "stride") else self._own_seed
-                seed_all(mixed(seed, self.seen[0].taken))
+                seed_all(mixed(seed, self.seen[0][0]))
             if (sample := next(self._source, _END)) is _END:
                 break
             self._see_who_cuts()
@@ -289,7 +298,7 @@ class PartSamples:
             # Copied: a dataset may return its live state, which changes as reading continues. At the end it may already
             # be that of a new beginning.
             own = None if self._has_ended else copy.deepcopy(self._dataset.state_dict())
-            state = {"dataset": own, "seen": [list(each[:2]) for each in self.seen]}
+            state = {"dataset": own, "seen": [list(each) for each in self.seen]}
         return Read(self._part, self._position._replace(state=state), self._by or self._reader.by)
 
     def _see_who_cuts(self) -> None:
@@ -309,14 +318,17 @@ class PartSamples:
         part, position = self._part, self._position
         for place, (layer, row) in enumerate(zip(self._layers, self._rows, strict=True)):
             # Each layer numbers the samples that the layers before it left over; its parts take turns.
-            number, mark, _ = self.seen[place]
+            number, mark, rest, first = self.seen[place]
             turn, part = number // len(row), row[number % len(row)]
             if part == row.start:
-                mark = mark_of(mark, values_of(sample))
-            self.seen[place] = Position(number + 1, mark)
-            position, before = Position(turn + 1, mark), layer.parts[part]
+                known = glimpse(sample) or values_of(sample)
+                mark, own = mark_of(mark, known), mark_of(known)
+                first = first or own
+                rest = mark_of(rest, values_of(sample)) if own == first and (rest or not number) else 0
+            self.seen[place] = number + 1, mark, rest, first
+            position, before = Position(turn + 1, mark, rest), layer.parts[part]
             if position.taken <= before.taken:
-                if position.taken == before.taken and mark != before.mark:
+                if position.taken == before.taken and position.is_of_another(before):
                     raise StateError(self._explain_other(part))
                 return False
         if part == self._part:
@@ -335,8 +347,8 @@ class PartSamples:
     def _explain_other(self, part: int) -> str:
         return (
             f"the state was saved over another stream: what was delivered of its part {part} is not what is read now; "
-            "load it over the same data in the same order (shuffle by the epoch; or shuffle and augment with the "
-            "global generators in loader workers, num_workers=1), or restart the epoch with set_epoch"
+            "load it over the same data in the same order (shuffle by the epoch, or with the global generators "
+            "in loader workers, num_workers=1), or restart the epoch with set_epoch"
         )
 
 
