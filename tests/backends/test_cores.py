@@ -15,13 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.backends import cores as cores_module
-from unisono.backends.cores import (
-    allowed_cores,
-    cores_near,
-    cpu_quota,
-    fair_num_threads,
-    usable_cores,
-)
+from unisono.backends.cores import allowed_cores, cores_near, cpu_quota, fair_num_threads, usable_cores
 
 
 @given(cores=st.integers(1, 300), quota=st.floats(0, 300) | st.just(math.inf))

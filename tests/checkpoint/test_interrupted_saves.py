@@ -16,16 +16,7 @@ from typing import Any
 import pytest
 import torch
 from faults import files_of_at_most
-from file_faults import (
-    PowerCuts,
-    at_each_operation,
-    count_operations,
-    end_save,
-    fail_at,
-    in_child,
-    kill_at,
-    write_tree,
-)
+from file_faults import PowerCuts, at_each_operation, count_operations, end_save, fail_at, in_child, kill_at, write_tree
 from torch import nn
 
 from unisono import Accelerator, spawn

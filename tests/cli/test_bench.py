@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from unisono.cli.bench import draw
 from unisono.cli.main import main
 
 SCRIPT = """
@@ -30,15 +29,7 @@ def measure(directory: Path, name: str, ours: list[float]) -> Path:
     return directory / name
 
 
-@pytest.fixture(scope="module")
-def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps the files of its fonts open."""
-    ratio = {"device": "", "script": "a", "heading": "", "name": "b", "ratio": 1.0, "low": 1.0, "high": 1.0, "pairs": 2}
-    found = {"facts": {"device": ""}, "ratios": [ratio]}
-    draw(found, found, tmp_path_factory.mktemp("fonts") / "picture.png")
-
-
-@pytest.mark.usefixtures("_fonts")
+@pytest.mark.usefixtures("fonts")
 def test_what_the_scripts_print_is_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
     old = measure(tmp_path, "old.json", [2.0, 2.0, 2.0, 2.2])
     new = measure(tmp_path, "new.json", [1.0, 1.0, 1.0, 1.1])

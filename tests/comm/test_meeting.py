@@ -34,16 +34,13 @@ class Rank(threading.Thread):
     def run(self) -> None:
         self.outcome = Outcome.capture(self.part)
 
-    def result(self) -> Any:
+    def ended(self) -> Outcome[Any]:
         self.join(LONG.total_seconds() / 2)
         assert self.outcome is not None, "the rank still waits"
-        return self.outcome.unwrap()
+        return self.outcome
 
-    def error(self) -> BaseException:
-        self.join(LONG.total_seconds() / 2)
-        assert self.outcome is not None, "the rank still waits"
-        assert self.outcome.error is not None
-        return self.outcome.error
+    def result(self) -> Any:
+        return self.ended().unwrap()
 
 
 def exchange(meeting: Meeting, rank: int, value: Any = 0, call: Call = CALL) -> Any:
@@ -107,7 +104,7 @@ def test_an_error_of_the_combination_reaches_every_rank_as_an_object_of_its_own_
         raise LookupError("no such digit")
 
     ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, 1, fail)) for rank in range(3)]
-    errors = [rank.error() for rank in ranks]
+    errors = [rank.ended().error for rank in ranks]
     assert {type(error) for error in errors} == {LookupError}
     assert {str(error) for error in errors} == {"no such digit"}
     assert len({id(error) for error in errors}) == 3  # raising writes to the object
@@ -160,7 +157,7 @@ def test_whoever_ends_and_whenever_nobody_is_left_waiting(size, who, when, fails
         if when >= 5:
             assert ranks[rank].result() == 5
         else:
-            error = ranks[rank].error()
+            error = ranks[rank].ended().error
             assert type(error) is BrokenWorldError
             assert type(error.__cause__) is (LookupError if fails else type(None))
 

@@ -53,7 +53,7 @@ def draw(seed: int) -> tuple[str, Callable[[int], Callable[..., list[torch.Tenso
     layout, waits = chance.choice(["dense", "dense", "every second", "transposed"]), chance.random() < 0.3
     name = chance.choice(
         ["all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
-         "gather", "scatter", "all_to_all_single"]
+         "reduce_scatter", "gather", "scatter", "all_to_all_single"]
     )  # fmt: skip
     if name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         layout, shape = "dense", shape or [2]  # torch wants these to be dense
@@ -77,6 +77,8 @@ def draw(seed: int) -> tuple[str, Callable[[int], Callable[..., list[torch.Tenso
                 work, written = ALL_GATHER_TENSOR(whole, own, **common), [whole]
             elif name == "reduce_scatter_tensor":
                 work, written = REDUCE_SCATTER_TENSOR(own, whole, op, **common), [own]
+            elif name == "reduce_scatter":
+                work, written = dist.reduce_scatter(own, parts, op, **common), [own]
             elif name == "gather":
                 written = parts if rank == root else []
                 work = dist.gather(own, written or None, root, **common)

@@ -19,10 +19,7 @@ from unisono.backends.accelerator import AcceleratorBackend
 from unisono.backends.device import Device
 from unisono.pickling import dumps
 
-pytestmark = [
-    pytest.mark.any_family,
-    pytest.mark.skipif(FAMILY != "toy", reason="make test-toy builds the toy"),
-]
+pytestmark = [pytest.mark.any_family, pytest.mark.skipif(FAMILY != "toy", reason="make test-toy builds the toy")]
 
 
 @pytest.fixture

@@ -16,10 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 TOY = Path(__file__).parent / "package"
 LAW = "tests/contract/test_backend.py"
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the toy is built by g++"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="the toy is built by g++"), pytest.mark.slow]
 
 
 def run(*command: str, package: Path | None = None) -> str:

@@ -6,7 +6,6 @@ import socket
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 from agents import free_port
 from faults import Script
 
@@ -14,12 +13,6 @@ from unisono.launch.hosts.endpoint import address_towards, listening_address, se
 
 OTHER = "192.0.2.7"  # nobody has it
 SECOND = timedelta(seconds=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm_store() -> None:
-    """The first store of a process opens a pipe that its library keeps for signals."""
-    dist.TCPStore("127.0.0.1", 0, is_master=True)
 
 
 @pytest.mark.parametrize(
