@@ -81,7 +81,7 @@ def fonts() -> None:
     from matplotlib.figure import Figure
 
     figure = Figure()
-    figure.subplots().set_title("text and $10^2$")
+    figure.subplots().set_title("text and $10^x$")
     figure.savefig(os.devnull, format="png")
 
 

@@ -165,6 +165,18 @@ def grandchild() -> int:
     return process.pid
 
 
+def in_child(work: Callable[[], object]) -> int:
+    """Do the work in a forked process: how that ended, as `subprocess` has it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def survivors(pids: list[int], within_s: float = PROMISE_S) -> list[str]:
     """Those of the processes that still live when the time is over, in words."""
     processes = []

@@ -85,7 +85,6 @@ def test_tensors_are_made_on_the_device_that_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ([object()], r"the object\[0\] is a builtins.object"),
         ({"a": {"b": len}}, r"the object\['a'\]\['b'\] is a builtins.builtin"),
         ((Pair(1, 2),), r"the object\[0\] is a .*Pair.*convert it to plain data"),
     ],
