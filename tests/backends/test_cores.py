@@ -65,7 +65,6 @@ def test_hyperthreads_of_a_core_count_once(tmp_path, monkeypatch, cpus, has_topo
 QUOTAS = {
     "version 2": ("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n", "a/cpu.max": "max 100000\n"}, 2.5),
     "version 2, above": ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
-    "version 2, none": ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
     "version 1": (
         "4:cpu,cpuacct:/a\n0::/x\n",
         {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},

@@ -182,30 +182,6 @@ def test_an_object_of_an_own_class_is_pinned_moved_and_told_of_the_stream():
 
 
 @needs_cuda
-def test_a_mark_is_reached_when_the_work_before_it_has_ended_and_orders_other_threads_behind_it():
-    backend, device = get_backend("cuda"), get_backend("cuda").device(0)
-    weight, side = torch.rand(4096, 4096, device=device), torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(60):
-            weight @ weight
-        filled = torch.zeros(1, device=device).add_(1)
-        mark = backend.mark(device, filled)
-    assert not backend.is_reached(mark)
-    found: list[float] = []
-
-    def read() -> None:
-        backend.wait_ready(mark)
-        found.append(filled.item())
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
-    assert found == [1]
-    assert backend.is_reached(mark)
-
-
-@needs_cuda
 def test_tensors_for_other_processes_travel_by_main_memory_and_share_it_still():
     whole = torch.arange(4.0, device="cuda")
     found, part = pickle.loads(dumps((whole, whole[2:])))

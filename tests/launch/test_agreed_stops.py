@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 import torch
-from faults import SOON_S, Script, stand_still, survivors
+from faults import SOON_S, Script, survivors
 
-from unisono.errors import ClosedError, StoppedError, WorkerDiedError
+from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.parallel.optimizer import backward, optimizer_step
 from unisono.parallel.stopping import should_stop
@@ -183,20 +183,6 @@ def test_a_rank_that_handles_sigterm_is_stopped_all_the_same_when_a_peer_fails(l
         spawn(work, nprocs=2, grace_s=60.0)
     assert time.monotonic() - began < SOON_S
     assert survivors([int(pid) for [pid] in ear.hear_all(2)]) == []
-
-
-def test_stop_kills_after_the_grace_those_that_handle_sigterm_and_never_ask_again(line, ear):
-    def work(index):
-        should_stop()
-        line.say(index)
-        stand_still()
-
-    context = spawn(work, nprocs=2, join=False, grace_s=0.3)
-    ear.hear_all(2)
-    context.stop()
-    with pytest.raises(ClosedError) as caught:
-        context.join()
-    assert caught.value.__cause__.exit_code == -signal.SIGKILL
 
 
 ALONE = """

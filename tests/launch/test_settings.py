@@ -20,7 +20,7 @@ HOW: dict[str, tuple[str, str]] = {
     "random.seed": ("random.seed(5)", "random.random()"),
     "numpy.random.seed": ("numpy.random.seed(5)", "numpy.random.rand()"),
     "warnings.filterwarnings": ("warnings.filterwarnings('error', category=UserWarning)", "warned()"),
-    "logging.captureWarnings": ("logging.captureWarnings(True)", "logging._warnings_showwarning is not None"),
+    "logging.captureWarnings": ("logging.captureWarnings(True)", "warnings.showwarning.__module__"),
     "logging.disable": ("logging.disable(5)", "logging.root.manager.disable"),
     "sys.setrecursionlimit": ("sys.setrecursionlimit(4321)", "sys.getrecursionlimit()"),
     "tempfile.tempdir": ("tempfile.tempdir = os.path.join(os.getcwd(), 'own')", "tempfile.gettempdir()"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import signal
 import sys
 import threading
@@ -228,17 +227,6 @@ def preloaded():
 
 def test_the_zygote_has_one_thread_and_torch_is_warm_in_its_workers(preloaded):
     assert psutil.Process(zygote_pid()).num_threads() == 1
-
-
-def test_workers_begin_where_the_callers_generators_stand(preloaded):
-    def draw(index):
-        return torch.rand(4).tolist(), random.random(), sys.modules["numpy.random"].rand()
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        drawn = spawn(draw, nprocs=2) + spawn(draw, nprocs=2)
-        expected = draw(0)
-    assert drawn == [expected] * 4
 
 
 def test_what_fn_leaves_to_be_done_is_done(tmp_path):

@@ -117,20 +117,6 @@ def test_a_clock_asks_and_does_not_wait(family: AcceleratorBackend, device: torc
     assert clock.elapsed_ns(first, second) > 0
 
 
-def test_memory_is_counted(family: AcceleratorBackend, device: torch.device) -> None:
-    before = family.memory(device)
-    kept = torch.empty(1 << 10, device=device)
-    assert family.memory(device) - before == kept.nbytes
-    assert family.peak_memory(device) >= family.memory(device)
-
-
-def test_an_expanded_batch_and_one_with_gaps_arrive(family: AcceleratorBackend, device: torch.device) -> None:
-    expanded, gaps = torch.arange(3.0).expand(2, 3), torch.arange(12.0).view(3, 4)[:, ::2]
-    moved, token = family.to_device([expanded, gaps], device)
-    family.wait_ready(token)
-    assert [each.cpu().tolist() for each in moved] == [expanded.tolist(), gaps.tolist()]
-
-
 def test_tensors_for_other_processes_travel_by_main_memory(device: torch.device) -> None:
     assert pickle.loads(dumps(torch.arange(3.0, device=device))).device.type == "cpu"
 

@@ -23,7 +23,8 @@ from unisono.launch.hosts.environment import (
     announced_place,
     take,
 )
-from unisono.world import announcement
+from unisono.launch.hosts.join_world import join_world
+from unisono.world import announcement, current_world
 
 TORCHRUN = {
     "RANK": "3",
@@ -85,7 +86,6 @@ OF_MPIRUN = RankPlace("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
 PLACES = {
     "torchrun": (TORCHRUN, OF_TORCHRUN),
     "torchrun in a pod": ({**POD, **TORCHRUN}, OF_TORCHRUN),
-    "torchrun in a pod of the trainer": ({**TRAINER, **TORCHRUN}, OF_TORCHRUN),
     "torchrun in a step": ({**SLURM, **TORCHRUN}, OF_TORCHRUN),
     "torchrun of one worker, which may grow": (
         {**TORCHRUN, **ONE_WORKER},
@@ -96,20 +96,16 @@ PLACES = {
     "a pod": (POD, RankPlace("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)),
     "a pod of the trainer": (TRAINER, RankPlace("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)),
     "Open MPI": ({**MPIRUN, **ADDRESS}, OF_MPIRUN),
-    "Open MPI with a local rank besides": ({**MPIRUN, **ADDRESS, "LOCAL_RANK": "1"}, OF_MPIRUN),
     "Open MPI in a world of one besides": ({**MPIRUN, **ADDRESS, **ONE_WORKER}, OF_MPIRUN),
     "Open MPI in a step": ({**SLURM, **MPIRUN, **ADDRESS}, OF_MPIRUN),
     "MPICH": ({**HYDRA, **ADDRESS}, RankPlace("mpirun", 1, 2, 1, 2, 0, "node1", 1234)),
     "the batch script of SLURM": ({**SLURM, "SLURM_STEP_ID": "4294967291"}, None),
-    "a job of SLURM without a step": ({**SLURM, "SLURM_STEP_ID": ""}, None),
     "a step of one task": ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, None),
     "one pod": ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, None),
-    "one process of mpirun": ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
     "one task of submitit": ({**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"}, None),
     "a worker of spawn": ({**TORCHRUN, OUTER_DIRECTORY: "/tmp/x"}, None),
     "nothing": ({}, None),
     "a rank alone": ({"RANK": "0"}, None),
-    "one task of Flux": ({"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, None),
     "a number alone": ({"WORLD_SIZE": "2"}, None),
 }
 
@@ -167,11 +163,10 @@ def test_what_a_rank_has_started_itself_is_not_that_rank(monkeypatch):
     monkeypatch.setenv("UNISONO_TAKEN", "")
     take(place)
     assert announced_place() == place  # it is this process that has taken it
-    with subprocess.Popen([sys.executable, "-c", ASKING], stdout=subprocess.PIPE, text=True) as child:
-        assert child.communicate(timeout=60)[0] == "None\n"
+    asking = [sys.executable, "-c", ASKING]
+    assert subprocess.check_output(asking, text=True, timeout=60) == "None\n"
     monkeypatch.setenv("RANK", "2")  # another launcher, below this process
-    with subprocess.Popen([sys.executable, "-c", ASKING], stdout=subprocess.PIPE, text=True) as child:
-        assert "rank=2" in child.communicate(timeout=60)[0]
+    assert "rank=2" in subprocess.check_output(asking, text=True, timeout=60)
 
 
 ASKING = "from unisono.launch.hosts.environment import announced_place; print(announced_place())"
@@ -182,18 +177,15 @@ ASKING = "from unisono.launch.hosts.environment import announced_place; print(an
     [
         ({**TORCHRUN, "RANK": "one"}, "RANK='one' is not an integer"),
         ({**TORCHRUN, "RANK": "4"}, "torchrun announces rank 4 of 4; ranks go from 0 to 3"),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({**POD, "MASTER_PORT": "-1"}, "MASTER_PORT='-1' is not an integer"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"TASKS_PER_NODE='2\(x' does not list the tasks of nodes"),
         ({**SLURM, "SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
-        *(
-            ({**SLURM, "SLURM_STEP_NODELIST": text}, "SLURM_STEP_NODELIST=.* names no hosts")
-            for text in (",", "a[1", "a]1", "a[]", "a[x-y]", "a b", "[[", "node[1-")
-        ),
+        ({**SLURM, "SLURM_STEP_NODELIST": ","}, "SLURM_STEP_NODELIST=.* names no hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[x-y]"}, "SLURM_STEP_NODELIST=.* names no hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST=.* names no hosts"),
         ({**TRAINER, "PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE=4 ask for an agent in this pod.*unisono run"),
         (MPIRUN, "mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500"),
-        (HYDRA, "mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500"),
     ],
 )
 def test_a_malformed_or_missing_variable_is_named(environ, words):
@@ -225,8 +217,6 @@ def test_an_agent_s_place_is_read_from_a_step_with_one_task_on_each_node_or_from
     [(TORCHRUN, "WORLD_SIZE=4 is set"), (SLURM, "SLURM_STEP_NUM_TASKS=5 is set"), (TRAINER, "PET_NNODES=2 is set")],
 )
 def test_several_processes_with_nothing_initialised_are_an_error(monkeypatch, environ, words):
-    from unisono.world import current_world
-
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(NoWorldError, match=rf"{words}.*unisono.join_world\(\).*unisono.spawn\(fn\)"):
@@ -265,16 +255,12 @@ sys.stdout.write(f"{unisono.rank()}: {results}\\n")
 """
 
 
-def start(script: Path, environ: dict[str, str], *launcher: str) -> warm_scripts.Forked | subprocess.Popen[str]:
-    plain = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_", "TORCHELASTIC"))
-    }
-    environ = {**plain, "PYTHONUNBUFFERED": "1", **environ}
-    if not launcher:
-        return warm_scripts.run(script, environ=environ)
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(script)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+LAUNCHERS = ("SLURM_", "PET_", "TORCHELASTIC")
+
+
+def start(script: Path, environ: dict[str, str]) -> warm_scripts.Forked:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return warm_scripts.run(script, environ={**plain, "PYTHONUNBUFFERED": "1", **environ})
 
 
 def run_two(script: Path, environ: Callable[[int], dict[str, str]] | None = None) -> list[tuple[int, str, str]]:
@@ -298,9 +284,12 @@ def joining(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_spawn_under_torchrun_runs_in_torchrun_s_workers(joining):
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
-    with start(joining, {}, *launcher, "--rdzv-endpoint", "localhost:0") as process:
-        output, errors = process.communicate(timeout=60)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    process = subprocess.run(
+        [*launcher, "--rdzv-endpoint", "localhost:0", joining], capture_output=True, text=True, timeout=60, env=environ
+    )
+    output, errors = process.stdout, process.stderr
     assert process.returncode == 0, errors
     results = [(0, 2.0, 0, 0), (10, 2.0, 1, 0)]
     assert sorted(output.splitlines()) == [f"0: {results}", f"1: {results}"]
@@ -437,8 +426,5 @@ def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_pa
 
 
 def test_a_process_that_nobody_has_announced_anything_to_joins_the_world_of_one():
-    from unisono.launch.hosts.join_world import join_world
-    from unisono.world import current_world
-
     assert join_world() is current_world()
     assert join_world().world_size == 1

@@ -142,7 +142,6 @@ def test_several_marks_stdout_from_the_line_on_that_a_second_rank_writes(shown):
     output = WorkerOutput(options.Output(prefix="several"), None, *shown.fds)
     for rank in (0, 0, 1, 0):
         write(output, rank, "print('line', flush=True)")
-        shown.wait_for(rank) if hasattr(shown, "wait_for") else None
     output.close()
     lines = shown.stdout.splitlines()
     assert lines[:2] == [b"line", b"line"]
