@@ -233,13 +233,8 @@ class Script:
         self._temporary = Path(tempfile.mkdtemp(prefix="run-", dir=os.environ["TMPDIR"]))
         file = directory / "script.py"
         file.write_text(source)
-        environ = {
-            **os.environ,
-            warm_scripts.MARK: self.mark,
-            "PYTHONPATH": str(Path(__file__).parent),
-            "TMPDIR": str(self._temporary),
-            **environ,
-        }
+        own = {warm_scripts.MARK: self.mark, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(self._temporary)}
+        environ = {**os.environ, **own, **environ}
         if way == "warm":
             self.process: warm_scripts.Forked | subprocess.Popen[str] = warm_scripts.run(
                 file, directory=directory, environ=environ

@@ -104,14 +104,11 @@ def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_se
 
 
 @pytest.mark.parametrize(
-    ("hip", "library", "function"),
-    [
-        (None, "libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
-        ("7.2.1", "libamdhip64.so.7", "hipThreadExchangeStreamCaptureMode"),
-    ],
+    ("hip", "library", "prefix"), [(None, "libcuda.so.1", "cu"), ("7.2.1", "libamdhip64.so.7", "hip")]
 )
-def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch, hip, library, function):
+def test_a_thread_beside_the_main_one_leaves_graphs_alone_that_others_capture(monkeypatch, hip, library, prefix):
     modes: list[int] = []
+    function = f"{prefix}ThreadExchangeStreamCaptureMode"
 
     def load(name: str, mode: int) -> Any:
         if name != library:

@@ -62,7 +62,7 @@ def test_it_is_found_and_comes_before_the_cpu(tmp_path: Path) -> None:
         ("mirage = mirages:Nothing", "backend 'mirage' of the package mirages cannot be loaded, AttributeError"),
         (
             "mirage = mirages:Half",
-            "backend 'mirage' of the package mirages cannot be loaded, TypeError: mirages:Half is no unisono.pro",
+            "backend 'mirage' of the package mirages cannot be loaded, TypeError: mirages:Half is no",
         ),
     ],
 )

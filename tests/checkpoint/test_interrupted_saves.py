@@ -57,7 +57,8 @@ def loaded(path: Path) -> int:
 
 
 WAYS = pytest.mark.parametrize(("way", "place"), [(save_numbered, "."), (save_best, "best")], ids=["numbered", "best"])
-EVERY = pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+SLOW = pytest.mark.slow
+EVERY = pytest.mark.parametrize("every", [12, pytest.param(1, marks=SLOW)])
 Way = Callable[[Path, int], None]
 
 
@@ -187,11 +188,7 @@ def step_on_after_a_failed_save(
 
 @pytest.mark.parametrize(
     ("strategy", "failing", "is_async"),
-    [
-        ("ddp", 0, True),
-        pytest.param("fsdp", 1, True, marks=pytest.mark.slow),
-        pytest.param("fsdp", 1, False, marks=pytest.mark.slow),
-    ],
+    [("ddp", 0, True), pytest.param("fsdp", 1, True, marks=SLOW), pytest.param("fsdp", 1, False, marks=SLOW)],
 )
 def test_what_a_save_fails_with_is_raised_by_all_ranks_at_one_step_and_they_go_on(
     strategy: str, failing: int, is_async: bool, tmp_path: Path

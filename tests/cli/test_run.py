@@ -86,13 +86,11 @@ def test_a_script_runs_as_main_in_each_worker_with_its_own_arguments(run, script
 
 def test_a_module_runs_as_python_m_runs_it(run, script, tmp_path):
     script("", "package/__init__.py")
-    name = script(
-        "import sys, unisono\nprint(unisono.rank(), __name__, __spec__.name, sys.argv)", "package/training.py"
-    )
-    code, output, errors = run("--nproc_per_node=2", "--backend", "cpu", "--no_prefix", "-m", "package.training", "-m")
+    name = script("import sys, unisono\nprint(unisono.rank(), __name__, __spec__.name, sys.argv)", "package/train.py")
+    code, output, errors = run("--nproc_per_node=2", "--backend", "cpu", "--no_prefix", "-m", "package.train", "-m")
     assert code == 0, errors
     argv = [str(tmp_path / name), "-m"]
-    assert sorted(output.splitlines()) == [f"{rank} __main__ package.training {argv}" for rank in range(2)]
+    assert sorted(output.splitlines()) == [f"{rank} __main__ package.train {argv}" for rank in range(2)]
 
 
 POD = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
@@ -100,12 +98,7 @@ POD = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0-0
 
 @pytest.mark.parametrize(
     ("environ", "options"),
-    [
-        ({}, []),
-        (POD, []),
-        ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, []),
-        ({**POD, "PET_NPROC_PER_NODE": "8"}, ["-n", "2"]),
-    ],
+    [(POD, []), ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, []), ({**POD, "PET_NPROC_PER_NODE": "8"}, ["-n", "2"])],
     ids=str,
 )
 def test_a_pod_has_the_workers_that_the_command_line_asks_for_or_else_kubeflow(

@@ -87,9 +87,7 @@ def test_all_ranks_have_the_same_bits_and_those_of_threads(nprocs):
 
 def test_wrong_arguments_are_refused_on_that_rank_before_anything_is_sent():
     def work(index: int) -> None:
-        with pytest.raises(
-            ValueError, match=r"all_gather between 2 ranks needs as many parts of 3 elements each, got 3$"
-        ):
+        with pytest.raises(ValueError, match=r"all_gather between 2 ranks needs as many parts of 3 elements each"):
             dist.group.WORLD.allgather([[torch.empty(3)]], [torch.empty(3)])
         with pytest.raises(TypeError, match=r"takes dense tensors in main memory, got .* on meta"):
             dist.all_reduce(torch.empty(3, device="meta"))
@@ -113,10 +111,7 @@ def test_ranks_without_memory_in_common_say_why_once_and_send_messages(capfd):
         return tensor.item()
 
     assert spawn(work, nprocs=2) == [4.0, 4.0]
-    said = (
-        "[rank 0] the ranks have no memory in common, and send messages, which is slower ([Errno 27] File too large)\n"
-    )
-    assert capfd.readouterr().err == said
+    assert capfd.readouterr().err.count("have no memory in common, and send messages, which is slower ([Errno 27]") == 1
 
 
 def test_calls_that_differ_are_an_error_on_all_ranks_with_their_places():

@@ -107,9 +107,8 @@ def _trained(options: dict[str, Any]) -> list[float]:
     numbers = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(101, 8, generator=numbers), torch.randn(101, 2, generator=numbers))
     network: Any = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
-    network, optimizer, loader = accelerator.prepare(
-        network, torch.optim.AdamW(network.parameters()), DataLoader(data, 8)
-    )
+    optimizer: Any = torch.optim.AdamW(network.parameters())
+    network, optimizer, loader = accelerator.prepare(network, optimizer, DataLoader(data, 8))
     loss = torch.zeros(())
     for inputs, targets in loader:
         optimizer.zero_grad()
@@ -129,9 +128,8 @@ def waiting(world: World, strategy: str) -> dict[str, Any]:
         accelerator = unisono.Accelerator(strategy=strategy, **options)
         data = TensorDataset(torch.randn(64 * 120, 8), torch.randn(64 * 120, 1))
         network: Any = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
-        network, optimizer, loader = accelerator.prepare(
-            network, torch.optim.AdamW(network.parameters()), DataLoader(data, 64)
-        )
+        optimizer: Any = torch.optim.AdamW(network.parameters())
+        network, optimizer, loader = accelerator.prepare(network, optimizer, DataLoader(data, 64))
         batches = iter(loader)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -211,11 +209,9 @@ FAILURES: dict[str, Callable[[World], None]] = {"raise": _raise, "assert": _asse
 
 def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
-    bodies: dict[str, Callable[..., dict[str, Any]]] = {
-        **{each.__name__: each for each in (collectives, training, replicating, waiting, remembering)},
-        **{each.__name__: each for each in (failing,)},
-    }
-    print(json.dumps(bodies[name](world, *words)), flush=True)
+    bodies: list[Any] = [collectives, training, replicating, waiting, remembering, failing]
+    (body,) = [each for each in bodies if each.__name__ == name]
+    print(json.dumps(body(world, *words)), flush=True)
 
 
 if __name__ == "__main__":

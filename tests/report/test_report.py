@@ -22,16 +22,7 @@ from matplotlib import image
 from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
 from torch.utils.data import DataLoader
 
-from unisono import (
-    Accelerator,
-    DeviceLoader,
-    ParallelLoader,
-    Report,
-    barrier,
-    gather_report,
-    optimizer_step,
-    phase,
-)
+from unisono import Accelerator, DeviceLoader, ParallelLoader, Report, barrier, gather_report, optimizer_step, phase
 from unisono.backends import get_backend
 from unisono.errors import ClosedError
 from unisono.loaders.pipeline import Lane
@@ -233,6 +224,9 @@ def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None
         slow, fast = parallel._pipeline.lanes
         has_ended = threading.Event()
 
+        def is_held_up() -> bool:
+            return is_awaiting_room(slow.entry) and is_awaiting_batch(fast)
+
         def hurry() -> None:
             with contextlib.suppress(ClosedError):
                 list(parallel.per_device_loader("cpu:1"))
@@ -242,13 +236,7 @@ def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None
         with ThreadPoolExecutor(1) as pool:
             hurrying = pool.submit(hurry)
             for _ in slowly:
-                until(
-                    lambda: (
-                        has_ended.is_set()
-                        or (is_awaiting_room(slow.entry) and is_awaiting_batch(fast))
-                        or slow.sent == 30
-                    )
-                )
+                until(lambda: has_ended.is_set() or is_held_up() or slow.sent == 30)
                 spend(WORK_S)
             hurrying.result(20)
     ranks = [summarise(world) for world in worlds]

@@ -414,12 +414,10 @@ def test_a_rank_that_makes_progress_alone_on_another_machine_is_no_hang(watched)
     assert [code for code, _, _ in watched("alone", "--hang-timeout", "4")] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("how", "expected", "words"), [("raise", 1, "LookupError: not here"), ("exit", 7, "sys.exit(7)")]
-)
-def test_the_first_cause_comes_to_the_other_machine_in_its_own_words_and_with_its_code(watched, how, expected, words):
+@pytest.mark.parametrize(("how", "end", "words"), [("raise", 1, "LookupError: not here"), ("exit", 7, "sys.exit(7)")])
+def test_the_first_cause_comes_to_the_other_machine_in_its_own_words_and_with_its_code(watched, how, end, words):
     for code, _, errors in watched(how):
-        assert code == expected, errors
+        assert code == end, errors
         assert words in errors
         assert "BrokenWorldError" not in errors
         assert errors.count("Traceback") == (how == "raise")

@@ -26,53 +26,27 @@ from unisono.launch.hosts.environment import (
 from unisono.launch.hosts.join_world import join_world
 from unisono.world import announcement, current_world
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "1234",
-    "TORCHELASTIC_RUN_ID": "job",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-SLURM = {
-    "SLURM_PROCID": "4",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_ID": "1",
-    "SLURM_JOB_ID": "777",
-    "SLURM_STEP_NUM_NODES": "3",
-    "SLURM_STEP_NODELIST": "node[07-08,11]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-}
-POD = {
-    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
-    "RANK": "1",
-    "WORLD_SIZE": "3",
-    "MASTER_ADDR": "job-master-0",
-    "MASTER_PORT": "23456",
-}
-TRAINER = {
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "1",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-    "PET_MASTER_PORT": "29400",
-}
+
+def variables(text: str) -> dict[str, str]:
+    return dict(each.split("=") for each in text.split())
 
 
-MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "1693319169",
-    "PMIX_RANK": "3",
-}
+TORCHRUN = variables(
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=node1 MASTER_PORT=1234 "
+    "TORCHELASTIC_RUN_ID=job TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_USE_AGENT_STORE=True"
+)
+SLURM = variables(
+    "SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=5 SLURM_LOCALID=0 SLURM_NODEID=2 SLURM_STEP_ID=1 SLURM_JOB_ID=777 "
+    "SLURM_STEP_NUM_NODES=3 SLURM_STEP_NODELIST=node[07-08,11] SLURM_STEP_TASKS_PER_NODE=2(x2),1"
+)
+POD = variables("KUBERNETES_SERVICE_HOST=10.0.0.1 RANK=1 WORLD_SIZE=3 MASTER_ADDR=job-master-0 MASTER_PORT=23456")
+TRAINER = variables(
+    "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400"
+)
+MPIRUN = variables(
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
+    "PMIX_NAMESPACE=1693319169 PMIX_RANK=3"
+)
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SUBMITIT = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"}
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
@@ -420,9 +394,7 @@ def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_pa
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     with start(tmp_path / "train.py", variables) as process:
         errors = process.communicate(timeout=60)[1]
-    assert (
-        "ValueError: nprocs=3, but by the variables RANK and WORLD_SIZE there are 1 worker(s) on this machine" in errors
-    )
+    assert "nprocs=3, but by the variables RANK and WORLD_SIZE there are 1 worker(s) on this machine" in errors
 
 
 def test_a_process_that_nobody_has_announced_anything_to_joins_the_world_of_one():
