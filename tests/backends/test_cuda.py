@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from unisono import DeviceLoader
 from unisono.backends import cuda
 from unisono.backends.accelerator import dense_parts, pin_leaf
-from unisono.cli.checks import check_devices, get_backend
-from unisono.pickling import dumps
+from unisono.cli.checks import check_devices
 
 
 def needs_cuda(test: Callable[[], None]) -> Callable[[], None]:
@@ -179,15 +177,6 @@ def test_an_object_of_an_own_class_is_pinned_moved_and_told_of_the_stream():
 
 
 @needs_cuda
-def test_tensors_for_other_processes_travel_by_main_memory_and_share_it_still():
-    whole = torch.arange(4.0, device="cuda")
-    found, part = pickle.loads(dumps((whole, whole[2:])))
-    assert found.device.type == part.device.type == "cpu"
-    found[2] = 7
-    assert part.tolist() == [7, 3]
-
-
-@needs_cuda
 def test_what_a_dataset_puts_on_a_gpu_by_itself_goes_to_the_loop_s():
     last = torch.cuda.device_count() - 1
     (batch,) = DeviceLoader((torch.ones(1).cuda() for _ in range(1)), f"cuda:{last}")
@@ -208,20 +197,6 @@ def test_a_graph_is_captured_while_batches_are_moved():
         graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(product, weight @ weight)
-
-
-@needs_cuda
-def test_a_clock_tells_how_long_the_device_was_at_work():
-    backend, device = get_backend("cuda"), get_backend("cuda").device(0)
-    clock, weight = backend.clock(device), torch.rand(4096, 4096, device=device)
-    first = clock.stamp()
-    for _ in range(60):
-        weight @ weight
-    second = clock.stamp()
-    assert clock.elapsed_ns(first, second) is None
-    backend.synchronize(device)
-    assert clock.elapsed_ns(first, second) > 1_000_000
-    assert backend.peak_memory(device) >= weight.nbytes
 
 
 LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c)

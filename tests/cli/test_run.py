@@ -365,27 +365,20 @@ STANDING = """
 import sys, unisono
 from pathlib import Path
 from faults import Line, stand_still
-from unisono.parallel.stopping import should_stop
-if "handle" in sys.argv:
-    should_stop()
 Line(Path(sys.argv[1])).say("running")
-while "handle" in sys.argv:
-    if should_stop():
-        sys.exit(0)
 stand_still()
 """
 
 
-@pytest.mark.parametrize(("how", "signum", "code"), [("stand", signal.SIGINT, 130), ("handle", signal.SIGTERM, 143)])
-def test_the_exit_code_tells_of_a_stop(tmp_path, how, signum, code):
+def test_the_exit_code_tells_of_an_interrupt(tmp_path):
     (tmp_path / "standing.py").write_text(STANDING)
     line = Line.at(tmp_path / "line")
-    arguments = ["run", "-n", "2", "--backend", "cpu", "--grace", "1", "standing.py", str(line.path), how]
+    arguments = ["run", "-n", "2", "--backend", "cpu", "--grace", "1", "standing.py", str(line.path)]
     source = f"import sys\nfrom unisono.cli.main import main\nsys.exit(main({arguments!r}))"
     with line.hearing() as ear, Script(source, tmp_path) as script:
         assert ear.hear_all(2) == [["running"], ["running"]]
-        script.kill(signum)
-        assert script.end()[0] == code
+        script.kill(signal.SIGINT)
+        assert script.end()[0] == 130
         assert script.survivors() == []
 
 

@@ -19,7 +19,7 @@ from unisono.launch.spawn import spawn
 HOW: dict[str, tuple[str, str]] = {
     "random.seed": ("random.seed(5)", "random.random()"),
     "numpy.random.seed": ("numpy.random.seed(5)", "numpy.random.rand()"),
-    "warnings.filterwarnings": ("warnings.filterwarnings('error', category=UserWarning)", "warned()"),
+    "warnings.filterwarnings": ("warnings.filterwarnings('error', category=Own)", "warned()"),
     "logging.captureWarnings": ("logging.captureWarnings(True)", "warnings.showwarning.__module__"),
     "logging.disable": ("logging.disable(5)", "logging.root.manager.disable"),
     "sys.setrecursionlimit": ("sys.setrecursionlimit(4321)", "sys.getrecursionlimit()"),
@@ -74,10 +74,13 @@ from unisono.launch.spawn import spawn
 
 os.mkdir("own")
 
+class Own(UserWarning):
+    pass
+
 def warned():
     try:
-        warnings.warn("a warning", UserWarning)
-    except UserWarning:
+        warnings.warn("a warning", Own)
+    except Own:
         return True
     return False
 
@@ -146,30 +149,6 @@ def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
     told = [each for each in (record.getMessage() for record in caplog.records) if "sys.setrecursionlimit" in each]
     assert len(told) == 1
     assert told[0].startswith("workers do not have what sys.setrecursionlimit has set in the calling process (Value")
-
-
-OWN_WARNING = """
-import warnings
-from unisono.launch.spawn import spawn
-
-class OwnWarning(UserWarning):
-    pass
-
-warnings.filterwarnings("error", category=OwnWarning)
-
-def warn(index):
-    try:
-        warnings.warn("a warning", OwnWarning)
-    except OwnWarning:
-        return True
-
-print(spawn(warn, nprocs=2))
-"""
-
-
-def test_a_filter_for_a_warning_of_the_scripts_own_holds(tmp_path):
-    with Script(OWN_WARNING, tmp_path) as running:
-        assert running.end() == (0, "[True, True]\n", "")
 
 
 @pytest.mark.slow

@@ -60,6 +60,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read_run(directory / "logs")
 
 
+@pytest.fixture
+def copied(run: Run, tmp_path: Path) -> Path:
+    """The directory of the run, to be changed."""
+    return shutil.copytree(run.directory, tmp_path / "copy")
+
+
 def test_a_run_leaves_each_step_its_phases_and_what_was_logged(run: Run) -> None:
     assert [each.rank for each in run.ranks] == [0, 1]
     assert run.missing == []
@@ -118,16 +124,15 @@ def test_a_killed_rank_leaves_what_it_did_and_is_named(tmp_path: Path) -> None:
     assert page_data(found)["missing"] == found.missing
 
 
-def test_a_restart_counts_and_what_is_cut_off_is_said(run: Run, tmp_path: Path) -> None:
-    shutil.copytree(run.directory, tmp_path / "copy")
-    file = tmp_path / "copy" / "rank-0.jsonl"
+def test_a_restart_counts_and_what_is_cut_off_is_said(copied: Path) -> None:
+    file = copied / "rank-0.jsonl"
     first = file.read_text().splitlines()[0]
     file.write_text(file.read_text() + first + "\n" + '{"t": 1')
-    found = read_run(tmp_path / "copy").ranks[0]
+    found = read_run(copied).ranks[0]
     assert (found.restarts, found.samples, found.summary) == (1, [], None)
     assert "rank-0.jsonl is cut off" in found.cut[0]
-    (tmp_path / "copy" / "rank-1.jsonl").unlink()
-    assert "rank 1 has left no record" in read_run(tmp_path / "copy").missing
+    (copied / "rank-1.jsonl").unlink()
+    assert "rank 1 has left no record" in read_run(copied).missing
 
 
 def test_a_restart_after_a_kill_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
@@ -138,28 +143,26 @@ def test_a_restart_after_a_kill_in_the_middle_of_a_line_is_read(tmp_path: Path) 
     assert (found.restarts, found.facts["restart"], found.cut) == (1, 1, ["line 2 of rank-0.jsonl is cut off"])
 
 
-def test_a_long_run_that_writes_a_line_each_minute_is_not_silent(run: Run, tmp_path: Path) -> None:
-    shutil.copytree(run.directory, tmp_path / "copy")
-    file = tmp_path / "copy" / "rank-0.jsonl"
+def test_a_long_run_that_writes_a_line_each_minute_is_not_silent(copied: Path) -> None:
+    file = copied / "rank-0.jsonl"
     *lines, last, _ = file.read_text().splitlines()
     file.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"t": 600_000.0})]) + "\n")
     os.utime(file, (time.time() - 55, time.time() - 55))
-    found = read_run(tmp_path / "copy")
+    found = read_run(copied)
     assert found.missing == []
     assert is_alive(found.ranks[0])
     os.utime(file, (time.time() - 90, time.time() - 90))
     assert not is_alive(found.ranks[0])
 
 
-def test_the_page_draws_what_was_logged_that_is_a_number(run: Run, tmp_path: Path) -> None:
-    shutil.copytree(run.directory, tmp_path / "copy")
-    file = tmp_path / "copy" / "rank-0.jsonl"
+def test_the_page_draws_what_was_logged_that_is_a_number(copied: Path) -> None:
+    file = copied / "rank-0.jsonl"
     values = [1.5, float("nan"), float("inf"), 10**400, "</script>", True]
     logged = [[0.0, step, {"loss é": value}] for step, value in enumerate(values)]
     facts, *samples = map(json.loads, file.read_text().splitlines())
     lines = [facts, *({**each, "logged": logged} if "t" in each else each for each in samples[-2:])]
     file.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    data = json.loads(json.dumps(page_data(read_run(tmp_path / "copy")), allow_nan=False))
+    data = json.loads(json.dumps(page_data(read_run(copied)), allow_nan=False))
     assert data["charts"][0]["series"] == [["loss é", [1.5, None, None, None, None, None]]]
 
 

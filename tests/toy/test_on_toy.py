@@ -117,8 +117,12 @@ def test_a_clock_asks_and_does_not_wait(family: AcceleratorBackend, device: torc
     assert clock.elapsed_ns(first, second) > 0
 
 
-def test_tensors_for_other_processes_travel_by_main_memory(device: torch.device) -> None:
-    assert pickle.loads(dumps(torch.arange(3.0, device=device))).device.type == "cpu"
+def test_tensors_for_other_processes_travel_by_main_memory_and_share_it_still(device: torch.device) -> None:
+    whole = torch.arange(4.0, device=device)
+    found, part = pickle.loads(dumps((whole, whole[2:])))
+    assert found.device.type == part.device.type == "cpu"
+    found[2] = 7
+    assert part.tolist() == [7, 3]
 
 
 def test_workers_have_a_device_each_and_a_group_for_it_after_the_parent_has_used_the_toy(device: torch.device) -> None:
