@@ -84,22 +84,6 @@ def test_without_nprocs_there_is_a_worker_for_every_logical_cpu(monkeypatch):
     assert spawn(lambda index: current_world().world_size, backend="cpu") == [3, 3, 3]
 
 
-def test_what_workers_print_reaches_the_callers_descriptors_in_whole_lines(capfd):
-    def talk(index):
-        for _ in range(200):
-            print(f"rank {index}", "says " + 60 * "x")
-            print(f"rank {index}", "warns " + 60 * "x", file=sys.stderr)
-
-    print("before the workers")
-    spawn(talk, nprocs=2)
-    output, errors = capfd.readouterr()
-    first, *lines = output.splitlines()
-    assert first == "before the workers"
-    assert sorted(lines) == [f"rank {rank} says " + 60 * "x" for rank in range(2) for _ in range(200)]
-    warnings = [f"[rank {rank}] rank {rank} warns " + 60 * "x" for rank in range(2) for _ in range(200)]
-    assert sorted(errors.splitlines()) == warnings
-
-
 def test_a_world_of_one_runs_in_the_calling_process():
     outer = current_world()
 

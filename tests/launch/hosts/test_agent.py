@@ -18,16 +18,7 @@ from agents import agent, free_port, kill_all
 from faults import SOON_S, Script
 
 from unisono.cli.main import main
-from unisono.launch.hosts import endpoint as endpoints
-from unisono.launch.hosts.endpoint import (
-    address_towards,
-    interface_of,
-    is_this_machine,
-    local_address,
-    serves_endpoint,
-    split_endpoint,
-    wait_served,
-)
+from unisono.launch.hosts import endpoint
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's"),
@@ -43,42 +34,45 @@ OTHER = "192.0.2.7"  # nobody has it
 def test_the_agent_whose_machine_the_endpoint_names_serves_it_unless_it_is_served_or_another_is_the_first(monkeypatch):
     port = free_port()
     own = [each.address for found in psutil.net_if_addrs().values() for each in found if each.family == socket.AF_INET]
-    assert all(serves_endpoint(f"{host}:{port}") for host in ("127.0.0.1", "localhost", *own))
-    assert not serves_endpoint(f"{OTHER}:29400")
+    assert all(endpoint.serves_endpoint(f"{host}:{port}") for host in ("127.0.0.1", "localhost", *own))
+    assert not endpoint.serves_endpoint(f"{OTHER}:29400")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert not serves_endpoint(f"127.0.0.1:{server.getsockname()[1]}")
-    assert [serves_endpoint(f"localhost:{port}", node_rank=number) for number in range(2)] == [True, False]
-    monkeypatch.setattr(endpoints, "addresses_of", lambda host: [])
-    assert [serves_endpoint("pod-0.not-yet-known:29400", node_rank=number) for number in range(2)] == [True, False]
+        assert not endpoint.serves_endpoint(f"127.0.0.1:{server.getsockname()[1]}")
+    assert [endpoint.serves_endpoint(f"localhost:{port}", node_rank=number) for number in range(2)] == [True, False]
+    monkeypatch.setattr(endpoint, "addresses_of", lambda host: [])
+    assert [endpoint.serves_endpoint("pod-0.not-yet-known:29400", node_rank=number) for number in range(2)] == [
+        True,
+        False,
+    ]
 
 
 def test_an_address_is_the_one_on_the_way_to_the_endpoint():
-    assert local_address("127.0.0.1:29400") == "127.0.0.1"
-    assert interface_of("127.0.0.1") == "lo"
-    assert is_this_machine("127.0.0.1")
-    assert not is_this_machine(OTHER)
-    assert interface_of(OTHER) is None
-    outward = address_towards(OTHER, 1)
-    assert outward is None or interface_of(outward) is not None
+    assert endpoint.local_address("127.0.0.1:29400") == "127.0.0.1"
+    assert endpoint.interface_of("127.0.0.1") == "lo"
+    assert endpoint.is_this_machine("127.0.0.1")
+    assert not endpoint.is_this_machine(OTHER)
+    assert endpoint.interface_of(OTHER) is None
+    outward = endpoint.address_towards(OTHER, 1)
+    assert outward is None or endpoint.interface_of(outward) is not None
 
 
 def test_a_machine_that_knows_its_name_as_a_loopback_address_tells_others_another(monkeypatch):
-    outward = address_towards(OTHER, 1)
+    outward = endpoint.address_towards(OTHER, 1)
     if outward is None:
         pytest.skip("this machine has no way out")
-    monkeypatch.setattr("unisono.launch.hosts.endpoint.addresses_of", lambda host: ["127.0.1.1"])
-    assert local_address("node1:29400") == outward
+    monkeypatch.setattr(endpoint, "addresses_of", lambda host: ["127.0.1.1"])
+    assert endpoint.local_address("node1:29400") == outward
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":29400", "host:port", "host:0", "host:65536"])
 def test_what_is_no_endpoint_is_refused(text):
     with pytest.raises(ValueError, match="is not an endpoint; pass host:port"):
-        split_endpoint(text)
+        endpoint.split_endpoint(text)
 
 
 def test_an_endpoint_that_nobody_serves_is_an_error_that_says_so():
     with pytest.raises(TimeoutError, match=r"nothing listens at 127.0.0.1:\d+ after .*start the agent of that host"):
-        wait_served(f"127.0.0.1:{free_port()}", 0.0)
+        endpoint.wait_served(f"127.0.0.1:{free_port()}", 0.0)
 
 
 # One agent in this process.
@@ -121,8 +115,8 @@ def run_member(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..
 
 def agent_command(nodes: str, workers: int = 1) -> list[str]:
     """One command for all machines of a run."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    return ["run", "-n", str(workers), "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", endpoint]
+    place = f"127.0.0.1:{free_port()}"
+    return ["run", "-n", str(workers), "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", place]
 
 
 @pytest.fixture(autouse=True)
