@@ -1,13 +1,25 @@
-"""Packages that are installed for a test alone."""
+"""Packages that are installed for a test alone, and scripts that are modules for it."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import unisono
+
+
+def load_script(path: Path) -> Any:
+    """A script as a module, which workers find by its name where its folder is in their path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def install(directory: Path, name: str, code: str, entry_points: str) -> None:

@@ -89,7 +89,7 @@ def test_a_stream_is_recorded_on_every_tensor_of_a_leaf_or_on_none():
         pytest.param(8, 0, 3, 3, id="cuda is in use, and no device chosen"),
     ],
 )
-def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_of_those_that_it_sees(
+def test_a_rank_takes_the_gpu_that_it_has_chosen_or_else_one_that_it_sees(
     monkeypatch, count, chosen, local_rank, index
 ):
     activated: list[torch.device] = []

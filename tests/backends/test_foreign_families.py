@@ -66,7 +66,7 @@ def test_it_is_found_and_comes_before_the_cpu(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_one_that_is_broken_is_an_error_that_names_the_package_or_what_it_lacks(
+def test_a_broken_one_is_an_error_that_names_the_package_or_what_it_lacks(
     entry: str, words: str, tmp_path: Path
 ) -> None:
     done = run(tmp_path, entry)

@@ -273,9 +273,7 @@ def rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, version: int, files: 
         (path / "manifest.json").write_bytes(manifest.to_bytes())
 
 
-def test_a_manifest_of_a_newer_version_or_a_forged_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newer_manifest_or_a_forged_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "one", thing=Anything(1))
     rewritten(tmp_path / "one", monkeypatch, 3, {})
     with pytest.raises(CheckpointVersionError, match=r"version 3 of the format.*reads up to version 2"):

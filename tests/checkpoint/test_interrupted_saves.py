@@ -81,9 +81,7 @@ def each_killed(root: Path, way: Way, number: int, every: int) -> Iterator[Path]
 
 @WAYS
 @EVERY
-def test_a_kill_at_a_file_operation_leaves_the_one_before_or_the_new_one(
-    tmp_path: Path, way: Way, place: str, every: int
-) -> None:
+def test_a_kill_at_an_operation_leaves_the_old_or_the_new_one(tmp_path: Path, way: Way, place: str, every: int) -> None:
     for before in (1, 2):
         way(tmp_path / "root", before)
     taken = []
@@ -111,9 +109,7 @@ def test_a_kill_in_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) -> 
 
 
 @WAYS
-def test_a_power_cut_after_any_file_operation_leaves_the_one_before_or_the_new_one(
-    tmp_path: Path, way: Way, place: str
-) -> None:
+def test_a_power_cut_after_any_operation_leaves_the_old_or_the_new_one(tmp_path: Path, way: Way, place: str) -> None:
     for before in (1, 2):
         way(tmp_path / "root", before)
     cuts = PowerCuts(tmp_path / "root")
@@ -254,9 +250,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
             save_numbered(tmp_path, number, keep=2)
 
 
-def test_of_two_saves_at_one_place_one_is_whole_and_the_other_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_saves_at_once_one_is_whole_and_one_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, place, written = torch.nn.Linear(2, 1), tmp_path / "best", saver.write_tensors
 
     def write(path: Path, contents: Any) -> Any:

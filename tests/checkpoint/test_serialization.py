@@ -131,9 +131,7 @@ class Executed:
         return os.mkdir, ("executed",)
 
 
-def test_bytes_that_somebody_has_forged_are_an_error_and_run_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forged_bytes_are_an_error_and_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = io.BytesIO()
     torch.save(Executed(), file)

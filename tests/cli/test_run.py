@@ -101,7 +101,7 @@ POD = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0-0
     [(POD, []), ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, []), ({**POD, "PET_NPROC_PER_NODE": "8"}, ["-n", "2"])],
     ids=str,
 )
-def test_a_pod_has_the_workers_that_the_command_line_asks_for_or_else_kubeflow(
+def test_a_pod_has_the_workers_of_the_command_line_or_else_those_of_kubeflow(
     run, script, monkeypatch, environ, options
 ):
     for name, value in {"PET_NPROC_PER_NODE": "2", **environ}.items():

@@ -182,9 +182,7 @@ def test_ctrl_c_asks_the_workers_to_stop_and_they_return(ground: Ground, tmp_pat
     assert [each[5] for each in found["results"]] == [0] * 4
 
 
-def test_after_a_kill_another_number_of_ranks_goes_on_and_each_sample_counts_once(
-    ground: Ground, tmp_path: Path
-) -> None:
+def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Ground, tmp_path: Path) -> None:
     assert ground.run(tmp_path, "train and die")["type"] == "WorkerDiedError"
     found = ground.run(tmp_path, "train", 2)
     assert len(found["results"]) == 2, found

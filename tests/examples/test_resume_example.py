@@ -15,9 +15,7 @@ SCRIPT = Path(__file__).parent.parent.parent / "examples" / "resume.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "then"), [(signal.SIGTERM, "1"), (signal.SIGKILL, "4 --engine local")])
-def test_a_run_that_is_ended_goes_on_to_the_end_on_another_number_of_devices(
-    tmp_path: Path, signum: int, then: str
-) -> None:
+def test_a_run_that_is_ended_goes_on_to_the_end_on_other_devices(tmp_path: Path, signum: int, then: str) -> None:
     def arguments(epochs: int) -> list[str]:
         return ["--directory", str(tmp_path), "--epochs", str(epochs), "--backend", "cpu"]
 

@@ -15,9 +15,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
 @pytest.mark.parametrize(("mode", "largest"), [(SOLO, 32), (THREADS_2, 32), (PROCESSES_2, 16)], ids=str)
-def test_any_ranks_and_batches_train_what_one_device_does(
-    mode: Mode, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_ranks_and_batches_train_as_one_device(mode: Mode, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
     def body(largest: int) -> tuple[float, dict[str, torch.Tensor]]:

@@ -256,11 +256,6 @@ def test_a_run_without_steps_is_refused(tmp_path, steps, description, capsys):
     assert "holds no steps after the first" in capsys.readouterr().err
 
 
-def test_a_directory_without_a_record_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no record of a run"):
-        measure(tmp_path)
-
-
 # What it prints.
 
 
@@ -279,9 +274,7 @@ def test_the_table_and_the_json_have_the_same_numbers_up_to_100000_devices(descr
 
 
 @pytest.mark.usefixtures("fonts")
-def test_the_picture_is_one_and_without_matplotlib_the_message_says_how_to_get_it(
-    description, tmp_path, monkeypatch, capsys
-):
+def test_the_picture_is_one_and_without_matplotlib_it_says_how_to_get_it(description, tmp_path, monkeypatch, capsys):
     picture = tmp_path / "there" / "fleet.png"
     arguments = ["simulate", str(description()), "--devices", "8", "--picture", str(picture)]
     assert main(arguments) == 0

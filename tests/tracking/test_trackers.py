@@ -225,14 +225,12 @@ class Half:
     ],
     ids=["unknown", "half of one", "a class"],
 )
-def test_what_is_no_tracker_is_refused_when_the_accelerator_is_made(
-    log_with: Any, error: type[Exception], words: str
-) -> None:
+def test_what_is_no_tracker_is_refused_at_once(log_with: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Accelerator(log_with=log_with)
 
 
-def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it(
+def test_a_library_that_is_not_installed_is_named_with_what_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # What is found is a directory of that name, as W&B leaves it where it has run: no package.

@@ -168,9 +168,7 @@ print(os.uname().nodename, isinstance(dist.group.WORLD, SharedMemoryGroup), got.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_apart", [False, True])  # whether the processes of one see those of the other
-def test_two_networks_of_one_hostname_share_no_memory(
-    tmp_path: Path, networks: tuple[str, str], is_apart: bool
-) -> None:
+def test_two_networks_of_one_name_share_no_memory(tmp_path: Path, networks: tuple[str, str], is_apart: bool) -> None:
     (tmp_path / "train.py").write_text(MESSAGES)
     command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400"]
     command += ["--rdzv-insecure", "--no-prefix", "--node-rank"]

@@ -224,9 +224,7 @@ def preloading(monkeypatch, new_zygote):
     monkeypatch.setattr(zygote_client, "_preloaded", [])
 
 
-def test_workers_find_imported_what_was_preloaded_also_in_the_zygote_that_replaces_a_killed_one(
-    preloading, tmp_path, monkeypatch
-):
+def test_workers_find_what_was_preloaded_also_after_the_zygote_was_killed(preloading, tmp_path, monkeypatch):
     (tmp_path / "preloaded_one.py").write_text("import os\npid = os.getpid()\n")
     (tmp_path / "preloaded_two.py").write_text("import os\npid = os.getpid()\n")
     warm(preload=["json"])
