@@ -60,10 +60,7 @@ def test_it_is_found_and_comes_before_the_cpu(tmp_path: Path) -> None:
     ("entry", "words"),
     [
         ("mirage = mirages:Nothing", "backend 'mirage' of the package mirages cannot be loaded, AttributeError"),
-        (
-            "mirage = mirages:Half",
-            "backend 'mirage' of the package mirages cannot be loaded, TypeError: mirages:Half is no",
-        ),
+        ("mirage = mirages:Half", "backend 'mirage' of the package mirages cannot be loaded, TypeError: mirages"),
     ],
 )
 def test_a_broken_one_is_an_error_that_names_the_package_or_what_it_lacks(

@@ -197,10 +197,7 @@ def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Grou
     [
         (lambda: spawn(print, engine="kubernetes", nprocs=2), "engine='kubernetes' does not exist; there are 'local'"),
         (lambda: spawn(print, engine=Local(2)), "needs nprocs"),
-        (
-            lambda: spawn(print, engine=Local(2), nprocs=3),
-            "nprocs=3 workers cannot be divided evenly between 2 machines",
-        ),
+        (lambda: spawn(print, engine=Local(2), nprocs=3), "nprocs=3 workers cannot be divided evenly between 2"),
         (lambda: spawn(print, engine=Local(2), nprocs=2, join=False), "join=False"),
         (lambda: Hosts("node1"), "names no machines"),
         (lambda: Local(0), "machines=0 is too small"),

@@ -40,10 +40,7 @@ def test_the_agent_whose_machine_the_endpoint_names_serves_it_unless_it_is_serve
         assert not endpoint.serves_endpoint(f"127.0.0.1:{server.getsockname()[1]}")
     assert [endpoint.serves_endpoint(f"localhost:{port}", node_rank=number) for number in range(2)] == [True, False]
     monkeypatch.setattr(endpoint, "addresses_of", lambda host: [])
-    assert [endpoint.serves_endpoint("pod-0.not-yet-known:29400", node_rank=number) for number in range(2)] == [
-        True,
-        False,
-    ]
+    assert [endpoint.serves_endpoint("pod-0.not-yet:29400", node_rank=number) for number in range(2)] == [True, False]
 
 
 def test_an_address_is_the_one_on_the_way_to_the_endpoint():

@@ -40,7 +40,7 @@ SLURM = variables(
 )
 POD = variables("KUBERNETES_SERVICE_HOST=10.0.0.1 RANK=1 WORLD_SIZE=3 MASTER_ADDR=job-master-0 MASTER_PORT=23456")
 TRAINER = variables(
-    "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400"
+    "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0 PET_MASTER_PORT=29400"
 )
 MPIRUN = variables(
     "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
@@ -67,7 +67,7 @@ PLACES = {
     "SLURM": (SLURM, RankPlace("a SLURM step", 4, 5, 0, 1, 2, "node07", 20000 + 777 + 997)),
     "SLURM with an address": ({**SLURM, **ADDRESS}, RankPlace("a SLURM step", 4, 5, 0, 1, 2, "node1", 1234)),
     "a pod": (POD, RankPlace("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)),
-    "a pod of the trainer": (TRAINER, RankPlace("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)),
+    "a pod of the trainer": (TRAINER, RankPlace("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0", 29400)),
     "Open MPI": ({**MPIRUN, **ADDRESS}, OF_MPIRUN),
     "Open MPI in a world of one besides": ({**MPIRUN, **ADDRESS, **ONE_WORKER}, OF_MPIRUN),
     "Open MPI in a step": ({**SLURM, **MPIRUN, **ADDRESS}, OF_MPIRUN),
@@ -175,7 +175,7 @@ def test_an_agent_s_place_is_read_from_a_step_with_one_task_on_each_node_or_from
     with pytest.raises(ValueError, match="srun --ntasks-per-node=1 unisono run"):
         announced_agent(SLURM)
     pod = {**TRAINER, "PET_NPROC_PER_NODE": "8", "PET_MAX_RESTARTS": "2", "PET_RDZV_ID": "job"}
-    expected = AgentPlace("the PET_ variables", "2", 1, "job-node-0-0.job:29400", "job", nproc=8, max_restarts=2)
+    expected = AgentPlace("the PET_ variables", "2", 1, "job-node-0:29400", "job", nproc=8, max_restarts=2)
     assert announced_agent(pod) == expected
     elastic = {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "worker-0:23456", "PET_NPROC_PER_NODE": "auto"}
     assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None, "auto")
