@@ -1,4 +1,4 @@
-"""Preempt and kill training runs at random moments; `python tests/soak.py --kind be_hit` does it for as long as asked.
+"""Preempt and kill training runs at random moments, as `python tests/soak.py --kind be_hit` does for as long as asked.
 
 Each run (`preempted.py`) is hit twice, by SIGTERM at any moment or by SIGKILL while it saves, and started again each
 time, on other ranks. The oracle reads the ranks' own ledgers: of each life, up to where the next one has resumed.
