@@ -69,9 +69,7 @@ def test_every_field_of_the_file_is_one_of_the_api(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "path"),
     [
-        ("TrainJob", ("trainer", "numProcs")),
         ("TrainJob", ("runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "jobs")),
-        ("PyTorchJob", ("elasticPolicy", "endpoint")),
         ("PyTorchJob", ("pytorchReplicaSpecs", "Worker", "template", "spec", "shm")),
     ],
 )

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from unisono.backends.cpu import CpuBackend
 from unisono.launch import spawn as spawn_module
@@ -64,21 +63,6 @@ REFUSALS: list[Refusal] = [
 def test_a_bad_argument_is_refused_by_its_name_and_value(error, call, told):
     with pytest.raises(error, match=told):
         call()
-
-
-@pytest.mark.parametrize("family", ["cuda", "mps"])
-def test_a_family_without_a_device_is_refused_with_what_there_is(family):
-    available = torch.cuda.is_available() if family == "cuda" else torch.backends.mps.is_available()
-    if available:
-        pytest.skip(f"there is a {family} device")
-    with pytest.raises(ValueError, match=rf"backend '{family}' has no device on this machine(: .*)?; it has .*cpu:0"):
-        spawn(work, backend=family)
-
-
-def test_a_bad_number_of_logical_cpus_in_the_environment_is_refused(monkeypatch):
-    monkeypatch.setenv("CPU_NUM_DEVICES", "many")
-    with pytest.raises(ValueError, match="CPU_NUM_DEVICES='many' in the environment; it must be an integer"):
-        spawn(work, backend="cpu")
 
 
 class TwoDevices(CpuBackend):

@@ -94,20 +94,6 @@ def test_a_killed_rank_is_blamed_though_a_peer_has_turned_the_news_into_an_error
         assert not any("ranks [1] were stopped" in note for note in caught.value.__notes__)
 
 
-def test_a_killed_rank_wins_over_what_gloo_tells_its_peers(soon):
-    def work(index):
-        current_world().comm.barrier()
-        if index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while True:  # without the communicator, as DistributedDataParallel does
-            dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(WorkerDiedError, match=r"rank 1 .*was killed by SIGKILL before fn returned") as caught:
-        spawn(work, nprocs=3)
-    assert (caught.value.rank, caught.value.exit_code) == (1, -9)
-    assert re.fullmatch(r"rank 1 of 3, cpu:1, pid \d+ on \S+, restart 0", caught.value.__notes__[0])
-
-
 def test_a_rank_that_returns_early_leaves_the_others_with_an_error(soon):
     def work(index):
         comm = current_world().comm

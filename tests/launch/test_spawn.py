@@ -202,14 +202,9 @@ def test_a_forked_child_of_the_caller_spawns_from_a_zygote_of_its_own(line, ear)
         context.join()
 
 
-@pytest.fixture
-def preloaded():
-    """The zygote has used its first idle moment to import what optimizers need."""
+def test_the_zygote_has_one_thread_and_torch_is_warm_in_its_workers():
     preload()
     assert all(spawn(lambda index: "torch._dynamo" in sys.modules, nprocs=2))
-
-
-def test_the_zygote_has_one_thread_and_torch_is_warm_in_its_workers(preloaded):
     assert psutil.Process(zygote_pid()).num_threads() == 1
 
 
