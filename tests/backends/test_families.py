@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -138,8 +136,3 @@ def test_an_object_with_a_method_to_is_moved_by_it():
     moved = send(boxes, torch.device("meta"))
     assert isinstance(moved, Boxes)
     assert (moved.corners.device.type, boxes.corners.device.type) == ("meta", "cpu")
-
-
-@pytest.mark.parametrize("leaf", [None, "text", 3, Boxes, threading.Event()], ids=lambda leaf: type(leaf).__name__)
-def test_what_cannot_move_is_sent_as_it_is(leaf):
-    assert send(leaf, torch.device("meta")) is leaf

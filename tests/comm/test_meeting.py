@@ -47,33 +47,24 @@ def exchange(meeting: Meeting, rank: int, value: Any = 0, call: Call = CALL) -> 
     return meeting.exchange(rank, call, value, sum)
 
 
-def wait_until_there(meeting: Meeting, *ranks: int) -> None:
-    """Return when these ranks wait in the present round."""
-    with meeting._changed:
-        while not set(ranks) <= set(meeting._round.calls):
-            meeting._changed.wait(0.001)  # arriving notifies nobody
-
-
 # Exchanging.
 
 
 def test_a_fast_rank_in_the_next_round_does_not_touch_what_a_slow_one_still_reads():
-    meeting, slow_may_go = Meeting(2, LONG), threading.Event()
-    rounds = 50
+    meeting, is_ahead, rounds = Meeting(2, LONG), threading.Event(), range(1, 50)
 
     def fast() -> list[int]:
-        return [exchange(meeting, 0, turn) for turn in range(rounds)]
+        first = exchange(meeting, 0)
+        is_ahead.set()
+        return [first, *(exchange(meeting, 0, turn) for turn in rounds)]
 
     def slow() -> list[int]:
-        found = [exchange(meeting, 1, 0)]
-        slow_may_go.wait()
-        return found + [exchange(meeting, 1, turn) for turn in range(1, rounds)]
+        first = exchange(meeting, 1)
+        is_ahead.wait()
+        return [first, *(exchange(meeting, 1, turn) for turn in rounds)]
 
     ranks = [Rank(fast), Rank(slow)]
-    wait_until_there(meeting, 0)  # the fast one is in some round's waiting room
-    slow_may_go.set()
-    assert ranks[0].result() == [0, *(2 * turn for turn in range(1, rounds))]
-    assert ranks[1].result() == ranks[0].result()
+    assert [rank.result() for rank in ranks] == [[0, *(2 * turn for turn in rounds)]] * 2
 
 
 # Breaking.

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -126,18 +127,11 @@ def test_groups_run_side_by_side_from_several_threads(line, ear, gate, let_pass)
         comm.barrier()
         return name, index, total.item()
 
-    found = {}
-    threads = [
-        threading.Thread(target=lambda name=name: found.update({name: spawn(meet, args=(name,), nprocs=2)}))
-        for name in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    assert ear.hear_all(6) == [[str(name), str(index)] for name in range(3) for index in range(2)]
-    let_pass(6)  # all six were running at once
-    for thread in threads:
-        thread.join()
-    assert found == {name: [(name, index, 1 + 20 * name) for index in range(2)] for name in range(3)}
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda name: spawn(meet, args=(name,), nprocs=2), range(3))
+        assert ear.hear_all(6) == [[str(name), str(index)] for name in range(3) for index in range(2)]
+        let_pass(6)  # all six were running at once
+    assert list(found) == [[(name, index, 1 + 20 * name) for index in range(2)] for name in range(3)]
 
 
 def test_a_context_gives_pids_at_once_and_results_at_the_end(gate, let_pass):
