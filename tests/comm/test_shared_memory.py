@@ -255,8 +255,9 @@ def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():
         if index == 1:
             dist.recv(torch.ones(1), 0)
 
-    with pytest.raises(BrokenWorldError, match="rank 0 has left this world"):
+    with pytest.raises(BrokenWorldError, match="rank 0 has left this world") as caught:
         spawn(work, nprocs=2)
+    assert "ranks [0] had returned without an error" in caught.value.__notes__
 
 
 def test_announcements_without_a_collective_are_compared_however_many_they_are():

@@ -94,18 +94,6 @@ def test_a_killed_rank_is_blamed_though_a_peer_has_turned_the_news_into_an_error
         assert not any("ranks [1] were stopped" in note for note in caught.value.__notes__)
 
 
-def test_a_rank_that_returns_early_leaves_the_others_with_an_error(soon):
-    def work(index):
-        comm = current_world().comm
-        comm.barrier()
-        if index != 1:
-            comm.barrier()
-
-    with pytest.raises(BrokenWorldError, match="rank 1 has left this world") as caught:
-        spawn(work, nprocs=3)
-    assert "ranks [1] had returned without an error" in caught.value.__notes__
-
-
 DEATHS = {
     "os._exit(0)": (lambda index: os._exit(0), "exited with code 0", 0),
     "os._exit(3)": (lambda index: os._exit(3), "exited with code 3", 3),

@@ -75,15 +75,12 @@ def test_mixed_lines_are_one_rank_s_each_and_keep_its_bytes(given_pieces):
 
 
 MIXED = {
-    "a line that continues ends before another's, and is marked again": (
+    "continued": (
         [(0, b"10"), (0, b"0"), (1, b"hello\n"), (0, b" %\n")],
         [b"[0]10", b"0", b"\n[1]hello\n", b"[0] %\n"],
     ),
-    "bars share a line, and stay when a line follows": (
-        [(0, b"10%\r"), (1, b"20%\r"), (0, b"hello\n")],
-        [b"[0]10%\r", b"[1]20%\r", b"\n[0]hello\n"],
-    ),
-    "a bar is erased with its mark, by its own worker only": (
+    "bars share a line": ([(0, b"10%\r"), (1, b"20%\r"), (0, b"hello\n")], [b"[0]10%\r", b"[1]20%\r", b"\n[0]hello\n"]),
+    "erased by its own worker only": (
         [(0, b"5%\r"), (1, b"  \r"), (0, b"  \r"), (1, b"one\n"), (1, b"\r"), (0, b"go"), (0, b"  \r"), (1, b"two\n")],
         [b"[0]5%\r", b"", b"     \r", b"[1]one\n", b"", b"[0]go", b"  \r", b"\n[1]two\n"],
     ),
