@@ -75,6 +75,16 @@ def pytest_collection() -> None:
         warm()
 
 
+@pytest.fixture(scope="session")
+def fonts() -> None:
+    """matplotlib keeps the files of its fonts open."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.subplots().set_title("text and $10^x$")
+    figure.savefig(os.devnull, format="png")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around that which looks at markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Begin with what takes long by waiting: at the end, the other processes would have nothing to do beside it."""

@@ -165,6 +165,18 @@ def grandchild() -> int:
     return process.pid
 
 
+def in_child(work: Callable[[], object]) -> int:
+    """Do the work in a forked process: how that ended, as `subprocess` has it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def survivors(pids: list[int], within_s: float = PROMISE_S) -> list[str]:
     """Those of the processes that still live when the time is over, in words."""
     processes = []
@@ -221,13 +233,8 @@ class Script:
         self._temporary = Path(tempfile.mkdtemp(prefix="run-", dir=os.environ["TMPDIR"]))
         file = directory / "script.py"
         file.write_text(source)
-        environ = {
-            **os.environ,
-            warm_scripts.MARK: self.mark,
-            "PYTHONPATH": str(Path(__file__).parent),
-            "TMPDIR": str(self._temporary),
-            **environ,
-        }
+        own = {warm_scripts.MARK: self.mark, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(self._temporary)}
+        environ = {**os.environ, **own, **environ}
         if way == "warm":
             self.process: warm_scripts.Forked | subprocess.Popen[str] = warm_scripts.run(
                 file, directory=directory, environ=environ

@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import unisono
 from unisono import preemption
 from unisono.cli.main import COMMANDS
-from unisono.report.summary import Report, summarise
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -111,12 +110,6 @@ def given(path: Path) -> dict[str, Any]:
         "x": data.tensors[0],
         "y": data.tensors[1],
     }
-
-
-@pytest.fixture(scope="module")
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps the files of its fonts open."""
-    Report([summarise()]).save_picture([2.0, 1.0], tmp_path_factory.mktemp("fonts") / "picture.png")
 
 
 @pytest.fixture

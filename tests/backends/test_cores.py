@@ -15,13 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.backends import cores as cores_module
-from unisono.backends.cores import (
-    allowed_cores,
-    cores_near,
-    cpu_quota,
-    fair_num_threads,
-    usable_cores,
-)
+from unisono.backends.cores import allowed_cores, cores_near, cpu_quota, fair_num_threads, usable_cores
 
 
 @given(cores=st.integers(1, 300), quota=st.floats(0, 300) | st.just(math.inf))
@@ -68,25 +62,16 @@ def test_hyperthreads_of_a_core_count_once(tmp_path, monkeypatch, cpus, has_topo
     assert allowed_cores(tmp_path) == count
 
 
+def version_1(path: str, quota: int) -> dict[str, str]:
+    return {f"{path}/cpu.cfs_quota_us": f"{quota}\n", f"{path}/cpu.cfs_period_us": "100000\n"}
+
+
 QUOTAS = {
     "version 2": ("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n", "a/cpu.max": "max 100000\n"}, 2.5),
     "version 2, above": ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
-    "version 2, none": ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
-    "version 1": (
-        "4:cpu,cpuacct:/a\n0::/x\n",
-        {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
-        3.0,
-    ),
-    "version 1, none": (
-        "4:cpu,cpuacct:/\n",
-        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        math.inf,
-    ),
-    "version 1, in a container": (
-        "4:cpu:/docker/abc\n",
-        {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        0.5,
-    ),
+    "version 1": ("4:cpu,cpuacct:/a\n0::/x\n", version_1("cpu/a", 300_000), 3.0),
+    "version 1, none": ("4:cpu,cpuacct:/\n", version_1("cpu", -1), math.inf),
+    "version 1, in a container": ("4:cpu:/docker/abc\n", version_1("cpu", 50_000), 0.5),
     "nothing": ("", {}, math.inf),
 }
 

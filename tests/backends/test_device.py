@@ -48,9 +48,7 @@ def test_the_runtime_tells_devices_apart():
         (("vpu",), ValueError, "kind='vpu' is not a kind of device; choose one of cpu, cuda, mps, tpu, xla"),
         ((3,), TypeError, "kind=3 is of type int; pass a string"),
         (("cpu", -1), ValueError, "ordinal=-1 of cpu does not exist: ordinals start at 0"),
-        (("cpu", "1"), TypeError, "ordinal='1' is of type str; pass an integer"),
         (("cpu", True), TypeError, "ordinal=True is of type bool; pass an integer"),
-        (("cpu", 0, "lazy"), ValueError, "backend='lazy' does not serve devices of kind 'cpu'; leave it out"),
         (("mps", 0, "xla"), ValueError, "backend='xla' does not serve devices of kind 'mps'; leave it out"),
         (("TPU", 0, "eager"), ValueError, "backend='eager' does not serve devices of kind 'xla'; leave it out"),
     ],
@@ -60,12 +58,9 @@ def test_a_device_that_cannot_be_is_refused(arguments, error, words):
         Device(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("device", "error"),
-    [("cpu:x", ValueError), ("", ValueError), (None, TypeError), (torch.device("meta"), ValueError)],
-)
-def test_what_names_no_device_is_refused(device, error):
-    with pytest.raises(error):
+@pytest.mark.parametrize("device", ["cpu:x", "", None, torch.device("meta")])
+def test_what_names_no_device_is_refused(device):
+    with pytest.raises(TypeError if device is None else ValueError):
         Device.of(device)
 
 

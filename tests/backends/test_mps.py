@@ -92,17 +92,8 @@ class OneThread(StandIn):
         return super().__getattribute__(name)
 
 
-USES = (
-    "activate",
-    "to_device",
-    "wait_ready",
-    "synchronize",
-    "memory",
-    "peak_memory",
-    "mark_step",
-    "mark",
-    "is_reached",
-)
+USES = ("activate", "to_device", "wait_ready", "synchronize", "memory", "peak_memory")
+USES += ("mark_step", "mark", "is_reached")
 
 
 class Pulses:

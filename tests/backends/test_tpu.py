@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-import unisono
+from packages import run_installed
 
 PACKAGE = """
 import os
@@ -48,13 +44,7 @@ print(Device("TPU", 1), Device("TPU").torch_device, family_names()[0])
 
 @pytest.mark.slow
 def test_what_workers_need_is_in_no_other_environment_and_a_tpu_is_torch_tpu_s(tmp_path: Path) -> None:
-    (tmp_path / "torch_tpu.py").write_text(PACKAGE)
-    facts = tmp_path / "torch_tpu-0.2.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_tpu\nVersion: 0.2\n")
-    (facts / "entry_points.txt").write_text("[torch.backends]\ntorch_tpu = torch_tpu:load\n")
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(unisono.__file__).parent.parent}"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environ, timeout=100)
+    done = run_installed(SCRIPT, tmp_path, "torch_tpu", PACKAGE, "[torch.backends]\ntorch_tpu = torch_tpu:load\n")
     two_and_four, here, refusal, names = done.stdout.splitlines()
     assert (two_and_four, here) == ("[2, 4]", "[]"), done.stderr
     assert refusal == "torch_tpu cannot prepare 3 workers: ValueError: 3 is no topology"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink", "rmdir")
 
@@ -88,23 +88,6 @@ def end_save() -> None:
     for each in threading.enumerate():
         if each.name == "unisono-checkpoint":
             each.join()
-
-
-def in_child(work: Callable[[], Any]) -> int:
-    """Do the work in a forked process: how that ended, as `subprocess` has it."""
-    pid = os.fork()
-    if pid == 0:
-        _run(work)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _run(work: Callable[[], Any]) -> NoReturn:
-    code = 1
-    try:
-        work()
-        code = 0
-    finally:
-        os._exit(code)
 
 
 Tree = dict[str, Any]

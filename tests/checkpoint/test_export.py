@@ -66,9 +66,7 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, capsys: pytest.CaptureF
     model = nn.Linear(2, 2)
     save(tmp_path / "one", model=model, second=nn.Linear(1, 1), optimizer=torch.optim.SGD(model.parameters()))
     assert "holds 2 models; name the object that you mean: model, second, optimizer" in refused()
-    assert "has no 'third' with one state; name the object that you mean: model, second, optimizer" in refused(
-        "--object", "third"
-    )
+    assert "has no 'third' with one state; name the object that you mean: model," in refused("--object", "third")
     pytest.importorskip("safetensors")
     assert "safetensors files hold tensors only" in refused("--object", "optimizer", "--format", "safetensors")
 

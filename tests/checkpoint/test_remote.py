@@ -65,9 +65,7 @@ class StoppedError(Exception):
     """The process ends here."""
 
 
-def test_wherever_putting_stops_the_one_before_or_the_new_one_is_there(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wherever_putting_stops_the_old_or_the_new_one_is_there(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for stop_at in range(1, 20):
         url, puts = f"{ROOT}/best-{stop_at}", 0

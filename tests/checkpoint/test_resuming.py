@@ -41,9 +41,7 @@ def first(results: list) -> tuple:
     ],
     ids=str,
 )
-def test_on_as_many_ranks_the_bits_are_the_same(
-    tmp_path: Path, mode: Mode, strategy: str | FSDP, accumulates: int
-) -> None:
+def test_on_as_many_ranks_the_bits_agree(tmp_path: Path, mode: Mode, strategy: str | FSDP, accumulates: int) -> None:
     common = {"strategy": strategy, "dropout": 0.5, "workers": 1, "accumulates": accumulates}
     weights, ledger = first(mode.run(Run(tmp_path / "whole", **common)))
     mode.run(Run(tmp_path / "parts", **common, after=leave_after(drawn_batch(), is_async=True)))

@@ -143,9 +143,8 @@ def test_a_save_that_is_not_better_drops_what_its_hooks_wrote(tmp_path: Path) ->
 @ALL
 @pytest.mark.parametrize("is_safe", [True, False])
 def test_a_model_is_saved_for_use_elsewhere(mode: Mode, is_safe: bool, tmp_path: Path) -> None:
-    if is_safe:
-        pytest.importorskip("safetensors")
     name = "model.safetensors" if is_safe else "pytorch_model.bin"
+    load = pytest.importorskip("safetensors.torch").load_file if is_safe else torch.load
 
     def body() -> bool:
         accelerator = Accelerator()
@@ -155,14 +154,8 @@ def test_a_model_is_saved_for_use_elsewhere(mode: Mode, is_safe: bool, tmp_path:
 
     assert mode.run(body) == [True] * mode.ranks
     path = tmp_path / "new" / "folder" / name
-    if is_safe:
-        from safetensors.torch import load_file
-
-        state = load_file(path)
-    else:
-        state = torch.load(path)
     plain = nn.Linear(2, 1)
-    plain.load_state_dict(state)
+    plain.load_state_dict(load(path))
     assert plain.weight[0].tolist() == [3.0, 3.0]
     assert [each.name for each in path.parent.iterdir()] == [name]
 

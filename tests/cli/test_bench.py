@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.cli.bench import draw
 from unisono.cli.main import main
 
 SCRIPT = """
@@ -32,15 +31,7 @@ def measure(directory: Path, name: str, ours: list[float]) -> Path:
     return directory / name
 
 
-@pytest.fixture(scope="module")
-def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps the files of its fonts open."""
-    figure = {"device": "", "script": "a", "case": "", "name": "b", "ratio": 1.0, "low": 1.0, "high": 1.0}
-    found = {"facts": {"devices": {"": ""}, "machine": "", "processor": "", "cores": 1}, "figures": [figure]}
-    draw(found, found, tmp_path_factory.mktemp("fonts") / "picture.png")
-
-
-@pytest.mark.usefixtures("_fonts")
+@pytest.mark.usefixtures("fonts")
 def test_what_the_scripts_print_is_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
     old = measure(tmp_path, "old.json", [2.0, 2.0, 2.0, 2.2])
     assert "left out on cpu, which they cannot use: graphs" in capsys.readouterr().out

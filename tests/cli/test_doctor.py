@@ -15,15 +15,7 @@ import pytest
 from unisono.cli.checks import check_endpoint, check_environment, check_workers
 from unisono.cli.doctor import Finding, examine
 
-MAIN = """
-import argparse, sys
-from unisono.cli.doctor import add_parser
-parser = argparse.ArgumentParser("unisono")
-add_parser(parser.add_subparsers(required=True))
-options = parser.parse_args(sys.argv[1:])
-sys.exit(options.run(options))
-"""
-DOCTOR = [sys.executable, "-c", MAIN, "doctor"]
+DOCTOR = [sys.executable, "-m", "unisono", "doctor"]
 
 
 def ask(*arguments: str, before: list[str] | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -67,9 +59,9 @@ def test_in_short_an_area_that_is_fine_is_one_line_and_of_another_only_what_need
 
 
 def test_where_a_package_cannot_be_imported_the_versions_are_still_reported():
-    code = f"import sys; sys.modules['psutil'] = None\n{MAIN}"
+    code = "import sys; sys.modules['psutil'] = None\nfrom unisono.cli.main import main\nsys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", "--quick", "--all"], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code, "doctor", "--quick", "--all"], capture_output=True, text=True, timeout=60
     )
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line]
     assert [each[:2] for each in lines[:3]] == [["ok", "python"], ["ok", "packages"], ["problem", "import"]]

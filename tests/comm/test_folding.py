@@ -96,33 +96,28 @@ def test_one_tensor_that_all_ranks_share_counts_once_for_each(small_blocks):
     assert tensor.tolist() == [3.0] * 100
 
 
-def test_nobody_goes_on_before_all_have_done_their_part(small_blocks):
+def test_nobody_goes_on_before_all_have_done_their_part(small_blocks, monkeypatch):
     """A rank that comes back may write its tensor at once, while another one is still at work on it."""
-    ranks = ThreadCommunicator.group(2)
-    late, work = ranks[1], ranks[1]._work
-    may_work, is_back = threading.Event(), threading.Event()
+    work, late, is_back = SharedFold.work, [], threading.Event()
 
-    def work_late(call: Any, body: Callable[[], Any]) -> Any:
-        def slow() -> Any:
+    def work_late(self: SharedFold) -> None:
+        if threading.current_thread() in late:
             assert not is_back.wait(0.1), "the other rank came back"
-            may_work.set()
-            return body()
+        work(self)
 
-        return work(call, slow)
-
-    late._work = work_late
+    monkeypatch.setattr(SharedFold, "work", work_late)
 
     def run(comm: ThreadCommunicator) -> Any:
+        late.extend([threading.current_thread()] * comm.rank)
         tensor = comm.all_reduce(torch.full((64,), comm.rank + 1.0))
         found = tensor.unique().tolist()
-        if comm is not late:
+        if comm.rank == 0:
             is_back.set()
             tensor.fill_(100)
         return found
 
-    found = [outcome.unwrap() for outcome in together(*[lambda c=c: run(c) for c in ranks])][1]
-    assert may_work.is_set()
-    assert found == [3.0]
+    outcomes = together(*[lambda c=c: run(c) for c in ThreadCommunicator.group(2)])
+    assert [outcome.unwrap() for outcome in outcomes] == [[3.0]] * 2
 
 
 def test_a_rank_that_fails_amid_its_part_breaks_the_world_for_all(small_blocks, monkeypatch):

@@ -34,49 +34,37 @@ class Rank(threading.Thread):
     def run(self) -> None:
         self.outcome = Outcome.capture(self.part)
 
-    def result(self) -> Any:
+    def ended(self) -> Outcome[Any]:
         self.join(LONG.total_seconds() / 2)
         assert self.outcome is not None, "the rank still waits"
-        return self.outcome.unwrap()
+        return self.outcome
 
-    def error(self) -> BaseException:
-        self.join(LONG.total_seconds() / 2)
-        assert self.outcome is not None, "the rank still waits"
-        assert self.outcome.error is not None
-        return self.outcome.error
+    def result(self) -> Any:
+        return self.ended().unwrap()
 
 
 def exchange(meeting: Meeting, rank: int, value: Any = 0, call: Call = CALL) -> Any:
     return meeting.exchange(rank, call, value, sum)
 
 
-def wait_until_there(meeting: Meeting, *ranks: int) -> None:
-    """Return when these ranks wait in the present round."""
-    with meeting._changed:
-        while not set(ranks) <= set(meeting._round.calls):
-            meeting._changed.wait(0.001)  # arriving notifies nobody
-
-
 # Exchanging.
 
 
 def test_a_fast_rank_in_the_next_round_does_not_touch_what_a_slow_one_still_reads():
-    meeting, slow_may_go = Meeting(2, LONG), threading.Event()
-    rounds = 50
+    meeting, is_ahead, rounds = Meeting(2, LONG), threading.Event(), range(1, 50)
 
     def fast() -> list[int]:
-        return [exchange(meeting, 0, turn) for turn in range(rounds)]
+        first = exchange(meeting, 0)
+        is_ahead.set()
+        return [first, *(exchange(meeting, 0, turn) for turn in rounds)]
 
     def slow() -> list[int]:
-        found = [exchange(meeting, 1, 0)]
-        slow_may_go.wait()
-        return found + [exchange(meeting, 1, turn) for turn in range(1, rounds)]
+        first = exchange(meeting, 1)
+        is_ahead.wait()
+        return [first, *(exchange(meeting, 1, turn) for turn in rounds)]
 
     ranks = [Rank(fast), Rank(slow)]
-    wait_until_there(meeting, 0)  # the fast one is in some round's waiting room
-    slow_may_go.set()
-    assert ranks[0].result() == [0, *(2 * turn for turn in range(1, rounds))]
-    assert ranks[1].result() == ranks[0].result()
+    assert [rank.result() for rank in ranks] == [[0, *(2 * turn for turn in rounds)]] * 2
 
 
 # Breaking.
@@ -107,7 +95,7 @@ def test_an_error_of_the_combination_reaches_every_rank_as_an_object_of_its_own_
         raise LookupError("no such digit")
 
     ranks = [Rank(lambda rank=rank: meeting.exchange(rank, CALL, 1, fail)) for rank in range(3)]
-    errors = [rank.error() for rank in ranks]
+    errors = [rank.ended().error for rank in ranks]
     assert {type(error) for error in errors} == {LookupError}
     assert {str(error) for error in errors} == {"no such digit"}
     assert len({id(error) for error in errors}) == 3  # raising writes to the object
@@ -160,7 +148,7 @@ def test_whoever_ends_and_whenever_nobody_is_left_waiting(size, who, when, fails
         if when >= 5:
             assert ranks[rank].result() == 5
         else:
-            error = ranks[rank].error()
+            error = ranks[rank].ended().error
             assert type(error) is BrokenWorldError
             assert type(error.__cause__) is (LookupError if fails else type(None))
 

@@ -44,18 +44,6 @@ def test_the_first_line_that_differs_is_found_by_whoever_reads_both_and_nothing_
             assert len(set(found.values())) > 1
 
 
-def test_notes_end_with_the_collective():
-    first, second = notes_of(2)
-    for number in range(5):
-        first.add("came to a step")
-        assert second.find_difference() == {}
-        second.add("came to a step")
-        for each in (first, second):
-            each.add(f"called all_reduce of {number}")
-            assert each.find_difference() == {}
-            each.turn_page()
-
-
 def test_long_texts_that_differ_behind_the_cut_are_told_apart_and_harm_no_other_note():
     first, second = notes_of(2)
     while not first.is_full:

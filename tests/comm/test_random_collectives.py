@@ -14,17 +14,8 @@ from modes import by_value
 from unisono import spawn
 
 RANKS = 3
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES += [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
 OPS += [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
 # The names of torch 2.13, and those before.
@@ -53,7 +44,7 @@ def draw(seed: int) -> tuple[str, Callable[[int], Callable[..., list[torch.Tenso
     layout, waits = chance.choice(["dense", "dense", "every second", "transposed"]), chance.random() < 0.3
     name = chance.choice(
         ["all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
-         "gather", "scatter", "all_to_all_single"]
+         "reduce_scatter", "gather", "scatter", "all_to_all_single"]
     )  # fmt: skip
     if name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         layout, shape = "dense", shape or [2]  # torch wants these to be dense
@@ -64,27 +55,20 @@ def draw(seed: int) -> tuple[str, Callable[[int], Callable[..., list[torch.Tenso
             parts = [make(shape, dtype, layout, 100 * seed + 10 * rank + each) for each in range(RANKS)]
             whole = torch.cat(parts) if shape else own
             common = {"group": group, "async_op": waits}
-            if name == "all_reduce":
-                work, written = dist.all_reduce(own, op, **common), [own]
-            elif name == "broadcast":
-                work, written = dist.broadcast(own, root, **common), [own]
-            elif name == "reduce":
-                work = dist.reduce(own, root, op, **common)
-                written = [own] if rank == root else []
-            elif name == "all_gather":
-                work, written = dist.all_gather(parts, own, **common), parts
-            elif name == "all_gather_into_tensor":
-                work, written = ALL_GATHER_TENSOR(whole, own, **common), [whole]
-            elif name == "reduce_scatter_tensor":
-                work, written = REDUCE_SCATTER_TENSOR(own, whole, op, **common), [own]
-            elif name == "gather":
-                written = parts if rank == root else []
-                work = dist.gather(own, written or None, root, **common)
-            elif name == "scatter":
-                work, written = dist.scatter(own, parts if rank == root else None, root, **common), [own]
-            else:
-                received = torch.empty_like(whole)
-                work, written = dist.all_to_all_single(received, whole, **common), [received]
+            received, is_root = torch.empty_like(whole), rank == root
+            calls = {  # and what each has written
+                "all_reduce": (lambda: dist.all_reduce(own, op, **common), [own]),
+                "broadcast": (lambda: dist.broadcast(own, root, **common), [own]),
+                "reduce": (lambda: dist.reduce(own, root, op, **common), [own] * is_root),
+                "all_gather": (lambda: dist.all_gather(parts, own, **common), parts),
+                "all_gather_into_tensor": (lambda: ALL_GATHER_TENSOR(whole, own, **common), [whole]),
+                "reduce_scatter_tensor": (lambda: REDUCE_SCATTER_TENSOR(own, whole, op, **common), [own]),
+                "reduce_scatter": (lambda: dist.reduce_scatter(own, parts, op, **common), [own]),
+                "gather": (lambda: dist.gather(own, parts if is_root else None, root, **common), parts * is_root),
+                "scatter": (lambda: dist.scatter(own, parts if is_root else None, root, **common), [own]),
+                "all_to_all_single": (lambda: dist.all_to_all_single(received, whole, **common), [received]),
+            }
+            work, written = calls[name][0](), calls[name][1]
             if waits:
                 work.wait()
             return written

@@ -41,9 +41,7 @@ def test_a_family_gets_its_own_transport_and_one_for_main_memory(family, asked, 
         ("xla", None, None, False),
     ],
 )
-def test_a_group_with_a_transport_of_the_devices_own_is_bound_to_the_device(
-    monkeypatch, family, asked, known, is_bound
-):
+def test_a_group_with_a_transport_of_the_devices_own_is_bound_to_it(monkeypatch, family, asked, known, is_bound):
     device = torch.device(family, 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: known and torch.device(known))
     assert bound_device(get_backend(family), device, asked) == (device if is_bound else None)

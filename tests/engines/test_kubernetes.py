@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,7 @@ def unnamed(given: Any, kind: str, path: str = "") -> list[str]:
     ]
 
 
-CHECKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "TrainJob": unknown_train_job_fields,
-    "PyTorchJob": unknown_pytorch_job_fields,
-}
+CHECKS: dict[str, Any] = {"TrainJob": unknown_train_job_fields, "PyTorchJob": unknown_pytorch_job_fields}
 
 
 def test_the_page_has_a_file_for_each_api() -> None:
@@ -73,9 +69,7 @@ def test_every_field_of_the_file_is_one_of_the_api(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "path"),
     [
-        ("TrainJob", ("trainer", "numProcs")),
         ("TrainJob", ("runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "jobs")),
-        ("PyTorchJob", ("elasticPolicy", "endpoint")),
         ("PyTorchJob", ("pytorchReplicaSpecs", "Worker", "template", "spec", "shm")),
     ],
 )

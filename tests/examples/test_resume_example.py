@@ -14,13 +14,8 @@ SCRIPT = Path(__file__).parent.parent.parent / "examples" / "resume.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signum", "then"),
-    [(signal.SIGTERM, ["--devices", "1"]), (signal.SIGKILL, ["--devices", "4", "--engine", "local"])],
-)
-def test_a_run_that_is_ended_goes_on_to_the_end_on_another_number_of_devices(
-    tmp_path: Path, signum: int, then: list[str]
-) -> None:
+@pytest.mark.parametrize(("signum", "then"), [(signal.SIGTERM, "1"), (signal.SIGKILL, "4 --engine local")])
+def test_a_run_that_is_ended_goes_on_to_the_end_on_other_devices(tmp_path: Path, signum: int, then: str) -> None:
     def arguments(epochs: int) -> list[str]:
         return ["--directory", str(tmp_path), "--epochs", str(epochs), "--backend", "cpu"]
 
@@ -33,7 +28,7 @@ def test_a_run_that_is_ended_goes_on_to_the_end_on_another_number_of_devices(
         output = script.communicate(60)
     assert code in (143, -signum), output
     saved = int((checkpoints / "latest").read_text().rpartition("_")[2])
-    code, output, errors = warm_scripts.complete(SCRIPT, *arguments(6), *then)
+    code, output, errors = warm_scripts.complete(SCRIPT, *arguments(6), "--devices", *then.split())
     assert code == 0, errors
     assert re.search(r"test accuracy \d\d\.\d\d%", output)
     assert int((checkpoints / "latest").read_text().rpartition("_")[2]) > saved

@@ -9,12 +9,12 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import warm_scripts
+from packages import load_script
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,16 +39,7 @@ TOLERANCE: dict[str, Any] = {"rel": 0, "abs": 2e-5}
 needs_torch_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not there")
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mnist", FOLDER / "mnist.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MNIST = _load()  # here, since what it imports sets environment variables
+MNIST = load_script(FOLDER / "mnist.py")  # here, since what it imports sets environment variables
 
 
 @cache

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import warm_scripts
+from packages import load_script
+
+from unisono import DeviceLoader
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "train_digits.py"
 
@@ -24,17 +24,7 @@ TIGHT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 LOOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_digits", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_digits"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-EXAMPLE = _load()  # here, since what it imports sets environment variables
+EXAMPLE = load_script(SCRIPT)  # here, since what it imports sets environment variables
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +39,9 @@ def solo(dtype: torch.dtype, epochs: int) -> Any:
 
 def by_hand(epochs: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same training in plain torch, on the global batches that the loader of the example gives to one device."""
-    module = EXAMPLE
-    model = module.build_model(torch.float64)
+    model = EXAMPLE.build_model(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    from unisono import DeviceLoader
-
-    loader = DeviceLoader(module.build_loaders(1, torch.float64)[0], "cpu")
+    loader = DeviceLoader(EXAMPLE.build_loaders(1, torch.float64)[0], "cpu")
     losses = []
     for _ in range(epochs):
         for images, labels in loader:

@@ -70,9 +70,7 @@ def _train(path: str, name: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("name", "mode"), PLACES, ids=str)
-def test_it_trains_what_its_plain_twin_does(
-    name: str, mode: Mode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_trains_as_its_twin_does(name: str, mode: Mode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = train_twin(name, monkeypatch)
     for found in train(name, mode, tmp_path):
         torch.testing.assert_close(_numbers(found), _numbers(expected), rtol=0, atol=2e-3)

@@ -13,7 +13,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -107,9 +106,8 @@ def _trained(options: dict[str, Any]) -> list[float]:
     numbers = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(101, 8, generator=numbers), torch.randn(101, 2, generator=numbers))
     network: Any = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
-    network, optimizer, loader = accelerator.prepare(
-        network, torch.optim.AdamW(network.parameters()), DataLoader(data, 8)
-    )
+    optimizer: Any = torch.optim.AdamW(network.parameters())
+    network, optimizer, loader = accelerator.prepare(network, optimizer, DataLoader(data, 8))
     loss = torch.zeros(())
     for inputs, targets in loader:
         optimizer.zero_grad()
@@ -129,9 +127,8 @@ def waiting(world: World, strategy: str) -> dict[str, Any]:
         accelerator = unisono.Accelerator(strategy=strategy, **options)
         data = TensorDataset(torch.randn(64 * 120, 8), torch.randn(64 * 120, 1))
         network: Any = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
-        network, optimizer, loader = accelerator.prepare(
-            network, torch.optim.AdamW(network.parameters()), DataLoader(data, 64)
-        )
+        optimizer: Any = torch.optim.AdamW(network.parameters())
+        network, optimizer, loader = accelerator.prepare(network, optimizer, DataLoader(data, 64))
         batches = iter(loader)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -182,40 +179,29 @@ def failing(world: World, how: str) -> dict[str, Any]:
     """The last rank fails, while the others wait in a collective."""
     world.comm.all_reduce(torch.ones(1, device=world.device))
     if world.rank == world.world_size - 1:
-        FAILURES[how](world)
+        _fail(world, how)
     found = torch.ones(1 << 20, device=world.device)
     for _ in range(100):
         found = world.comm.all_reduce(found, "mean")
     return {"sum": found.sum().item()}
 
 
-def _raise(world: World) -> None:
-    raise ValueError("as planned")
-
-
-def _assert(world: World) -> None:
+def _fail(world: World, how: str) -> None:
+    if how == "raise":
+        raise ValueError("as planned")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "memory":
+        torch.empty(1 << 50, device=world.device)
     table = nn.Embedding(4, 2, device=world.device)
-    table(torch.full((1,), 9, device=world.device)).sum().item()
-
-
-def _exhaust(world: World) -> None:
-    torch.empty(1 << 50, device=world.device)
-
-
-def _kill(world: World) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-FAILURES: dict[str, Callable[[World], None]] = {"raise": _raise, "assert": _assert, "memory": _exhaust, "kill": _kill}
+    table(torch.full((1,), 9, device=world.device)).sum().item()  # an assertion of a kernel
 
 
 def main(name: str, *words: str) -> None:
     world = unisono.join_world(process_group=GROUP)
-    bodies: dict[str, Callable[..., dict[str, Any]]] = {
-        **{each.__name__: each for each in (collectives, training, replicating, waiting, remembering)},
-        **{each.__name__: each for each in (failing,)},
-    }
-    print(json.dumps(bodies[name](world, *words)), flush=True)
+    bodies: list[Any] = [collectives, training, replicating, waiting, remembering, failing]
+    (body,) = [each for each in bodies if each.__name__ == name]
+    print(json.dumps(body(world, *words)), flush=True)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,3 @@ def test_the_network_of_the_check_is_resnet_50():
     network = resnet50()
     assert sum(each.numel() for each in network.parameters()) == 25_557_032  # as in torchvision
     assert network.eval()(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
-
-
-def test_the_time_of_copies_beside_kernels_is_what_both_have_in_common():
-    kernels, copies = gpu_check.merged([(4, 6), (0, 2), (1, 3)]), gpu_check.merged([(2, 5), (7, 8)])
-    assert kernels == [(0, 3), (4, 6)]
-    assert gpu_check.length(copies) == 4
-    assert gpu_check.covered(copies, kernels) == 2

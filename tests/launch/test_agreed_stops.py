@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 import torch
-from faults import SOON_S, Script, stand_still, survivors
+from faults import SOON_S, Script, survivors
 
-from unisono.errors import ClosedError, StoppedError, WorkerDiedError
+from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.parallel.optimizer import backward, optimizer_step
 from unisono.parallel.stopping import should_stop
@@ -185,20 +185,6 @@ def test_a_rank_that_handles_sigterm_is_stopped_all_the_same_when_a_peer_fails(l
     assert survivors([int(pid) for [pid] in ear.hear_all(2)]) == []
 
 
-def test_stop_kills_after_the_grace_those_that_handle_sigterm_and_never_ask_again(line, ear):
-    def work(index):
-        should_stop()
-        line.say(index)
-        stand_still()
-
-    context = spawn(work, nprocs=2, join=False, grace_s=0.3)
-    ear.hear_all(2)
-    context.stop()
-    with pytest.raises(ClosedError) as caught:
-        context.join()
-    assert caught.value.__cause__.exit_code == -signal.SIGKILL
-
-
 ALONE = """
 import os, signal
 from unisono import should_stop, spawn
@@ -271,9 +257,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 @pytest.mark.parametrize("handles", [False, True], ids=["plain", "handling"])
 @pytest.mark.parametrize("is_handled_late", [False, True], ids=["", "once the workers have ended"])
-def test_a_stop_that_comes_after_the_last_question_is_not_lost(
-    tmp_path, line, ear, gate, let_pass, handles, is_handled_late
-):
+def test_a_stop_after_the_last_question_is_not_lost(tmp_path, line, ear, gate, let_pass, handles, is_handled_late):
     begin = "should_stop()\n" * handles + IN_ANOTHER_THREAD * is_handled_late
     with Script(LATE.format(begin=begin), tmp_path) as script:
         ear.hear_all(2)

@@ -59,20 +59,10 @@ class Unloadable:
 
 LOCK = threading.Lock()
 CANNOT_TRAVEL = {
-    "fn": (
-        lambda index: LOCK,
-        (),
-        r"fn, a function, cannot be sent to the workers \(TypeError: .*lock.*\); the function",
-    ),
+    "fn": (lambda index: LOCK, (), r"fn, a function, cannot be sent to the workers \(TypeError: .*lock.*\); the func"),
     "an argument": (lambda index, *args: None, (1, LOCK), r"args\[1\], a lock, cannot be sent"),
-    "an open file": (lambda index, file: None, (sys.__stdout__,), r"args\[0\], a TextIOWrapper"),
-    "one that cannot be rebuilt": (
-        lambda index, arg: None,
-        (Unloadable(),),
-        r"cannot be rebuilt in the worker \(ValueError: invalid literal",
-    ),
+    "one to rebuild": (lambda index, arg: None, (Unloadable(),), r"cannot be rebuilt in the worker \(ValueError"),
     "a result": (lambda index: threading.Lock(), (), "the result, a lock, cannot be sent"),
-    "a result that is an open file": (lambda index: sys.stdin, (), "the result, a TextIOWrapper, cannot be sent"),
 }
 
 
@@ -104,37 +94,10 @@ def test_a_killed_rank_is_blamed_though_a_peer_has_turned_the_news_into_an_error
         assert not any("ranks [1] were stopped" in note for note in caught.value.__notes__)
 
 
-def test_a_killed_rank_wins_over_what_gloo_tells_its_peers(soon):
-    def work(index):
-        current_world().comm.barrier()
-        if index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while True:  # without the communicator, as DistributedDataParallel does
-            dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(WorkerDiedError, match=r"rank 1 .*was killed by SIGKILL before fn returned") as caught:
-        spawn(work, nprocs=3)
-    assert (caught.value.rank, caught.value.exit_code) == (1, -9)
-    assert re.fullmatch(r"rank 1 of 3, cpu:1, pid \d+ on \S+, restart 0", caught.value.__notes__[0])
-
-
-def test_a_rank_that_returns_early_leaves_the_others_with_an_error(soon):
-    def work(index):
-        comm = current_world().comm
-        comm.barrier()
-        if index != 1:
-            comm.barrier()
-
-    with pytest.raises(BrokenWorldError, match="rank 1 has left this world") as caught:
-        spawn(work, nprocs=3)
-    assert "ranks [1] had returned without an error" in caught.value.__notes__
-
-
 DEATHS = {
     "os._exit(0)": (lambda index: os._exit(0), "exited with code 0", 0),
     "os._exit(3)": (lambda index: os._exit(3), "exited with code 3", 3),
     "sys.exit(0)": (lambda index: sys.exit(0), "called sys.exit(0)", 0),
-    "sys.exit(-1)": (lambda index: sys.exit(-1), "called sys.exit(-1)", 255),
     "sys.exit('text')": (lambda index: sys.exit("text"), "called sys.exit('text')", 1),
     "SIGABRT": (lambda index: os.abort(), "was killed by SIGABRT", -signal.SIGABRT),
     "SIGSEGV": (lambda index: ctypes.string_at(0), "was killed by SIGSEGV", -signal.SIGSEGV),

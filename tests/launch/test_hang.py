@@ -163,14 +163,13 @@ def test_a_device_that_waits_for_a_rank_that_has_returned_is_no_matter_of_minute
     assert error.ranks == [0]
 
 
-@pytest.mark.parametrize("options", [{"timeout": timedelta(days=300)}, {"hang_timeout_s": 1e7}, {"grace_s": 1e7}])
-def test_durations_of_many_weeks_are_waited_for(options):
+def test_durations_of_many_weeks_are_waited_for():
     def work(index):
         current_world().comm.barrier()
         raise LookupError("the user's own")
 
     with pytest.raises(LookupError, match="the user's own"):
-        spawn(work, nprocs=2, **options)
+        spawn(work, nprocs=2, timeout=timedelta(days=300), hang_timeout_s=1e7, grace_s=1e7)
 
 
 # The arithmetic, and the words.
@@ -223,14 +222,6 @@ def test_only_the_main_thread_tells_what_a_rank_does():
     stacks = {0: STACKS.format("/x/torch/distributed/distributed_c10d.py", "barrier"), 1: STACKS.format("d.py", "load")}
     error = hung_error(HangWatch(60.0, 100.0), stacks, [0, 1])
     assert 'rank 1 is late: rank 1 is in load ("d.py", line 7); rank 0 waits in barrier()' in str(error)
-
-
-def test_a_rank_that_is_stopped_in_a_collective_is_the_late_one():
-    pulses = {0: Pulse(7, "barrier()"), 1: Pulse(6, "all_gather()")}
-    stacks = {0: STACKS.format("/x/torch/distributed/distributed_c10d.py", "barrier"), 1: ""}
-    error = hung_error(HangWatch(60.0, 100.0, pulses=pulses), stacks, [0, 1])
-    assert "rank 1 is late: rank 1 does not report where it is: it is stopped, " in str(error)
-    assert error.ranks == [1]
 
 
 def test_ranks_in_different_collectives_are_told_with_the_one_that_is_behind():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from faults import Script
@@ -20,14 +21,14 @@ def train(index):
     return RATE, SIZES, scale()
 """
 
-CHANGED = """
-import logging, sys
-import config
+BEGIN = """
+import config, logging, sys
+from pathlib import Path
 from unisono.launch.spawn import spawn
-
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 logging.getLogger("unisono.launch.arguments").setLevel(logging.ERROR)
-
+"""
+CHANGED = """
 spawn(config.train, nprocs=2)
 print("nothing was said")
 config.RATE = 0.5
@@ -46,24 +47,22 @@ SAID = (
 )
 
 
-def test_what_the_caller_has_changed_is_said_once(tmp_path):
-    (tmp_path / "config.py").write_text(CONFIG)
-    with Script(CHANGED, tmp_path) as script:
+def lines_of(source: str, directory: Path) -> list[str]:
+    (directory / "config.py").write_text(CONFIG)
+    with Script(BEGIN + source, directory) as script:
         code, output, errors = script.end()
     assert (code, errors) == (0, "")
-    first, said, *results = output.splitlines()
+    return output.splitlines()
+
+
+def test_what_the_caller_has_changed_is_said_once(tmp_path):
+    first, said, *results = lines_of(CHANGED, tmp_path)
     assert first == "nothing was said"
     assert re.sub(r"code \w+", "code ...", said) == SAID
     assert results == ["[(0.1, [1, 2], 2), (0.1, [1, 2], 2)]", "(0.1, [1, 2], 2)"]
 
 
 EDITED = """
-import config, logging, sys
-from pathlib import Path
-from unisono.launch.spawn import spawn
-
-logging.basicConfig(format="%(message)s", stream=sys.stdout)
-logging.getLogger("unisono.launch.arguments").setLevel(logging.ERROR)
 text = Path("config.py").read_text()
 Path("config.py").write_text("# a line more moves all the others\\n" + text)
 print(spawn(config.train, nprocs=2)[0])
@@ -73,11 +72,7 @@ print(spawn(config.train, nprocs=2)[0])
 
 
 def test_a_module_that_was_edited_is_said_to_be_another_text(tmp_path):
-    (tmp_path / "config.py").write_text(CONFIG)
-    with Script(EDITED, tmp_path) as script:
-        code, output, errors = script.end()
-    assert (code, errors) == (0, "")
-    first, said, second = output.splitlines()
+    first, said, second = lines_of(EDITED, tmp_path)
     assert (first, second) == ("(0.1, [1, 2], 2)", "(0.1, [1, 2], 200)")
     assert re.match(r"config.scale is code (\w+) in the calling process, and code (?!\1)\w+ in workers: workers", said)
 

@@ -23,16 +23,11 @@ from unisono.world import current_world
 GRACE_S = 0.5
 
 
-@pytest.fixture
-def hear(ear):
-    return ear.hear
-
-
 def run(source, directory):
     return Script(RICH + source, directory)
 
 
-def test_no_worker_survives_when_the_caller_and_the_zygote_are_killed(tmp_path, hear):
+def test_no_worker_survives_when_the_caller_and_the_zygote_are_killed(tmp_path, ear):
     source = """
 def stand(index):
     line.say("running", os.getpid(), os.getppid())
@@ -40,7 +35,7 @@ def stand(index):
 spawn(stand, nprocs=2)
 """
     with run(source, tmp_path) as script:
-        told = [hear(), hear()]
+        told = [ear.hear(), ear.hear()]
         workers, [zygote] = [int(words[1]) for words in told], {int(words[2]) for words in told}
         script.kill(signal.SIGSTOP)  # it cannot come to the help of its workers
         os.kill(zygote, signal.SIGKILL)
@@ -60,9 +55,9 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert script.survivors(SOON_S) == []  # looking at all processes for each of them, it took a minute
 
 
-def test_nothing_survives_an_interrupt_while_the_workers_start(tmp_path, hear):
+def test_nothing_survives_an_interrupt_while_the_workers_start(tmp_path, ear):
     with run("line.say('starting')\nspawn(work, nprocs=2)", tmp_path) as script:
-        assert hear() == ["starting"]
+        assert ear.hear() == ["starting"]
         script.kill(signal.SIGINT)
         assert script.end()[0] == -signal.SIGINT
         assert script.survivors() == []
@@ -70,17 +65,17 @@ def test_nothing_survives_an_interrupt_while_the_workers_start(tmp_path, hear):
 
 
 @pytest.mark.slow
-def test_nothing_survives_when_the_caller_of_nested_workers_is_killed(tmp_path, hear):
+def test_nothing_survives_when_the_caller_of_nested_workers_is_killed(tmp_path, ear):
     source = "spawn(lambda index: spawn(work, nprocs=2) if index == 0 else stand_still(), nprocs=2)"
     with run(source, tmp_path) as script:
-        assert [hear()[0], hear()[0]] == ["rank", "rank"]
+        assert [ear.hear()[0], ear.hear()[0]] == ["rank", "rank"]
         assert len(script.living()) == 2 + 2 + 1 + 2 + 4 + 2  # with the inner zygote and the inner workers
         script.kill(signal.SIGKILL)
         assert script.survivors() == []
         assert script.leftovers() == []
 
 
-def test_the_interpreter_waits_for_a_group_that_is_no_daemon(tmp_path, hear):
+def test_the_interpreter_waits_for_a_group_that_is_no_daemon(tmp_path, ear):
     source = """
 def finish(index):
     line.say("running", index)
@@ -100,7 +95,7 @@ print("the end of the script", flush=True)
 
 
 @pytest.mark.parametrize("daemon", [True, False], ids=["a daemon group", "an interrupt at the exit"])
-def test_nothing_survives_the_end_of_the_interpreter(tmp_path, hear, gate, let_pass, daemon):
+def test_nothing_survives_the_end_of_the_interpreter(tmp_path, ear, gate, let_pass, daemon):
     source = f"""
 def tell_the_end():
     threading.main_thread().join()
@@ -111,9 +106,9 @@ threading.Thread(target=tell_the_end).start()
 Gate(Path("gate").absolute()).wait()
 """
     with run(source, tmp_path) as script:
-        assert [hear()[0], hear()[0]] == ["rank", "rank"]
+        assert [ear.hear()[0], ear.hear()[0]] == ["rank", "rank"]
         let_pass(1)
-        assert hear() == ["exiting"]
+        assert ear.hear() == ["exiting"]
         while not daemon and script.process.poll() is None:
             script.kill(signal.SIGINT)  # Python misses one that comes just before it begins to wait
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -121,15 +116,6 @@ Gate(Path("gate").absolute()).wait()
         script.process.wait(60)
         assert script.living() == []  # at once: the interpreter's end has waited for it
         assert script.leftovers() == []
-
-
-@pytest.fixture
-def rendezvous_home(tmp_path, monkeypatch):
-    """Where the rendezvous of this process's groups are made."""
-    home = tmp_path / "rendezvous"
-    home.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(home))
-    return home
 
 
 class Actor:
@@ -161,7 +147,7 @@ def interrupt():
 
 
 def everything(line):
-    """Loader workers, which live as long as the loader that is returned, and an escaped grandchild; tells the pids."""
+    """Loader workers, which live as long as the loader that is returned, and an escaped grandchild; says the pids."""
     loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
     next(iter(loader))
     grandchild()
@@ -169,37 +155,22 @@ def everything(line):
     return loader
 
 
-def test_an_interrupt_stops_the_workers_and_is_raised_in_the_caller(line, ear, rendezvous_home):
+def test_workers_that_swallow_the_interrupt_are_killed_after_the_grace(line, ear, tmp_path, monkeypatch):
+    (home := tmp_path / "rendezvous").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+
     def work(index):
         _loader = everything(line)
-        stand_still()
-
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Actor(ear, (2, interrupt)) as actor:
-        spawn(work, nprocs=2, grace_s=60.0)
-    assert time.monotonic() - began < SOON_S
-    assert survivors([int(pid) for words in actor.heard for pid in words]) == []
-    assert list(rendezvous_home.iterdir()) == []
-
-
-def test_workers_that_swallow_the_interrupt_are_killed_after_the_grace(line, ear, rendezvous_home):
-    def work(index):
-        has_told = False
         while True:
-            try:
-                if not has_told:
-                    _loader = everything(line)
-                    has_told = True
+            with contextlib.suppress(KeyboardInterrupt):
                 dist.all_reduce(torch.ones(1)) if index == 0 else stand_still()
-            except KeyboardInterrupt:
-                has_told = True
 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), Actor(ear, (2, interrupt)) as actor:
         spawn(work, nprocs=2, grace_s=GRACE_S)
     assert GRACE_S <= time.monotonic() - began < SOON_S
     assert survivors([int(pid) for words in actor.heard for pid in words]) == []
-    assert list(rendezvous_home.iterdir()) == []
+    assert list(home.iterdir()) == []
 
 
 def test_a_second_interrupt_kills_at_once(line, ear):

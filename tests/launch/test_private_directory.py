@@ -7,34 +7,8 @@ import stat
 from pathlib import Path
 
 import torch
-from faults import Script
 
 from unisono.launch.spawn import spawn
-
-LOADING = """
-import os, sys, torch
-from unisono.launch.spawn import spawn
-
-def work(index, is_failing):
-    batches = iter(torch.utils.data.DataLoader([torch.ones(100)] * 8, num_workers=2))
-    next(batches)
-    assert os.listdir(os.environ["TMPDIR"]) == [os.path.basename(os.environ["UNISONO_RENDEZVOUS"])]
-    if is_failing and index == 1:
-        raise KeyError(index)
-    return len(list(batches))
-
-print(spawn(work, (False,), nprocs=2))
-try:
-    spawn(work, (True,), nprocs=2)
-except KeyError:
-    print(os.listdir(os.environ["TMPDIR"]))
-"""
-
-
-def test_nothing_of_a_run_is_left_when_it_has_failed(tmp_path):
-    with Script(LOADING, tmp_path) as script:
-        code, output, errors = script.end()
-        assert (code, output) == (0, "[7, 7]\n[]\n"), errors
 
 
 def test_only_its_user_can_read_what_a_run_writes():

@@ -10,7 +10,6 @@ import numpy
 import pytest
 import torch
 
-from unisono import pickling
 from unisono.launch.reports import Inbox, Kind, Reporter
 from unisono.outcome import Outcome
 
@@ -35,7 +34,6 @@ def passed_on(value):
 
 VALUES = {
     "a large tensor": torch.arange(LARGE),
-    "a small tensor": torch.arange(3.0),
     "no elements": torch.empty(0, 3),
     "half precision": torch.rand(LARGE).to(torch.bfloat16),
     "complex, conjugated": torch.rand(LARGE, dtype=torch.complex64).conj(),
@@ -106,14 +104,3 @@ def send_all(reporter, result):
     reporter.send(Kind.PULSE, result)
     reporter.send(Kind.NOTE, b"a note")
     reporter.send(Kind.OUTCOME)
-
-
-def test_memory_of_a_device_travels_as_its_copy_in_main_memory():
-    """What a tensor of a GPU is pickled by, which is here in main memory."""
-
-    class OnDevice:
-        def cpu(self) -> torch.UntypedStorage:
-            return torch.arange(3, dtype=torch.uint8).untyped_storage()
-
-    rebuild, (buffer,) = pickling._reduced_storage(OnDevice())
-    assert list(rebuild(bytearray(buffer))) == [0, 1, 2]

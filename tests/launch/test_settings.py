@@ -19,8 +19,8 @@ from unisono.launch.spawn import spawn
 HOW: dict[str, tuple[str, str]] = {
     "random.seed": ("random.seed(5)", "random.random()"),
     "numpy.random.seed": ("numpy.random.seed(5)", "numpy.random.rand()"),
-    "warnings.filterwarnings": ("warnings.filterwarnings('error', category=UserWarning)", "warned()"),
-    "logging.captureWarnings": ("logging.captureWarnings(True)", "logging._warnings_showwarning is not None"),
+    "warnings.filterwarnings": ("warnings.filterwarnings('error', category=Own)", "warned()"),
+    "logging.captureWarnings": ("logging.captureWarnings(True)", "warnings.showwarning.__module__"),
     "logging.disable": ("logging.disable(5)", "logging.root.manager.disable"),
     "sys.setrecursionlimit": ("sys.setrecursionlimit(4321)", "sys.getrecursionlimit()"),
     "tempfile.tempdir": ("tempfile.tempdir = os.path.join(os.getcwd(), 'own')", "tempfile.gettempdir()"),
@@ -58,21 +58,14 @@ HOW: dict[str, tuple[str, str]] = {
         "torch.multiprocessing.set_sharing_strategy('file_system')",
         "torch.multiprocessing.get_sharing_strategy()",
     ),
-    "torch.backends.opt_einsum.strategy": (
-        "torch.backends.opt_einsum.strategy = 'optimal'",
-        "torch.backends.opt_einsum.strategy",
-    ),
-    "torch.backends.quantized.engine": (
-        "torch.backends.quantized.engine = 'onednn'",
-        "torch.backends.quantized.engine",
-    ),
 }
+NAMES = {"torch.backends.opt_einsum.strategy": "'optimal'", "torch.backends.quantized.engine": "'onednn'"}
 for path in SETTINGS.keys() - HOW.keys():  # switches that are on or off
     if path.startswith("torch.backends.cuda.enable_"):
         is_on = f"torch.backends.cuda.{path.rpartition('.enable_')[2]}_enabled()"
         HOW[path] = (f"{path}(not {is_on})", is_on)
     else:
-        HOW[path] = (f"{path} = not {path}", path)
+        HOW[path] = (f"{path} = {NAMES.get(path) or f'not {path}'}", path)
 
 SCRIPT = """
 import logging, multiprocessing, os, random, sys, tempfile, warnings
@@ -81,10 +74,13 @@ from unisono.launch.spawn import spawn
 
 os.mkdir("own")
 
+class Own(UserWarning):
+    pass
+
 def warned():
     try:
-        warnings.warn("a warning", UserWarning)
-    except UserWarning:
+        warnings.warn("a warning", Own)
+    except Own:
         return True
     return False
 
@@ -152,33 +148,7 @@ def test_a_setting_that_cannot_be_had_is_reported_once(monkeypatch, caplog):
         spawn(lambda index: index, nprocs=2)
     told = [each for each in (record.getMessage() for record in caplog.records) if "sys.setrecursionlimit" in each]
     assert len(told) == 1
-    assert told[0].startswith(
-        "workers do not have what sys.setrecursionlimit has set in the calling process (ValueError: "
-    )
-
-
-OWN_WARNING = """
-import warnings
-from unisono.launch.spawn import spawn
-
-class OwnWarning(UserWarning):
-    pass
-
-warnings.filterwarnings("error", category=OwnWarning)
-
-def warn(index):
-    try:
-        warnings.warn("a warning", OwnWarning)
-    except OwnWarning:
-        return True
-
-print(spawn(warn, nprocs=2))
-"""
-
-
-def test_a_filter_for_a_warning_of_the_scripts_own_holds(tmp_path):
-    with Script(OWN_WARNING, tmp_path) as running:
-        assert running.end() == (0, "[True, True]\n", "")
+    assert told[0].startswith("workers do not have what sys.setrecursionlimit has set in the calling process (Value")
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from unisono.report.record import Recorder
 from unisono.report.summary import RankSummary, summarise
 from unisono.simulation.collectives import half_s
 from unisono.simulation.description import Fleet, Model, measure, read
-from unisono.simulation.output import save_picture
 from unisono.simulation.prediction import memory_bytes, predict, slowdown
 from unisono.timeline import FETCH
 from unisono.world import solo_world, use_world
@@ -187,31 +186,16 @@ def test_fsdp_sends_half_as_much_again_as_ddp_and_zero1_as_much_after_the_step()
     [
         ("batch = 32", "batch = -1", "[model] batch=-1 cannot be simulated; pass a finite float above 0"),
         ("batch = 32", "batch = nan", "batch=nan"),
-        ("batch = 32", "batch = true", "batch=True"),
         ("batch = 32", "batch = 32\nunits = 1.5", "units=1.5 cannot be simulated; pass a finite int above 0"),
-        ("batch = 32", "batch = 32\njitter = -0.1", "jitter=-0.1 cannot be simulated; pass a finite float from 0"),
         ("batch = 32", "batch = 32\nsteps_s = [0.1, 0]", "steps_s=[0.1, 0] has to be a list of seconds above 0"),
         ("batch = 32", "", "[model] does not say batch; a report says all but the parameters (--report)"),
         ("batch = 32", "bach = 32", "[model] has no field 'bach'; is it batch?"),
         ("forward_s = 0.1\nbackward_s = 0.2", "forward_s = 0\nbackward_s = 0", "forward_s + backward_s is 0"),
-        ("per_machine = 4", "", "[fleet] does not say per_machine"),
-        ("within_bytes_per_s = 1e10", "within_bytes_per_s = 0", "within_bytes_per_s=0 cannot be simulated"),
         ("between_bytes_per_s = 1e9", "", "more than 4 devices are on several machines"),
-        (
-            "between_bytes_per_s = 1e9",
-            "algorithm = 'ting'",
-            "algorithm='ting' does not exist; choose one of auto, ring",
-        ),
-        (
-            "between_bytes_per_s = 1e9",
-            "strategy = 'zero3'",
-            "strategy='zero3' does not exist; choose one of ddp, zero1",
-        ),
+        ("between_bytes_per_s = 1e9", "strategy = 'zero3'", "strategy='zero3' does not exist; choose one of ddp,"),
         ("between_bytes_per_s = 1e9", "overlaps = 1", "overlaps=1 cannot be simulated; pass true or false"),
         ("between_bytes_per_s = 1e9", "mtbf_s = 1e6", "mtbf_s=1e+06 needs save_s"),
         ("[fleet]", "[fleets]", "has model, fleets; it needs the tables [model] and [fleet]"),
-        (TEXT, "model = 1\nfleet = 2", "it needs the tables [model] and [fleet]"),
-        (TEXT, "", "has nothing; it needs"),
         ("[model]", "model]", "is no TOML file"),
     ],
 )
@@ -220,16 +204,11 @@ def test_a_description_that_cannot_be_is_refused_with_the_field_and_the_rule(des
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("devices", ["0", "8,-1", "many", "", "10000000000"])
+@pytest.mark.parametrize("devices", ["0", "many", "10000000000"])
 def test_numbers_of_devices_are_positive_and_possible(description, devices, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["simulate", str(description()), "--devices", devices])
     assert "--devices" in capsys.readouterr().err
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
-    assert main(["simulate", str(tmp_path / "none.toml")]) == 1
-    assert "none.toml" in capsys.readouterr().err
 
 
 # What a run says.
@@ -277,11 +256,6 @@ def test_a_run_without_steps_is_refused(tmp_path, steps, description, capsys):
     assert "holds no steps after the first" in capsys.readouterr().err
 
 
-def test_a_directory_without_a_record_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no record of a run"):
-        measure(tmp_path)
-
-
 # What it prints.
 
 
@@ -299,18 +273,8 @@ def test_the_table_and_the_json_have_the_same_numbers_up_to_100000_devices(descr
     assert efficiencies[0] == 1
 
 
-@pytest.fixture(scope="module")
-def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps the files of its fonts open."""
-    save_picture(
-        [predict(MODEL, FLEET, devices) for devices in (1, 2, 8)], tmp_path_factory.mktemp("fonts") / "picture.png"
-    )
-
-
-@pytest.mark.usefixtures("_fonts")
-def test_the_picture_is_one_and_without_matplotlib_the_message_says_how_to_get_it(
-    description, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.usefixtures("fonts")
+def test_the_picture_is_one_and_without_matplotlib_it_says_how_to_get_it(description, tmp_path, monkeypatch, capsys):
     picture = tmp_path / "there" / "fleet.png"
     arguments = ["simulate", str(description()), "--devices", "8", "--picture", str(picture)]
     assert main(arguments) == 0

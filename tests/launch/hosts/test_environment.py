@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,55 +22,30 @@ from unisono.launch.hosts.environment import (
     announced_place,
     take,
 )
-from unisono.world import announcement
-
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "1234",
-    "TORCHELASTIC_RUN_ID": "job",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-SLURM = {
-    "SLURM_PROCID": "4",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_ID": "1",
-    "SLURM_JOB_ID": "777",
-    "SLURM_STEP_NUM_NODES": "3",
-    "SLURM_STEP_NODELIST": "node[07-08,11]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-}
-POD = {
-    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
-    "RANK": "1",
-    "WORLD_SIZE": "3",
-    "MASTER_ADDR": "job-master-0",
-    "MASTER_PORT": "23456",
-}
-TRAINER = {
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "1",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-    "PET_MASTER_PORT": "29400",
-}
+from unisono.launch.hosts.join_world import join_world
+from unisono.world import announcement, current_world
 
 
-MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "1693319169",
-    "PMIX_RANK": "3",
-}
+def variables(text: str) -> dict[str, str]:
+    return dict(each.split("=") for each in text.split())
+
+
+TORCHRUN = variables(
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=node1 MASTER_PORT=1234 "
+    "TORCHELASTIC_RUN_ID=job TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_USE_AGENT_STORE=True"
+)
+SLURM = variables(
+    "SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=5 SLURM_LOCALID=0 SLURM_NODEID=2 SLURM_STEP_ID=1 SLURM_JOB_ID=777 "
+    "SLURM_STEP_NUM_NODES=3 SLURM_STEP_NODELIST=node[07-08,11] SLURM_STEP_TASKS_PER_NODE=2(x2),1"
+)
+POD = variables("KUBERNETES_SERVICE_HOST=10.0.0.1 RANK=1 WORLD_SIZE=3 MASTER_ADDR=job-master-0 MASTER_PORT=23456")
+TRAINER = variables(
+    "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0 PET_MASTER_PORT=29400"
+)
+MPIRUN = variables(
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
+    "PMIX_NAMESPACE=1693319169 PMIX_RANK=3"
+)
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SUBMITIT = {"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"}
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
@@ -85,7 +59,6 @@ OF_MPIRUN = RankPlace("mpirun", 3, 4, 1, 2, 1, "node1", 1234)
 PLACES = {
     "torchrun": (TORCHRUN, OF_TORCHRUN),
     "torchrun in a pod": ({**POD, **TORCHRUN}, OF_TORCHRUN),
-    "torchrun in a pod of the trainer": ({**TRAINER, **TORCHRUN}, OF_TORCHRUN),
     "torchrun in a step": ({**SLURM, **TORCHRUN}, OF_TORCHRUN),
     "torchrun of one worker, which may grow": (
         {**TORCHRUN, **ONE_WORKER},
@@ -94,22 +67,18 @@ PLACES = {
     "SLURM": (SLURM, RankPlace("a SLURM step", 4, 5, 0, 1, 2, "node07", 20000 + 777 + 997)),
     "SLURM with an address": ({**SLURM, **ADDRESS}, RankPlace("a SLURM step", 4, 5, 0, 1, 2, "node1", 1234)),
     "a pod": (POD, RankPlace("a Kubernetes pod", 1, 3, 0, 1, 1, "job-master-0", 23456)),
-    "a pod of the trainer": (TRAINER, RankPlace("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0-0.job", 29400)),
+    "a pod of the trainer": (TRAINER, RankPlace("a Kubernetes pod", 1, 2, 0, 1, 1, "job-node-0", 29400)),
     "Open MPI": ({**MPIRUN, **ADDRESS}, OF_MPIRUN),
-    "Open MPI with a local rank besides": ({**MPIRUN, **ADDRESS, "LOCAL_RANK": "1"}, OF_MPIRUN),
     "Open MPI in a world of one besides": ({**MPIRUN, **ADDRESS, **ONE_WORKER}, OF_MPIRUN),
     "Open MPI in a step": ({**SLURM, **MPIRUN, **ADDRESS}, OF_MPIRUN),
     "MPICH": ({**HYDRA, **ADDRESS}, RankPlace("mpirun", 1, 2, 1, 2, 0, "node1", 1234)),
     "the batch script of SLURM": ({**SLURM, "SLURM_STEP_ID": "4294967291"}, None),
-    "a job of SLURM without a step": ({**SLURM, "SLURM_STEP_ID": ""}, None),
     "a step of one task": ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, None),
     "one pod": ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, None),
-    "one process of mpirun": ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
     "one task of submitit": ({**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"}, None),
     "a worker of spawn": ({**TORCHRUN, OUTER_DIRECTORY: "/tmp/x"}, None),
     "nothing": ({}, None),
     "a rank alone": ({"RANK": "0"}, None),
-    "one task of Flux": ({"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, None),
     "a number alone": ({"WORLD_SIZE": "2"}, None),
 }
 
@@ -167,11 +136,10 @@ def test_what_a_rank_has_started_itself_is_not_that_rank(monkeypatch):
     monkeypatch.setenv("UNISONO_TAKEN", "")
     take(place)
     assert announced_place() == place  # it is this process that has taken it
-    with subprocess.Popen([sys.executable, "-c", ASKING], stdout=subprocess.PIPE, text=True) as child:
-        assert child.communicate(timeout=60)[0] == "None\n"
+    asking = [sys.executable, "-c", ASKING]
+    assert subprocess.check_output(asking, text=True, timeout=60) == "None\n"
     monkeypatch.setenv("RANK", "2")  # another launcher, below this process
-    with subprocess.Popen([sys.executable, "-c", ASKING], stdout=subprocess.PIPE, text=True) as child:
-        assert "rank=2" in child.communicate(timeout=60)[0]
+    assert "rank=2" in subprocess.check_output(asking, text=True, timeout=60)
 
 
 ASKING = "from unisono.launch.hosts.environment import announced_place; print(announced_place())"
@@ -182,18 +150,15 @@ ASKING = "from unisono.launch.hosts.environment import announced_place; print(an
     [
         ({**TORCHRUN, "RANK": "one"}, "RANK='one' is not an integer"),
         ({**TORCHRUN, "RANK": "4"}, "torchrun announces rank 4 of 4; ranks go from 0 to 3"),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({**POD, "MASTER_PORT": "-1"}, "MASTER_PORT='-1' is not an integer"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"TASKS_PER_NODE='2\(x' does not list the tasks of nodes"),
         ({**SLURM, "SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
-        *(
-            ({**SLURM, "SLURM_STEP_NODELIST": text}, "SLURM_STEP_NODELIST=.* names no hosts")
-            for text in (",", "a[1", "a]1", "a[]", "a[x-y]", "a b", "[[", "node[1-")
-        ),
+        ({**SLURM, "SLURM_STEP_NODELIST": ","}, "SLURM_STEP_NODELIST=.* names no hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[x-y]"}, "SLURM_STEP_NODELIST=.* names no hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST=.* names no hosts"),
         ({**TRAINER, "PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE=4 ask for an agent in this pod.*unisono run"),
         (MPIRUN, "mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500"),
-        (HYDRA, "mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500"),
     ],
 )
 def test_a_malformed_or_missing_variable_is_named(environ, words):
@@ -210,7 +175,7 @@ def test_an_agent_s_place_is_read_from_a_step_with_one_task_on_each_node_or_from
     with pytest.raises(ValueError, match="srun --ntasks-per-node=1 unisono run"):
         announced_agent(SLURM)
     pod = {**TRAINER, "PET_NPROC_PER_NODE": "8", "PET_MAX_RESTARTS": "2", "PET_RDZV_ID": "job"}
-    expected = AgentPlace("the PET_ variables", "2", 1, "job-node-0-0.job:29400", "job", nproc=8, max_restarts=2)
+    expected = AgentPlace("the PET_ variables", "2", 1, "job-node-0:29400", "job", nproc=8, max_restarts=2)
     assert announced_agent(pod) == expected
     elastic = {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "worker-0:23456", "PET_NPROC_PER_NODE": "auto"}
     assert announced_agent(elastic) == AgentPlace("the PET_ variables", "1:3", None, "worker-0:23456", None, "auto")
@@ -225,8 +190,6 @@ def test_an_agent_s_place_is_read_from_a_step_with_one_task_on_each_node_or_from
     [(TORCHRUN, "WORLD_SIZE=4 is set"), (SLURM, "SLURM_STEP_NUM_TASKS=5 is set"), (TRAINER, "PET_NNODES=2 is set")],
 )
 def test_several_processes_with_nothing_initialised_are_an_error(monkeypatch, environ, words):
-    from unisono.world import current_world
-
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(NoWorldError, match=rf"{words}.*unisono.join_world\(\).*unisono.spawn\(fn\)"):
@@ -260,21 +223,17 @@ def train(index, factor):
     assert world is join_world()
     return index * factor, unisono.all_reduce(torch.ones(1)).item(), world.local_rank, world.node_rank
 
-results = spawn(train, (10,))
+results = spawn(train, (10,), cores=1, grace_s=3.0)
 sys.stdout.write(f"{unisono.rank()}: {results}\\n")
 """
 
 
-def start(script: Path, environ: dict[str, str], *launcher: str) -> warm_scripts.Forked | subprocess.Popen[str]:
-    plain = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_", "TORCHELASTIC"))
-    }
-    environ = {**plain, "PYTHONUNBUFFERED": "1", **environ}
-    if not launcher:
-        return warm_scripts.run(script, environ=environ)
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(script)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+LAUNCHERS = ("SLURM_", "PET_", "TORCHELASTIC")
+
+
+def start(script: Path, environ: dict[str, str]) -> warm_scripts.Forked:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return warm_scripts.run(script, environ={**plain, "PYTHONUNBUFFERED": "1", **environ})
 
 
 def run_two(script: Path, environ: Callable[[int], dict[str, str]] | None = None) -> list[tuple[int, str, str]]:
@@ -298,9 +257,12 @@ def joining(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_spawn_under_torchrun_runs_in_torchrun_s_workers(joining):
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
-    with start(joining, {}, *launcher, "--rdzv-endpoint", "localhost:0") as process:
-        output, errors = process.communicate(timeout=60)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    process = subprocess.run(
+        [*launcher, "--rdzv-endpoint", "localhost:0", joining], capture_output=True, text=True, timeout=60, env=environ
+    )
+    output, errors = process.stdout, process.stderr
     assert process.returncode == 0, errors
     results = [(0, 2.0, 0, 0), (10, 2.0, 1, 0)]
     assert sorted(output.splitlines()) == [f"0: {results}", f"1: {results}"]
@@ -319,6 +281,7 @@ def test_processes_that_slurm_or_kubernetes_has_started_join_one_world(joining, 
     for rank, (code, output, errors) in enumerate(run_two(joining, environ)):
         assert code == 0, errors
         assert output == f"{rank}: {[(0, 2.0, 0, 0), (10, 2.0, 0, 1)]}\n"
+        assert "spawn's cores, grace_s: ignored, since a launcher has started" in errors
 
 
 FAILING = """
@@ -375,70 +338,14 @@ def test_under_another_launcher_on_one_machine_ranks_compare_their_steps_without
         assert (code, output) == (0, "synchronous 0\n"), errors
 
 
-RETURNING = """
-import unisono
-
-def train(index):
-    if index != early:
-        print("got", unisono.current_world().comm.all_gather_object("late"))
-    return "early"
-
-print(unisono.spawn(train))
-"""
-
-
-@pytest.mark.parametrize("early", [0, 1])
-def test_an_early_return_breaks_the_world_and_its_result_is_no_peer_s(tmp_path, early):
-    (tmp_path / "returning.py").write_text(f"early = {early}\n{RETURNING}")
-    ended = run_two(tmp_path / "returning.py")
-    actions = sorted([f"rank {early} came to the end of fn", rf"rank {1 - early} called all_gather_object\(\)"])
-    for code, output, errors in ended:
-        assert (code, output) == (1, "")
-        assert re.search(" .* while ".join(actions), errors)
-
-
-STOPPING = """
-import os, signal, unisono
-
-def train(index):
-    unisono.should_stop()
-    if index == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    while not unisono.should_stop():
-        pass
-    return index
-
-try:
-    unisono.spawn(train, cores=1, grace_s=3.0)
-    print("second stage")
-except unisono.errors.StoppedError as stop:
-    print("stopped with", stop.results)
-    raise
-"""
-
-
-def test_an_agreed_stop_ends_the_script_of_every_rank(tmp_path):
-    (tmp_path / "stopping.py").write_text(STOPPING)
-    ended = run_two(tmp_path / "stopping.py")
-    assert [each[:2] for each in ended] == [(143, "stopped with [0, 1]\n")] * 2
-    errors = [each[2] for each in ended]
-    assert all("spawn's cores, grace_s: ignored, since a launcher has started" in each for each in errors)
-    assert [each.count("stopped early as asked; run again to resume") for each in errors] == [1, 0]
-
-
 def test_a_number_of_workers_that_the_launcher_has_not_started_is_refused(tmp_path):
-    (tmp_path / "train.py").write_text(JOINING.replace("(10,))", "(10,), 3)"))
+    (tmp_path / "train.py").write_text(JOINING.replace("(10,),", "(10,), 3,"))
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     with start(tmp_path / "train.py", variables) as process:
         errors = process.communicate(timeout=60)[1]
-    assert (
-        "ValueError: nprocs=3, but by the variables RANK and WORLD_SIZE there are 1 worker(s) on this machine" in errors
-    )
+    assert "nprocs=3, but by the variables RANK and WORLD_SIZE there are 1 worker(s) on this machine" in errors
 
 
 def test_a_process_that_nobody_has_announced_anything_to_joins_the_world_of_one():
-    from unisono.launch.hosts.join_world import join_world
-    from unisono.world import current_world
-
     assert join_world() is current_world()
     assert join_world().world_size == 1

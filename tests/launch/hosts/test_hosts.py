@@ -72,7 +72,7 @@ def test_training_goes_on_without_a_lost_machine_and_with_it_again_and_each_samp
     tmp_path: Path, networks: tuple[str, str]
 ) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "1:2", "--max-restarts", "3"]
+    command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "1:2"]
     command += ["--rdzv-insecure", "--rdzv-endpoint", "10.77.0.1:29400", str(tmp_path / "train.py"), str(tmp_path)]
     line = Line.at(tmp_path / "line")
 
@@ -131,15 +131,8 @@ def test_a_machine_whose_link_is_down_is_given_up_after_the_time_that_was_set(
     (tmp_path / "wait.py").write_text(WAITING)
     line = Line.at(tmp_path / "line")
     command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", "10.77.0.1:29400"]
-    command += [
-        "--rdzv-insecure",
-        "--lost-after",
-        "4",
-        "--rdzv-conf",
-        "last_call_timeout=8",
-        str(tmp_path / "wait.py"),
-        str(line.path),
-    ]
+    command += ["--rdzv-insecure", "--lost-after", "4", "--rdzv-conf", "last_call_timeout=8"]
+    command += [str(tmp_path / "wait.py"), str(line.path)]
 
     def host(number: int) -> Script:
         return agent(tmp_path / f"host{number}", *command, network=networks[number - 1], HOST=str(number))
@@ -175,9 +168,7 @@ print(os.uname().nodename, isinstance(dist.group.WORLD, SharedMemoryGroup), got.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_apart", [False, True])  # whether the processes of one see those of the other
-def test_two_networks_of_one_hostname_share_no_memory(
-    tmp_path: Path, networks: tuple[str, str], is_apart: bool
-) -> None:
+def test_two_networks_of_one_name_share_no_memory(tmp_path: Path, networks: tuple[str, str], is_apart: bool) -> None:
     (tmp_path / "train.py").write_text(MESSAGES)
     command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400"]
     command += ["--rdzv-insecure", "--no-prefix", "--node-rank"]

@@ -6,7 +6,6 @@ import socket
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 from agents import free_port
 from faults import Script
 
@@ -16,29 +15,20 @@ OTHER = "192.0.2.7"  # nobody has it
 SECOND = timedelta(seconds=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm_store() -> None:
-    """The first store of a process opens a pipe that its library keeps for signals."""
-    dist.TCPStore("127.0.0.1", 0, is_master=True)
-
-
 @pytest.mark.parametrize(
-    ("addresses", "is_alone", "expected"),
+    ("host", "addresses", "is_alone", "expected"),
     [
-        (["127.0.0.1"], True, "127.0.0.1"),
-        (["::1", "127.0.0.1"], True, "::1"),
-        (["127.0.0.1"], False, ""),  # a machine's own idea of its name
-        ([OTHER], False, ""),  # of a service before this machine, say
-        ([], True, ""),
+        ("node1", ["127.0.0.1"], True, "127.0.0.1"),
+        ("node1", ["::1", "127.0.0.1"], True, "::1"),
+        ("node1", ["127.0.0.1"], False, ""),  # a machine's own idea of its name
+        ("node1", [OTHER], False, ""),  # of a service before this machine, say
+        ("node1", [], True, ""),
+        ("::1", ["::1"], False, "::1"),  # a literal address, if it is here
+        (OTHER, [OTHER], False, ""),
     ],
 )
-def test_a_store_listens_where_the_others_come_as_far_as_that_is_known(addresses, is_alone, expected):
-    assert listening_address("node1", addresses, is_alone) == expected
-
-
-@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), (OTHER, "")])
-def test_a_literal_address_is_where_a_store_listens_if_it_is_here(host, expected):
-    assert listening_address(host, [host], is_alone=False) == expected
+def test_a_store_listens_where_the_others_come_as_far_as_that_is_known(host, addresses, is_alone, expected):
+    assert listening_address(host, addresses, is_alone) == expected
 
 
 def reaches(address: str, port: int) -> bool:

@@ -67,13 +67,6 @@ def test_nothing_survives_the_caller(tmp_path, line, ear):
         assert script.leftovers() == []
 
 
-def test_the_two_methods_work_side_by_side():
-    def outer(index):
-        return index, spawn(lambda inner: inner, nprocs=1, start_method="spawn" if index else "zygote")
-
-    assert spawn(outer, nprocs=2) == [(0, [0]), (1, [0])]
-
-
 # Another Unix: none of Linux's own calls.
 
 BARE_UNIX = """

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import warm_scripts
-from faults import SOON_S, Script, grandchild, stand_still, survivors
+from faults import SOON_S, Script, grandchild, in_child, stand_still, survivors
 from zygotes import zygote_pid
 
 from unisono.errors import ClosedError, UnisonoError, WorkerDiedError
@@ -195,24 +195,25 @@ def test_a_caller_whose_standard_streams_are_closed_can_spawn(tmp_path):
         assert script.survivors() == []
 
 
-def test_forks_of_the_caller_wait_for_a_group_that_is_just_being_opened():
+def test_forks_of_the_caller_wait_for_a_group_that_is_just_being_opened(new_zygote, monkeypatch):
     """A child that was forked with the lock held, or with a socket that nobody closes, would hang, or keep workers."""
     forking, forked = threading.Event(), threading.Event()
 
     def fork():
         forking.set()
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if zygote_client._lock.acquire(blocking=False) else 1)
+        codes.append(in_child(lambda: in_child(int)))  # to fork takes the lock
         forked.set()
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    codes: list[int] = []
-    thread = threading.Thread(target=fork)
-    with zygote_client._lock:
+    def start_while_another_thread_forks(*arguments, **options):
         thread.start()
         forking.wait()
         assert not forked.wait(0.1)
+        return start(*arguments, **options)
+
+    start, codes = zygote_client.Popen, []
+    thread = threading.Thread(target=fork)
+    monkeypatch.setattr(zygote_client, "Popen", start_while_another_thread_forks)
+    assert spawn(lambda index: index, nprocs=2) == [0, 1]
     thread.join()
     assert codes == [0]
 
@@ -223,9 +224,7 @@ def preloading(monkeypatch, new_zygote):
     monkeypatch.setattr(zygote_client, "_preloaded", [])
 
 
-def test_workers_find_imported_what_was_preloaded_also_in_the_zygote_that_replaces_a_killed_one(
-    preloading, tmp_path, monkeypatch
-):
+def test_workers_find_what_was_preloaded_also_after_the_zygote_was_killed(preloading, tmp_path, monkeypatch):
     (tmp_path / "preloaded_one.py").write_text("import os\npid = os.getpid()\n")
     (tmp_path / "preloaded_two.py").write_text("import os\npid = os.getpid()\n")
     warm(preload=["json"])

@@ -51,12 +51,6 @@ def test_lines_do_not_depend_on_how_their_bytes_arrive(text, cuts):
     assert len(held) <= LIMIT
 
 
-def test_a_long_line_costs_no_more_than_its_length():
-    lines, held = split([b"x" * 65536] * 64 + [b"\n"], limit=65536)
-    assert len(lines) == 65
-    assert not held
-
-
 pieces = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from([b"one\n", b"go", b"ing", b" on\n", b"5%\r", b"\n", b"\r", b"  \r"])),
     max_size=30,
@@ -80,22 +74,21 @@ def test_mixed_lines_are_one_rank_s_each_and_keep_its_bytes(given_pieces):
         assert re.sub(rb"[\r\n ]", b"", text) == re.sub(rb"[\r\n ]", b"", written)
 
 
-def test_a_bar_is_erased_with_its_mark_by_its_own_worker_only():
+MIXED = {
+    "continued": (
+        [(0, b"10"), (0, b"0"), (1, b"hello\n"), (0, b" %\n")],
+        [b"[0]10", b"0", b"\n[1]hello\n", b"[0] %\n"],
+    ),
+    "bars share a line": ([(0, b"10%\r"), (1, b"20%\r"), (0, b"hello\n")], [b"[0]10%\r", b"[1]20%\r", b"\n[0]hello\n"]),
+    "erased by its own worker only": (
+        [(0, b"5%\r"), (1, b"  \r"), (0, b"  \r"), (1, b"one\n"), (1, b"\r"), (0, b"go"), (0, b"  \r"), (1, b"two\n")],
+        [b"[0]5%\r", b"", b"     \r", b"[1]one\n", b"", b"[0]go", b"  \r", b"\n[1]two\n"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_lines_that_meet_are_shown_apart(name):
+    pieces, shown = MIXED[name]
     mixer = LineMixer()
-    erasing = [(0, b"5%\r"), (1, b"  \r"), (0, b"  \r"), (1, b"one\n"), (1, b"\r")]
-    continued = [(0, b"go"), (0, b"  \r"), (1, b"two\n")]
-    shown = [mixer.add(rank, b"[%d]" % rank, piece) for rank, piece in erasing + continued]
-    assert shown == [b"[0]5%\r", b"", b"     \r", b"[1]one\n", b"", b"[0]go", b"  \r", b"\n[1]two\n"]
-
-
-def test_a_line_that_goes_on_is_ended_before_another_s_and_marked_again():
-    mixer = LineMixer()
-    shown = [mixer.add(0, b"[0] ", b"10"), mixer.add(0, b"[0] ", b"0"), mixer.add(1, b"[1] ", b"hello\n")]
-    shown += [mixer.add(0, b"[0] ", b" %\n"), mixer.end_line()]
-    assert b"".join(shown) == b"[0] 100\n[1] hello\n[0]  %\n"
-
-
-def test_progress_bars_share_a_line_and_stay_when_a_line_follows():
-    mixer = LineMixer()
-    shown = [mixer.add(0, b"[0] ", b"10%\r"), mixer.add(1, b"[1] ", b"20%\r"), mixer.add(0, b"[0] ", b"hello\n")]
-    assert b"".join(shown) == b"[0] 10%\r[1] 20%\r\n[0] hello\n"
+    assert [mixer.add(rank, b"[%d]" % rank, piece) for rank, piece in pieces] == shown

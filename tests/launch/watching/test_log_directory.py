@@ -19,14 +19,11 @@ def test_a_run_is_named_by_time_and_process_and_latest_leads_to_the_last_one(tmp
     assert log_file(paths[0], 3, "stderr") == paths[0] / "rank-3.stderr"
 
 
-def test_a_log_dir_that_is_a_file_is_refused_with_a_way_out(tmp_path):
+def test_a_log_dir_that_cannot_be_is_refused_in_the_error_s_own_type_with_a_way_out(tmp_path):
     (tmp_path / "file").write_text("")
     for log_dir in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(NotADirectoryError, match=rf"log_dir='{log_dir}' cannot hold .* pass a directory"):
             make_log_directory(log_dir)
-
-
-def test_a_log_dir_that_cannot_be_made_is_refused_in_the_error_s_own_type():
     with pytest.raises(PermissionError, match=r"log_dir='/sys/logs' cannot hold .*; pass a directory"):
         make_log_directory("/sys/logs")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -39,35 +40,25 @@ def a_machine(root: Path, group_kills: int | None = 0, machine_kills: int | None
     return root
 
 
-def test_a_kill_that_the_control_group_counts_is_told_with_the_limit_and_the_way_out(tmp_path):
-    limit = psutil.virtual_memory().total // 2
-    watch = OomWatch(root=a_machine(tmp_path, 2, 7, limit))
-    a_machine(tmp_path, 3, 8, limit)
-    text = watch.verdict()
-    assert text.startswith("; the kernel's out-of-memory killer ended it (1 in its control group since the start); ")
-    assert f"the limit of its control group is {limit / GIB:.1f} GiB, for everything that runs there" in text
-    assert "a smaller batch, fewer loader workers" in text
+HALF = psutil.virtual_memory().total // 2
+VERDICTS = {  # the kills of the control group and of the machine, before and afterwards
+    "in the group": ((2, 7), (3, 8), r"the kernel's out-of-memory killer ended it \(1 in its control group"),
+    "on the machine": ((0, 3), (0, 4), r"perhaps the kernel's out-of-memory killer ended it \(1 on the machine since"),
+    "beside the group": ((None, 3), (None, 4), "perhaps the kernel's out-of-memory killer ended it"),
+    "none": ((2, 7), (2, 7), r"the kernel counted no out-of-memory kill meanwhile, so another process .*\(kill -9"),
+    "uncounted": ((None, None), (None, None), "this system does not report whether its out-of-memory killer did it$"),
+}
 
 
-@pytest.mark.parametrize("in_group", [None, 0])
-def test_a_kill_that_only_the_machine_counts_is_told_with_a_doubt(tmp_path, in_group):
-    watch = OomWatch(root=a_machine(tmp_path, in_group, 3))
-    a_machine(tmp_path, in_group, 4)
-    text = watch.verdict()
-    assert text.startswith("; perhaps the kernel's out-of-memory killer ended it (1 on the machine since the start); ")
-
-
-def test_without_a_kill_somebody_else_has_sent_the_signal(tmp_path):
-    watch = OomWatch(root=a_machine(tmp_path, 2, 7))
-    assert watch.verdict() == (
-        "; the kernel counted no out-of-memory kill meanwhile, so another process sent the signal (kill -9, a "
-        "scheduler, the end of a container)"
-    )
-
-
-def test_a_system_that_counts_no_kills_leaves_it_open(tmp_path):
-    watch = OomWatch(root=a_machine(tmp_path, None, None))
-    assert watch.verdict() == "; this system does not report whether its out-of-memory killer did it"
+@pytest.mark.parametrize("name", VERDICTS)
+def test_what_the_kernel_has_counted_says_who_has_ended_a_worker(tmp_path, name):
+    before, after, words = VERDICTS[name]
+    watch = OomWatch(root=a_machine(tmp_path, *before, HALF))
+    a_machine(tmp_path, *after, HALF)
+    found = watch.verdict()
+    assert re.match(f"; {words}", found)
+    limit = f"the limit of its control group is {HALF / GIB:.1f} GiB, for everything that runs there"
+    assert (limit in found and "a smaller batch, fewer loader workers" in found) == ("ended it" in words)
 
 
 def test_the_least_limit_on_the_way_up_counts(tmp_path):

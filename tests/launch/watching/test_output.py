@@ -142,19 +142,10 @@ def test_several_marks_stdout_from_the_line_on_that_a_second_rank_writes(shown):
     output = WorkerOutput(options.Output(prefix="several"), None, *shown.fds)
     for rank in (0, 0, 1, 0):
         write(output, rank, "print('line', flush=True)")
-        shown.wait_for(rank) if hasattr(shown, "wait_for") else None
     output.close()
     lines = shown.stdout.splitlines()
     assert lines[:2] == [b"line", b"line"]
     assert sorted(lines[2:]) == [b"[rank 0] line", b"[rank 1] line"]
-
-
-def test_a_restart_appends_to_the_files(shown, run):
-    for attempt in range(2):
-        output = WorkerOutput(PLAIN, run, *shown.fds)
-        write(output, 0, f"print('attempt {attempt}')")
-        output.close()
-    assert log_file(run, 0, "stdout").read_bytes() == b"attempt 0\nattempt 1\n"
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -167,14 +158,6 @@ def test_only_the_ranks_that_were_asked_for_are_shown_and_all_are_kept(shown, ru
     assert [output.tail(rank) for rank in range(3)] == [["to stderr"]] * 3
     if is_kept:
         assert [log_file(run, rank, "stdout").read_bytes() for rank in range(3)] == [b"to stdout\n"] * 3
-
-
-def test_stdout_is_the_caller_s_own_terminal_where_nothing_needs_it(terminal, shown):
-    ours, theirs = terminal
-    output = WorkerOutput(options.Output(), None, theirs, shown.fds[1])
-    write(output, 0, "import sys; print(sys.stdout.isatty(), sys.stderr.isatty())")
-    output.close()
-    assert read_until(ours, b"\n") == b"True False\r\n"
 
 
 def test_lines_of_many_workers_are_never_mixed(shown, run):
