@@ -168,7 +168,8 @@ class Passes:
                 )
         timeline, before = self._world.timeline, None
         if timeline.is_recorded:
-            before = timeline.loop().switch(BACKWARD)
+            timeline.backward = timeline.loop()
+            before = timeline.backward.switch(BACKWARD)
         if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
             self._is_checked = True
             if weight is None and is_summed(loss.grad_fn) and self._world.rank == 0:
@@ -189,8 +190,9 @@ class Passes:
             raise
         finally:
             self._is_called, self._given = False, None
-            if timeline.is_recorded:
-                timeline.loop().switch(before)
+            if timeline.backward is not None:
+                timeline.backward.switch(before)
+                timeline.backward = None
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""

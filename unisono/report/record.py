@@ -75,6 +75,8 @@ class Recorder:
         if now >= self._next_s and not self._is_broken:
             self._next_s = now + max(_INTERVAL_S, now / SLOWER)
             self._write_sample()
+            if (look := self._world.timeline.at_sample) is not None:
+                look(self._path.parent)
 
     def end(self, error: BaseException | None) -> None:
         """Write the last lines, and the spans."""

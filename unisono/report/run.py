@@ -52,10 +52,7 @@ class RankRecord:
     @property
     def summary(self) -> RankSummary | None:
         """The numbers of the last line; None if there is none."""
-        if not self.samples:
-            return None
-        names = {each.name for each in fields(RankSummary)}
-        return RankSummary(**{name: value for name, value in self.samples[-1].items() if name in names})
+        return summary_of(self.samples[-1]) if self.samples else None
 
     def steps(self) -> list[tuple[float, float]]:
         """When each step ended, to the second, and how long it took, in seconds."""
@@ -141,6 +138,12 @@ def read_run(path: str | Path) -> Run:
             "or unisono run --log-dir, has written"
         )
     return Run(files[0].parent, sorted(records, key=lambda each: each.rank))
+
+
+def summary_of(sample: dict[str, Any]) -> RankSummary:
+    """The numbers of a line; TypeError if it is not one of a second."""
+    names = {each.name for each in fields(RankSummary)}
+    return RankSummary(**{name: value for name, value in sample.items() if name in names})
 
 
 def read_rank(path: Path) -> RankRecord:
