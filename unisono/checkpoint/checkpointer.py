@@ -105,6 +105,7 @@ class Checkpointer:
         if restored is None:
             return None
         self.num_steps = restored.loaded.step
+        self._saver.say_resumed(restored.loaded, self._objects)
         return restored.loaded
 
     def wait(self) -> None:

@@ -105,6 +105,7 @@ class PreparedStates:
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
             resume_step(claims, restored.held, self._steps, self._prepared_engines())
+        self._saver.say_resumed(restored.loaded, self._named_objects())
         return restored.loaded
 
     def close(self) -> None:

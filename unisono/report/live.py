@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,11 +24,16 @@ _TAIL = 65536  # bytes of a record: its lines of about the last ten seconds, or 
 _HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "cores", "MB", "device MB"]
 
 
-def describe(run: Run) -> str:
-    """The run now, as text."""
-    rows = [_HEADINGS, *map(_row, run.ranks)]
-    lines = [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", aligned(rows), "", diagnose(run)]
-    return "\n".join([*lines, *(f"missing: {text}" for text in run.missing)])
+def describe(run: Run, columns: int = 0) -> list[str]:
+    """The run now, as lines; sentences as wide as so many columns, or in a line each."""
+    rows = [_row(each) for each in run.ranks]
+    hosts = [each.facts.get("host", "") for each in run.ranks]
+    if len({*hosts}) > 1:
+        rows = [[rank, f"{host} {device}", *row] for host, (rank, device, *row) in zip(hosts, rows, strict=True)]
+    sentences = [diagnose(run), *(f"missing: {text}" for text in run.missing)]
+    folded = [line for each in sentences for line in (textwrap.wrap(each, columns) if columns else [each])]
+    table = aligned([_HEADINGS, *rows]).splitlines()
+    return [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", *table, "", *folded]
 
 
 def is_alive(record: RankRecord) -> bool:

@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import sys
 import threading
 import time
@@ -63,6 +64,7 @@ class Recorder:
         self._write(
             began=time.time(),
             rank=world.rank,
+            host=platform.node(),
             world_size=world.world_size,
             restart=world.restart_count,
             command=sys.argv,

@@ -22,7 +22,7 @@ class RankRecord:
 
     Attributes:
         rank: its number.
-        facts: the first line: `began`, a time of day in seconds; `world_size`, `restart`, `command`, `cores`.
+        facts: the first line: `began`, a time of day in seconds; `host`, `world_size`, `restart`, `command`, `cores`.
         samples: the lines of each second, in order; `t` is in seconds since the beginning.
         end: "finished", or the error that has ended it; None if no end is recorded.
         restarts: the number of attempts before this one that the file has.
@@ -37,6 +37,11 @@ class RankRecord:
     end: str | None = None
     restarts: int = 0
     cut: list[str] = field(default_factory=list)
+
+    @property
+    def began(self) -> float:
+        """When it began, by the clock of its machine, as a time of day in seconds; 0 if the first line is missing."""
+        return float(self.facts.get("began", 0.0))
 
     @property
     def age_s(self) -> float:
@@ -94,8 +99,8 @@ class Run:
 
     @property
     def began(self) -> float:
-        """When the first rank began, as a time of day in seconds."""
-        return min((each.facts["began"] for each in self.ranks if each.facts), default=0.0)
+        """When the first rank began, as a time of day in seconds, by the clock of the first machine."""
+        return self._began_beside(next((each for each in self.ranks if each.facts), self.ranks[0]))
 
     @property
     def seconds(self) -> float:
@@ -103,15 +108,25 @@ class Run:
         return max((self.offset(each) + each.samples[-1]["t"] for each in self.ranks if each.samples), default=0.0)
 
     def offset(self, record: RankRecord) -> float:
-        """Seconds from the begin of the run to that of a rank's record."""
-        return float(record.facts.get("began", self.began)) - self.began
+        """Seconds from the begin of the run to that of a rank's record.
+
+        The clocks of machines may differ. Ranks begin as soon as all have joined the world, so the first rank of each
+        machine is placed at the begin of the run, and the others of the machine after it by their common clock.
+        """
+        return record.began - self._began_beside(record)
+
+    def _began_beside(self, record: RankRecord) -> float:
+        """When the first rank on the machine of this one began, by its clock."""
+        host = record.facts.get("host")
+        return min(each.began for each in self.ranks if each.facts.get("host") == host)
 
     @property
     def missing(self) -> list[str]:
         """What the records lack, in words."""
         size = max((each.facts.get("world_size", 0) for each in self.ranks), default=0)
         there = {each.rank for each in self.ranks}
-        found = [f"rank {rank} has left no record" for rank in range(size) if rank not in there]
+        what = " of the last attempt" if any(each.restarts for each in self.ranks) else ""
+        found = [f"rank {rank} has left no record{what}" for rank in range(size) if rank not in there]
         for each in self.ranks:
             found += [f"rank {each.rank}: {text}" for text in each.cut]
             if each.is_silent:
@@ -137,7 +152,10 @@ def read_run(path: str | Path) -> Run:
             "spawn(output=Output(log_dir)), "
             "or unisono run --log-dir, has written"
         )
-    return Run(files[0].parent, sorted(records, key=lambda each: each.rank))
+    last = max(each.facts.get("restart", 0) for each in records)
+    # A machine that was lost leaves records of an attempt that has been repeated without it.
+    kept = [each for each in records if each.facts.get("restart", last) == last]
+    return Run(files[0].parent, sorted(kept, key=lambda each: each.rank))
 
 
 def summary_of(sample: dict[str, Any]) -> RankSummary:
@@ -151,6 +169,8 @@ def read_rank(path: Path) -> RankRecord:
     record = RankRecord(int(path.name.split(".")[0].removeprefix("rank-")), path)
     for number, line in enumerate(_lines(path), 1):
         found = _parsed(line)
+        if found is None and not line.endswith("\n") and record.end is None and not record.is_silent:
+            break  # it is being written
         if found is None:
             record.cut.append(f"line {number} of {path.name} is cut off")
         elif "began" in found:
