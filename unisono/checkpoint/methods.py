@@ -238,7 +238,7 @@ class CheckpointMethods:
             return self._states.save(output_dir, score, is_async)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
-        """Load what `save_state` has saved, on any number of ranks, under any strategy.
+        """Load what `save_state` has saved, on any number of ranks, under any strategy; rank zero says so on stderr.
 
         Every rank must call it, with the same things prepared and registered, in the same order.
 
