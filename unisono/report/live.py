@@ -15,6 +15,7 @@ from unisono.report.diagnosis import diagnose
 from unisono.report.run import RankRecord, Run, summary_of
 from unisono.report.summary import CAUSES, PEERS, RankSummary, label, slowest_of, summarise
 from unisono.report.text import aligned
+from unisono.timeline import FETCH, REDUCE
 from unisono.world import World
 
 _EVERY_S = 1.0
@@ -26,10 +27,7 @@ _HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "c
 
 def describe(run: Run, columns: int = 0) -> list[str]:
     """The run now, as lines; sentences as wide as so many columns, or in a line each."""
-    rows = [_row(each) for each in run.ranks]
-    hosts = [each.facts.get("host", "") for each in run.ranks]
-    if len({*hosts}) > 1:
-        rows = [[rank, f"{host} {device}", *row] for host, (rank, device, *row) in zip(hosts, rows, strict=True)]
+    rows = [_row(run, each) for each in run.ranks]
     sentences = [diagnose(run), *(f"missing: {text}" for text in run.missing)]
     folded = [line for each in sentences for line in (textwrap.wrap(each, columns) if columns else [each])]
     table = aligned([_HEADINGS, *rows]).splitlines()
@@ -41,7 +39,7 @@ def is_alive(record: RankRecord) -> bool:
     return record.end is None and not record.is_silent
 
 
-def _row(record: RankRecord) -> list[str]:
+def _row(run: Run, record: RankRecord) -> list[str]:
     """Of the last line, and the changes since the one before it; of a rank that has ended, since its beginning."""
     if not record.samples:
         return [str(record.rank), "", record.end or "begins", *[""] * (len(_HEADINGS) - 3)]
@@ -50,11 +48,11 @@ def _row(record: RankRecord) -> list[str]:
     before = record.samples[-2] if len(record.samples) > 1 and record.end is None else nothing
     passed = max(now["t"] - before["t"], 1e-3)
     rates = [(now[name] - before[name]) / passed for name in ("steps", "samples", "cpu_s")]
-    waited = now["seconds"].get("fetch", 0.0) - before["seconds"].get("fetch", 0.0)
+    waited = sum(now["seconds"].get(phase, 0.0) - before["seconds"].get(phase, 0.0) for phase in (FETCH, REDUCE))
     numbers = [f"{now['steps']:,}", f"{rates[0]:,.1f}", f"{rates[1]:,.0f}", f"{min(1.0, waited / passed):.0%}"]
     device = f"{now['memory'] / 1e6:,.0f}" if now.get("peak_memory") else ""
     use = [f"{max(0.0, rates[2]):.1f}", f"{now['rss'] / 1e6:,.0f}", device]
-    return [str(record.rank), now["device"], _state(record), *numbers, *use]
+    return [str(record.rank), run.device_of(record), _state(record), *numbers, *use]
 
 
 def _state(record: RankRecord) -> str:

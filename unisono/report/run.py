@@ -90,6 +90,8 @@ class Run:
         """What was started, as a line."""
         first, *others = next((each.facts["command"] for each in self.ranks if each.facts.get("command")), ["a run"])
         name = Path(first).name
+        if name.startswith("ipykernel"):
+            return "a notebook"
         return " ".join(["unisono" if name == "__main__.py" else name, *others])
 
     @property
@@ -106,6 +108,12 @@ class Run:
     def seconds(self) -> float:
         """The time from the begin of the first rank to the last line of any."""
         return max((self.offset(each) + each.samples[-1]["t"] for each in self.ranks if each.samples), default=0.0)
+
+    def device_of(self, record: RankRecord) -> str:
+        """The device of a rank, and its machine if there are several; "" if the rank has not recorded a second."""
+        is_one = len({each.facts.get("host") for each in self.ranks}) == 1
+        device = record.samples[-1]["device"] if record.samples else ""
+        return device if is_one else f"{record.facts.get('host', '')} {device}"
 
     def offset(self, record: RankRecord) -> float:
         """Seconds from the begin of the run to that of a rank's record.
