@@ -189,7 +189,8 @@ def attach_hook(
     def weighted(_: None, bucket: GradBucket) -> Any:
         nonlocal factor
         # If this is another thread, of autograd's, the loop's waits for it: a track has one writer at a time.
-        if (track := timeline and timeline.backward) is not None:
+        track = None if timeline is None else timeline.backward
+        if track is not None:
             track.switch(REDUCE)
         if bucket.index() == 0:
             factor = scale() * size

@@ -311,7 +311,7 @@ def notebook_launcher(
         with patch_environment(accelerate_mixed_precision=mixed_precision):
             return function(*args)
 
-    return spawn(work, nprocs=num_processes, max_restarts=max_restarts, output=output)
+    return spawn(work, nprocs=num_processes, max_restarts=max_restarts, output=output or Output())
 
 
 @contextmanager
