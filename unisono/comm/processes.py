@@ -104,7 +104,7 @@ class ProcessCommunicator:
         self._has_left = False
         self._last = Call("", purpose="its first collective")
         self._is_inside = False
-        self._compared: tuple[str, str, torch.Tensor, Any] | None = None  # action, place, bounds, work: has begun
+        self._comparison = _Comparison(self.gather_bytes)
         self.num_calls = 0  # collectives that this rank has entered
         self._counting = threading.Lock()
         self._own_here = here
@@ -302,13 +302,15 @@ class ProcessCommunicator:
                 self.abort(mismatch)  # peers that arrived before are waiting in their next call
                 raise mismatch
         elif here is None:
-            if self._compared is not None:
-                self._finish_comparison()
+            self._comparison.finish()
             # For a group without main memory, the host would wait for its device in each call.
             if not call.name or HOST.type in self._types:
-                self._begin_comparison(action)
-                if call.name or not self._is_apart:
-                    self._finish_comparison()
+                # Flags and the device's data have transports of their own: a rank that does something else gets no flag
+                # as its data, and an announcement need not wait.
+                is_apart = self._device.type != HOST.type and HOST.type in self._types
+                self._comparison.begin(action, describe_call(own_frames()) if is_apart else "", self._host)
+                if call.name or not is_apart:
+                    self._comparison.finish()
         else:
             here.name_next(action)
             if here is self._own_here:  # otherwise the group does this in the first collective of the call
@@ -319,30 +321,6 @@ class ProcessCommunicator:
         """Where ranks that share memory meet; not constant, since a script may replace the group."""
         group: Any = dist.group.WORLD if dist.is_initialized() else None
         return group.here if isinstance(group, SharedMemoryGroup) else self._own_here
-
-    @property
-    def _is_apart(self) -> bool:
-        """Whether flags and the device's data have transports of their own, so that a rank which does something else
-        does not get a flag as its data."""
-        return self._device.type != HOST.type and HOST.type in self._types
-
-    def _begin_comparison(self, action: str) -> None:
-        digest = digest_of(action)
-        # One reduction yields both bounds: the least of the negated digests is the negated greatest.
-        bounds = torch.tensor([digest, -digest], device=self._host)
-        place = describe_call(own_frames()) if self._is_apart else ""
-        self._compared = action, place, bounds, dist.all_reduce(bounds, dist.ReduceOp.MIN, async_op=True)
-
-    def _finish_comparison(self) -> None:
-        assert self._compared is not None, "it has begun"
-        (action, place, bounds, work), self._compared = self._compared, None
-        work.wait()
-        least, negated_greatest = bounds.tolist()
-        if least != -negated_greatest:
-            # All ranks see the same bounds, so all of them enter this gather.
-            found = self.gather_bytes(dumps((action, place or describe_call(own_frames()))))
-            actions, places = zip(*map(pickle.loads, found), strict=True)
-            raise mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
     def _reason(self, error: BaseException) -> tuple[str, BaseException]:
         """Why the transport failed: the reason that a peer left in the store, or which ranks are missing and the error
@@ -410,6 +388,37 @@ class ProcessCommunicator:
             self._own_here.close(is_broken=is_broken)
         if self._owns_group and dist.is_initialized():
             end_group(is_broken, waits_for_device=watch is not None)
+
+
+class _Comparison:
+    """Compares, by a small reduction, what the ranks are about to do, where no shared memory does it.
+
+    Args:
+        gather: returns the bytes of all ranks; a collective.
+    """
+
+    def __init__(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        self._gather = gather
+        self._begun: tuple[str, str, torch.Tensor, Any] | None = None  # action, place, bounds, work
+
+    def begin(self, action: str, place: str, device: torch.device) -> None:
+        digest = digest_of(action)
+        # One reduction yields both bounds: the least of the negated digests is the negated greatest.
+        bounds = torch.tensor([digest, -digest], device=device)
+        self._begun = action, place, bounds, dist.all_reduce(bounds, dist.ReduceOp.MIN, async_op=True)
+
+    def finish(self) -> None:
+        """CollectiveMismatchError, on all ranks, if they do not agree in what has begun."""
+        if self._begun is None:
+            return
+        (action, place, bounds, work), self._begun = self._begun, None
+        work.wait()
+        least, negated_greatest = bounds.tolist()
+        if least != -negated_greatest:
+            # All ranks see the same bounds, so all of them enter this gather.
+            found = self._gather(dumps((action, place or describe_call(own_frames()))))
+            actions, places = zip(*map(pickle.loads, found), strict=True)
+            raise mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:

@@ -104,7 +104,11 @@ def begin_average(tensor: torch.Tensor, group: Any) -> torch.futures.Future[torc
     if not is_shared and f"{tensor.device.type}:nccl" not in dist.get_backend_config(group).split(","):
         return None
     work: Any = dist.all_reduce(tensor, dist.ReduceOp.AVG, group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+    if not is_shared:
+        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+    averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    averaged.set_result(tensor)
+    return averaged
 
 
 def innermost(comm: Communicator) -> Communicator:

@@ -139,10 +139,10 @@ def read_loggers() -> dict[str, tuple[dict[str, Any], list[Handler] | None]]:
             continue
         if logger.level or not logger.propagate or logger.disabled or logger.handlers:
             attributes = {"level": logger.level, "propagate": logger.propagate, "disabled": logger.disabled}
-            # torch adds its own handlers wherever it is imported
-            is_torchs = logger.name.partition(".")[0] == "torch"
-            handlers = [each for each in map(_describe_handler, logger.handlers) if each is not None]
-            found[logger.name] = attributes, None if is_torchs else handlers
+            handlers: list[Handler] | None = None
+            if logger.name.partition(".")[0] != "torch":  # torch adds its own wherever it is imported
+                handlers = list(filter(None, map(_describe_handler, logger.handlers)))
+            found[logger.name] = attributes, handlers
     return found
 
 

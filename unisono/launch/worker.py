@@ -89,19 +89,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has ended, and that is reported first
-    # StoppedError is a SystemExit, too, but reports an agreed stop.
-    if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
-        outcome = Outcome.failure(exit_error(outcome.error, rank))
-    # Decided on the original error, which `translate_error` may replace: torch.distributed calls of the user, or DDP,
-    # raise those of torch's transport.
-    is_secondary = outcome.is_secondary
-    is_secondary |= outcome.error is not None and any(map(is_of_transport, chain_of(outcome.error)))
-    if world is not None and outcome.error is not None:
-        outcome = replace(outcome, error=translate_error(outcome.error, world.comm))
-    is_failure = outcome.error is not None
-    if outcome.error is not None:
-        add_limit_note(outcome.error)
-    where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
+    outcome = _in_callers_terms(outcome, rank, world)
     for stream in (sys.stdout, sys.stderr):  # first: once the caller knows of a failure, it may signal this process
         with contextlib.suppress(Exception):
             stream.flush()
@@ -110,7 +98,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
             recorder.end(outcome.error)
     if preemption.is_agreed() and world is not None:
         reporter.send(Kind.STOPPED, str(count_of(world, "steps")).encode())
-    reporter.send(Kind.OUTCOME, replace(outcome, where=where, is_secondary=is_secondary).to_bytes())
+    reporter.send(Kind.OUTCOME, outcome.to_bytes())
     # The default action works inside native code, where a handler in Python would not run.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_LEAVE_S)  # kills this process if its transport waits for a peer, so that neither is held up
@@ -121,7 +109,26 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
             # Exit functions may take longer; the supervisor limits them.
             signal.alarm(0)
             atexit._run_exitfuncs()  # what fn has registered, and what has to be flushed
-    os._exit(int(is_failure))
+    os._exit(int(outcome.error is not None))
+
+
+def _in_callers_terms(outcome: Outcome[Any], rank: int, world: World | None) -> Outcome[Any]:
+    """The outcome as the caller gets it: with the rank's place, an error of the transport with its reason, and what
+    limits of the machine have to do with it."""
+    where = str(world) if world is not None else f"rank {rank}, {this_process()}, before it joined the world"
+    # StoppedError is a SystemExit, too, but reports an agreed stop.
+    if isinstance(outcome.error, SystemExit) and not isinstance(outcome.error, StoppedError):
+        outcome = Outcome.failure(exit_error(outcome.error, rank))
+    error = outcome.error
+    if error is None:
+        return replace(outcome, where=where)
+    # Decided on the original error, which `translate_error` may replace: torch.distributed calls of the user, or DDP,
+    # raise those of torch's transport.
+    is_secondary = outcome.is_secondary or any(map(is_of_transport, chain_of(error)))
+    if world is not None:
+        error = translate_error(error, world.comm)
+    add_limit_note(error)
+    return replace(outcome, error=error, where=where, is_secondary=is_secondary)
 
 
 def exit_error(error: SystemExit, rank: int) -> WorkerDiedError:

@@ -75,11 +75,10 @@ def backward(
 
     Args:
         loss: a tensor of one element.
-        weight: the number of terms in the mean, if these are not the samples: the number of unmasked tokens, for
-            example. None uses the samples that the loader has delivered to this rank; without a loader of this package
-            each microbatch counts the same. In a step, either all ranks pass weights or none does. Several losses of
-            one batch share one weight. A batch that only repeats others, since the round has fewer samples than ranks,
-            weighs 0 in any case. Costs a small collective.
+        weight: the number of terms in the mean, if these are not the samples: unmasked tokens, for example. None uses
+            the samples that the loader has delivered to this rank; without a loader of this package each microbatch
+            counts the same. In a step, all ranks pass weights or none does. Several losses of one batch share one
+            weight. A batch that only repeats others weighs 0 in any case. Costs a small collective.
         batch: tensors of the batch that the loss was computed from, as a loader of this package delivered them, or
             views of them; `()` says that the data is no loader's. None uses the batch that was delivered last; after
             a prepared model's forward pass, the one that its inputs came from.
@@ -97,10 +96,9 @@ def backward(
     trainers = list(hand.trainers)
     # A prepared model has its own hooks at its parameters: those below would scale its gradients a second time.
     trained = set(_leaves(loss)) if trainers else set()
-    for each in trainers:
-        if each.has(trained):
-            each.backward(loss, weight, batch)
-            return
+    if (trainer := next((each for each in trainers if each.has(trained)), None)) is not None:
+        trainer.backward(loss, weight, batch)
+        return
     steps = hand.steps_of(world)
     origin = steps.find() if batch is None else steps.name(batch)
     # Data of no loader cannot be distinguished, so each backward pass on it counts as a new microbatch.
@@ -131,12 +129,12 @@ def optimizer_step(
     *,
     world: World | None = None,
 ) -> Any:
-    """Reduce the gradients of the optimizer's parameters over all ranks and call `optimizer.step(**optimizer_args)`.
+    """Reduce the gradients of the optimizer's parameters over all ranks; return `optimizer.step(**optimizer_args)`.
 
-    The gradient that is applied is that of the mean loss over all samples that the ranks received from a loader of this
-    package, however unevenly they were split; batches from elsewhere count equally per rank. Gradients accumulated by
-    several plain `loss.backward()` remain a sum of such means, as on one device; several `unisono.backward(loss)` give
-    the mean over all of their samples. The learning rate is never scaled.
+    The gradient is that of the mean loss over all samples that the ranks received from a loader of this package,
+    however unevenly they were split; batches from elsewhere count equally per rank. Several plain `loss.backward()`
+    leave a sum of such means, as on one device; several `unisono.backward(loss)` give the mean over all of their
+    samples. The learning rate is never scaled.
 
     Args:
         optimizer: with the same parameters, in the same order, on each rank.
@@ -144,9 +142,6 @@ def optimizer_step(
         optimizer_args: keyword arguments of `optimizer.step`. A "closure" is called by it, on every rank, and its
             gradients and its loss are reduced each time.
         world: None uses the current one.
-
-    Returns:
-        The result of `optimizer.step`.
 
     Raises:
         TypeError: `optimizer` is not an optimizer.
@@ -172,8 +167,7 @@ def optimizer_step(
                 # All ranks skip the step, or none does: the totals are equal on all of them.
                 is_empty = _is_counted(optimizer, hand) and steps.step.is_empty()
                 if is_empty and not holds_any(trained_parameters(optimizer), world):
-                    track.count("skipped steps")
-                    return None
+                    return track.count("skipped steps")
                 reduce_held(optimizer, world)
         with track.span(STEP):
             result = optimizer.step(**arguments)

@@ -59,9 +59,11 @@ def has_gradient(optimizer: Optimizer) -> bool:
 def describe_rates(optimizers: Iterable[Optimizer]) -> str:
     """The learning rates that are plain numbers, to be compared by the ranks, which step with them."""
     # To six digits: hosts may compute the cosine of a schedule differently in the last one.
-    groups = chain.from_iterable(map(attrgetter("param_groups"), optimizers))
-    rates = [f"{rate:.6g}" for group in groups if isinstance(rate := group.get("lr"), int | float)]
-    shown = list(dict.fromkeys(rates))
+    found: dict[str, None] = {}
+    for group in chain.from_iterable(map(attrgetter("param_groups"), optimizers)):
+        if isinstance(rate := group.get("lr"), int | float):
+            found[f"{rate:.6g}"] = None
+    shown = list(found)
     if len(shown) > _SHOWN:
-        shown = [*shown[:_SHOWN], f"{zlib.crc32(repr(rates).encode()):08x}"]
+        shown = [*shown[:_SHOWN], f"{zlib.crc32(repr(shown).encode()):08x}"]
     return f" at lr {'/'.join(shown)}" if shown else ""

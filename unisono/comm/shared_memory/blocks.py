@@ -85,7 +85,10 @@ class Blocks:
             pieces = [slot.view(self.size, width) for slot in self._slots(output.dtype, self.size * width)]
             for part, piece in zip(parts, pieces[self.rank], strict=True):
                 piece.copy_(part[start : start + width])
-            self._meet(action, start)
+            if start:
+                self._here.meet()
+            else:  # the first block: compare what the ranks do
+                self._here.enter(action)
             fold_into(block, [each[self.rank] for each in pieces], op)
             start += capacity
 
@@ -126,16 +129,12 @@ class Blocks:
             slots = self._slots(flat.dtype, block.shape[0])
             if is_shown:
                 slots[self.rank].copy_(block)
-            self._meet(action, start)
+            if start:
+                self._here.meet()
+            else:  # the first block: compare what the ranks do
+                self._here.enter(action)
             yield block, slots
             start += capacity
-
-    def _meet(self, action: str, start: int) -> None:
-        """Wait for all ranks; in the first block of a collective, compare what they do."""
-        if start:
-            self._here.meet()
-        else:
-            self._here.enter(action)
 
     def _slots(self, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
         """For each rank, that many elements at the beginning of its slot for the next meeting."""

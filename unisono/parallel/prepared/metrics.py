@@ -73,7 +73,7 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     ways = _ways(count, recent)
     mark = known[0].mark if known else 0
     matches = any(count in (each.last.rows, each.rows.num_rows) for each in recent)
-    # One reduction gives the least of each number, and the greatest of those that are sent negated.
+    # One reduction: the least of each, and the greatest of those sent negated.
     sent = [min(len(counts), 1), -len(counts), newest.rows.is_sized, mark, -mark, newest.mark, -newest.mark, -matches]
     sent += [each is not None for each in ways]
     least, most, is_sized, first, last, first_new, last_new, is_near, *found = world.comm.all_reduce(
@@ -81,9 +81,8 @@ def valid_rows(values: Any, valid_samples: int | None, world: World) -> tuple[An
     ).tolist()
     if most < -1:
         raise ValueError(
-            f"values with {count} samples belong to several batches, of which, on this rank or another, different rows "
-            f"count (here {' or '.join(map(str, counts))}); gather those of each batch separately, or pass "
-            "valid_samples"
+            f"values with {count} samples are of several batches, of which, on this rank or another, different rows "
+            f"count (here {' or '.join(map(str, counts))}); gather each batch separately, or pass valid_samples"
         )
     if least:
         _check_rounds(first == -last, world)

@@ -57,11 +57,6 @@ class Taken(NamedTuple):
     batches: int = 0
     device_steps: int = 0
 
-    def after_step(self, batches: int, microbatches: int) -> Taken:
-        """The progress after one more step, on `batches`; `microbatches` of them make a step of one device."""
-        device_steps = math.ceil(batches / microbatches)
-        return _taken((self.steps + 1, self.batches + batches, self.device_steps + device_steps))
-
     def since(self, before: Taken, unit: str) -> int:
         """The number of units by which one call advances: the rounded mean per optimizer step since `before`, or 1.
 
@@ -175,7 +170,8 @@ class Stepper:
             phase = track.switch(STEP)  # no `with`, which would cost four calls
             try:
                 result = self._step(closure, arguments)
-                self.world.backend.mark_step(self.world.device)
+                if self.world.backend.is_lazy:
+                    self.world.backend.mark_step(self.world.device)
             finally:
                 track.switch(phase)
         except RuntimeError as error:
@@ -294,7 +290,10 @@ class Stepper:
         return batch.loop if batch is not None and batch.loop.is_open else None
 
     def _count_step(self) -> None:
-        self.taken = self.taken.after_step(self._steps.step.num_dealt(), int(self._steps.step.every))
+        steps, batches, device_steps = self.taken
+        dealt = self._steps.step.num_dealt()
+        device_steps += math.ceil(dealt / self._steps.step.every)  # so many microbatches make a step of one device
+        self.taken = _taken((steps + 1, batches + dealt, device_steps))
 
     def _refuse_inside_backward(self) -> None:
         """Refuse a step in a hook, where gradients are still those of one rank, or of a part of the step."""
