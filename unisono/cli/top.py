@@ -33,8 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             found = read_run(arguments.run_directory)
         except OSError as error:
-            if (Path(arguments.run_directory) / "latest").exists() and not arguments.once:
-                time.sleep(1)  # its workers are being started
+            if is_live and (latest := Path(arguments.run_directory) / "latest").exists():  # workers are being started
+                print(f"\x1b[H\x1b[J{latest}: no rank has recorded anything yet", end="", flush=True)
+                time.sleep(1)
                 continue
             print(f"unisono top: {error}", file=sys.stderr)
             return 1

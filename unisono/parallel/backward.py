@@ -167,9 +167,9 @@ class Passes:
                     self._world.comm.size,
                 )
         timeline, before = self._world.timeline, None
-        if timeline.is_recorded:
-            timeline.backward = timeline.loop()
-            before = timeline.backward.switch(BACKWARD)
+        track = timeline.backward = timeline.loop() if timeline.is_recorded else None
+        if track is not None:
+            before = track.switch(BACKWARD)
         if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
             self._is_checked = True
             if weight is None and is_summed(loss.grad_fn) and self._world.rank == 0:
@@ -190,9 +190,9 @@ class Passes:
             raise
         finally:
             self._is_called, self._given = False, None
-            if timeline.backward is not None:
-                timeline.backward.switch(before)
-                timeline.backward = None
+            timeline.backward = None
+            if track is not None:
+                track.switch(before)
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""

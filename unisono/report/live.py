@@ -20,7 +20,9 @@ from unisono.world import World
 
 _EVERY_S = 1.0
 _NOTABLE = 0.1  # the share of the time from which a cause of waiting is named
-_TAIL = 65536  # bytes of a record: its lines of about the last ten seconds, or more
+_TAIL = 262144  # bytes of a record: several lines, of at most some ten thousand
+_LINES = 11  # of them, over which the ranks are compared
+_PATIENCE = 200  # times as long as the last comparison took: when the next one is due
 
 _HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "cores", "MB", "device MB"]
 
@@ -76,6 +78,7 @@ class LiveFigures:
         self._next = time.monotonic() + _EVERY_S
         self._parts: list[str] = []
         self._slowest: int | None = None
+        self._compare_at = 0.0
         world.timeline.at_sample = self._find_slowest
 
     def parts(self, is_last: bool = False) -> list[str]:
@@ -110,13 +113,16 @@ class LiveFigures:
     def _find_slowest(self, directory: Path) -> None:
         """Compare the records of all ranks. Without all of them, as where machines do not share the directory, there is
         no slowest one."""
-        self._slowest = None
+        if (began := time.monotonic()) < self._compare_at:
+            return
+        slowest = None
         with contextlib.suppress(Exception):  # a rank that has not begun, a line that is cut off, a division by no time
             own = {}
             for rank in range(self._world.world_size):
                 passed = _between(*_ends_of(directory / f"rank-{rank}.jsonl"))
                 own[rank] = (passed.loop_seconds - passed.waited(PEERS)) / passed.loop_seconds
-            self._slowest = slowest_of(own)
+            slowest = slowest_of(own)
+        self._slowest, self._compare_at = slowest, began + _PATIENCE * (time.monotonic() - began)
 
 
 _WAITS = dict(zip(CAUSES, ("data", "transfers", "other ranks"), strict=True))
@@ -141,5 +147,6 @@ def _ends_of(path: Path) -> tuple[RankSummary, RankSummary]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         lines = file.read().split(b"\n")[1:-1]  # the first may be cut off, or has the facts; the last is being written
+    lines = lines[-_LINES:]
     first, last = (summary_of(json.loads(line)) for line in (lines[0], lines[-1]))
     return first, last
