@@ -74,25 +74,13 @@ docs: $(VENV)/.docs
 package: $(VENV)/.test $(VENV)/.package
 	$(BIN)/python .ci/package.py
 
+# What docs/performance.md shows: the files of results, and the tables made from them. A quarter of an hour, on a machine
+# that does nothing else; `make bench BENCH="--blocks 1"` shows sooner that all of it runs.
 bench: $(VENV)/.bench
-	$(BIN)/python bench/launch.py
-	$(BIN)/python bench/restart.py
-	$(BIN)/python bench/checkpoint.py
-	$(BIN)/python bench/failures.py
-	$(BIN)/python bench/idle_memory.py
-	$(BIN)/python bench/checked.py
-	$(BIN)/python bench/shared_memory.py
-	$(BIN)/python bench/steps.py
-	$(BIN)/python bench/threads.py
-	$(BIN)/python bench/overlap.py
-	$(BIN)/python bench/overhead.py
-	$(BIN)/python bench/plain_data.py
-	$(BIN)/python bench/host_cost.py
-	$(BIN)/python bench/first_batch.py
-	$(BIN)/python bench/simulated.py
-	$(BIN)/python bench/low_bandwidth.py
-	if test -x $(XLA)/bin/python; then for each in overhead first_batch xla; do \
-	    PJRT_DEVICE=CPU $(XLA)/bin/python bench/$$each.py || exit 1; done; fi
+	$(BIN)/python -m unisono bench $(BENCH) -o bench/results/cpu.json
+	if test -x $(XLA)/bin/python; then \
+	    PJRT_DEVICE=CPU $(XLA)/bin/python -m unisono bench $(BENCH) --device xla -o bench/results/xla.json; fi
+	$(BIN)/python docs/generate/performance.py
 
 clean:
 	rm -rf $(VENV) $(XLA) $(NEWEST) build dist out *.egg-info

@@ -1,19 +1,35 @@
-"""Ratios from interleaved blocks: on a noisy machine only variants that run close together can be compared."""
+"""What the benchmarks share: their command line, interleaved blocks, and the lines that `unisono bench` reads.
+
+On a noisy machine only variants that run close together can be compared. Every figure is a cost, a time or a size, as
+ours / theirs: smaller is better. A benchmark is a script that has `DEVICES`, the families that it can measure.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 
 
-def ratio_line(name: str, ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """One line: the median of the pairwise ratios ours / theirs, with the quartiles as its spread."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
-    return f"{name:<52} {median(ratios):7.3f}   quartiles {low:.3f} .. {high:.3f}   {len(ratios)} pairs"
+def options(doc: str | None, devices: Sequence[str], /, blocks: int, **defaults: Any) -> argparse.Namespace:
+    """The command line of a benchmark: --blocks, --device, and an option for each default; a list takes several.
+
+    What names no device uses the chosen family from then on, in this process and in those below it.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=blocks)
+    parser.add_argument("--device", choices=devices, default=devices[0])
+    for name, default in defaults.items():
+        is_list = isinstance(default, list)
+        kind = type(default[0] if is_list else default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, nargs="+" if is_list else None)
+    found = parser.parse_args()
+    os.environ["UNISONO_BACKEND"] = found.device
+    return found
 
 
 def interleave(variants: Mapping[str, Callable[[], float]], blocks: int, warm_up: int = 1) -> dict[str, list[float]]:
@@ -31,7 +47,20 @@ def interleave(variants: Mapping[str, Callable[[], float]], blocks: int, warm_up
     return results
 
 
-def conditions() -> str:
-    """The conditions on which a figure depends: other programs may run next to `make bench`."""
+def show(
+    case: str, costs: Mapping[str, Sequence[float]], pairs: Iterable[tuple[str, str]] = (), unit: str = "s"
+) -> None:
+    """Print a line for each pair (ours, theirs) of the costs; without pairs, the first against each of the others."""
     load = ", ".join(f"{average:.1f}" for average in os.getloadavg())
-    return f"torch {torch.__version__}, {os.cpu_count()} cores, load {load} (1, 5 and 15 minutes)"
+    print(f"\n{case}; torch {torch.__version__}, {os.cpu_count()} cores, load {load} (1, 5 and 15 minutes)")
+    first, *others = costs
+    for ours, theirs in pairs or [(first, each) for each in others]:
+        print(ratio_line(f"{ours} / {theirs}", costs[ours], costs[theirs], unit), flush=True)
+
+
+def ratio_line(name: str, ours: Sequence[float], theirs: Sequence[float], unit: str = "s") -> str:
+    """The median of the pairwise ratios ours / theirs, with the quartiles as its spread; and the medians of both."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
+    spread = f"{median(ratios):8.4g}   quartiles {low:.4g} .. {high:.4g}   {len(ratios)} pairs"
+    return f"{name:<58} {spread}   {median(ours):.4g} / {median(theirs):.4g} {unit}"

@@ -1,6 +1,6 @@
 """The cost of checks per step: `check_replicas`, `should_stop` and compared collectives against a step without them.
 
-    python bench/checked.py [--blocks 20] [--steps 20] [--workers 2]
+    python bench/checked.py [--blocks 8] [--steps 20] [--workers 2]
 
 N worker processes train a small convolutional network on batches in memory. All variants run in the same workers and
 alternate every few steps. Ratios are with / without: nearer to 1 is cheaper.
@@ -8,15 +8,13 @@ alternate every few steps. Ratios are with / without: nearer to 1 is cheaper.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from statistics import median
 
 import torch
-from blocks import conditions, interleave, ratio_line
+from blocks import interleave, options, show
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,6 +25,7 @@ from unisono.parallel.agreement import check_replicas
 from unisono.parallel.stopping import should_stop
 from unisono.world import World
 
+DEVICES = ("cpu",)
 PLAIN = "no check"
 Step = Callable[[], None]
 
@@ -101,17 +100,11 @@ def measure(index: int, blocks: int, steps: int) -> Mapping[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=2)
-    arguments = parser.parse_args()
-    times = spawn(measure, args=(arguments.blocks, arguments.steps), nprocs=arguments.workers, backend="cpu")[0]
+    arguments = options(__doc__, DEVICES, blocks=8, steps=20, workers=2)
+    times = spawn(measure, args=(arguments.blocks, arguments.steps), nprocs=arguments.workers)[0]
     count = sum(parameter.numel() for parameter in build_model().parameters())
-    print(f"a step of {count} parameters in {arguments.workers} processes; {conditions()}")
-    print("median ms per step: " + ", ".join(f"{name} {median(t) * 1e3:.2f}" for name, t in times.items()))
-    for name in list(times)[1:]:
-        print(ratio_line(f"{name} / {PLAIN}", times[name], times[PLAIN]))
+    pairs = [(name, PLAIN) for name in times if name != PLAIN]
+    show(f"a step of {count:,} parameters, {arguments.workers} processes", times, pairs)
 
 
 if __name__ == "__main__":

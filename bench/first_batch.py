@@ -1,31 +1,31 @@
 """The time to the first batch: at the beginning of an epoch, and when a run resumes late in one.
 
-    python bench/first_batch.py [--blocks 15] [--samples 10000000] [--peer-samples 500000]
+    python bench/first_batch.py [--blocks 8] [--device cuda] [--samples 500000 10000000]
 
 Beginning: `next(iter(loader))` over batches that take milliseconds to make, for the loaders of bench/overhead.py.
-Resuming: over a shuffled dataset of that many samples, from the state after 90 % of it, minus the time from 0; for
-torchdata's StatefulDataLoader, and for a DataLoader whose first batches are read and discarded, over fewer samples.
+Resuming, on the CPU: over a shuffled dataset of that many samples, from the state after 90 % of it, against starting at
+0; and, for the smaller one, against torchdata's StatefulDataLoader and a DataLoader whose first batches are discarded.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
-from statistics import median, quantiles
 from typing import Any
 
 import torch
-from blocks import conditions, interleave, ratio_line
+from blocks import interleave, options, show
 from overhead import BATCH_SIZE, OURS, Numbers, loaders
 from overlap import Hashes
 from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader
 
+DEVICES = ("cpu", "cuda", "mps", "xla")
 AT = 0.9  # of an epoch
 
 
@@ -44,14 +44,11 @@ def first_of(loader: Iterable[Any]) -> Callable[[], float]:
     return first
 
 
-def report_beginning(blocks: int) -> None:
+def report_beginning(blocks: int, device: str) -> None:
     for workers in (0, 2):
-        made = loaders(Hashes(8 * BATCH_SIZE, units=1, size=1 << 17), workers, keep_workers=False)
+        made = loaders(Hashes(8 * BATCH_SIZE, units=1, size=1 << 17), workers, device, keep_workers=False)
         times = interleave({name: first_of(loader) for name, loader in made.items()}, blocks)
-        print(f"\nfirst batch of an epoch; num_workers={workers}; {conditions()}")
-        print("median ms: " + ", ".join(f"{name} {median(t) * 1e3:.1f}" for name, t in times.items()))
-        for theirs in list(made)[2:]:
-            print(ratio_line(f"{OURS} / {theirs}", times[OURS], times[theirs]), flush=True)
+        show(f"of an epoch, num_workers={workers}", times, [(OURS, theirs) for theirs in list(made)[2:]])
 
 
 class Fast(Numbers):
@@ -85,10 +82,10 @@ def resuming_unisono(samples: int) -> dict[str, Callable[[], float]]:
         assert torch.equal(batch, expected) == (state is late)
         return elapsed
 
-    return {"from 0": lambda: from_state(beginning), "from 90 %": lambda: from_state(late)}
+    return {OURS: lambda: from_state(late), "from 0": lambda: from_state(beginning)}
 
 
-def resuming_torchdata(samples: int) -> dict[str, Callable[[], float]]:
+def resuming_torchdata(samples: int) -> Callable[[], float]:
     kind = import_module("torchdata.stateful_dataloader").StatefulDataLoader
     loader = shuffled(samples, kind)
     epoch = iter(loader)
@@ -96,59 +93,39 @@ def resuming_torchdata(samples: int) -> dict[str, Callable[[], float]]:
         next(epoch)
     late = loader.state_dict()
 
-    def first(state: dict[str, Any] | None) -> float:
+    def first() -> float:
         again = shuffled(samples, kind)
         start = time.perf_counter()
-        if state is not None:
-            again.load_state_dict(state)
+        again.load_state_dict(late)
         next(iter(again))
         return time.perf_counter() - start
 
-    return {"from 0": lambda: first(None), "from 90 %": lambda: first(late)}
+    return first
 
 
-def resuming_by_skipping(samples: int) -> dict[str, Callable[[], float]]:
-    def first(skipped: int) -> float:
-        loader = shuffled(samples)
-        start = time.perf_counter()
-        next(islice(loader, skipped, None))
-        return time.perf_counter() - start
-
-    return {"from 0": lambda: first(0), "from 90 %": lambda: first(round(samples * AT) // BATCH_SIZE)}
+def skipping(samples: int) -> float:
+    loader = shuffled(samples)
+    start = time.perf_counter()
+    next(islice(loader, round(samples * AT) // BATCH_SIZE, None))
+    return time.perf_counter() - start
 
 
-def report_going_on(samples: int, peer_samples: int, blocks: int) -> None:
-    cases = [(OURS, resuming_unisono, samples), (OURS, resuming_unisono, peer_samples)]
-    cases.append(("DataLoader, read and dropped", resuming_by_skipping, peer_samples))
-    try:
-        import_module("torchdata.stateful_dataloader")
-        cases.append(("StatefulDataLoader", resuming_torchdata, peer_samples))
-    except ModuleNotFoundError:
-        pass
-    variants: dict[str, Callable[[], float]] = {}
-    for name, make, size in cases:
-        variants |= {f"{name}, {size:,}: {place}": first for place, first in make(size).items()}
-    times = interleave(variants, blocks)
-    print(f"\nfirst batch from {AT:.0%} of an epoch, and what that costs more than from 0; {conditions()}")
-    for name, _, size in cases:
-        start, late = (times[f"{name}, {size:,}: {place}"] for place in ("from 0", "from 90 %"))
-        more = [(b - a) * 1e3 for a, b in zip(start, late, strict=True)]
-        low, _, high = quantiles(more, n=4)
-        head = f"{name}, {size:,} samples"
-        medians = f"median {median(late) * 1e3:7.1f} ms, from 0 {median(start) * 1e3:6.1f}, more {median(more):7.1f}"
-        print(f"{head:<46} {medians} (quartiles {low:.1f} .. {high:.1f})")
+def report_resuming(sizes: list[int], blocks: int) -> None:
+    for samples in sizes:
+        variants = resuming_unisono(samples)
+        if samples == min(sizes):
+            variants["reading and discarding"] = partial(skipping, samples)
+            if find_spec("torchdata"):
+                variants["StatefulDataLoader"] = resuming_torchdata(samples)
+        show(f"from 90 % of {samples:,} samples", interleave(variants, blocks))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--samples", type=int, default=10_000_000)
-    parser.add_argument("--peer-samples", type=int, default=500_000)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, DEVICES, blocks=8, samples=[500_000, 10_000_000])
     torch.set_num_threads(1)
-    report_beginning(arguments.blocks)
-    if not os.environ.get("PJRT_DEVICE"):
-        report_going_on(arguments.samples, arguments.peer_samples, arguments.blocks)
+    report_beginning(arguments.blocks, arguments.device)
+    if arguments.device == "cpu":
+        report_resuming(arguments.samples, arguments.blocks)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,30 @@
-"""What a prepared step costs the host: time against the plain step, and Python calls.
+"""What a prepared step costs the host: time against the plain step.
 
-    python bench/host_cost.py [--blocks 40] [--parameters 300]
+    python bench/host_cost.py [--blocks 30] [--device cuda] [--parameters 300]
 
 A model of tiny layers, so that the step is nearly all host: on an accelerator this time is what the device waits for.
 One rank is compared with plain torch; two ranks with torch's DDP, in the same workers and over the same process group;
-and Accelerate's with DDP, where it can be imported. Each block runs a few steps of each variant, in turn. Differences
-are in microseconds a step and a parameter: smaller is better.
+and Accelerate's with DDP, where it can be imported. Each block runs a few steps of each variant, in turn.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+import logging
 import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from statistics import median, quantiles
-from types import FrameType
 from typing import Any
 
 import torch
-from blocks import conditions, interleave
+from blocks import interleave, options, show
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono import Accelerator, rank, spawn, world_size
+from unisono import Accelerator, current_world, spawn
+from unisono.backends import get_backend
 
+DEVICES = ("cpu", "cuda", "mps")
 STEPS = 8  # of a block
 OURS, DDP, ACCELERATE, PLAIN = "unisono", "DDP", "accelerate", "plain torch"
 
@@ -39,12 +37,12 @@ def network(parameters: int) -> nn.Module:
 
 
 def parts(parameters: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = network(parameters)
+    model = network(parameters).to(current_world().device)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
 def step_of(model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, backward: Callable[..., Any]) -> Step:
-    inputs = torch.ones(2, 4)
+    inputs = torch.ones(2, 4, device=current_world().device)
 
     def step() -> None:
         backward(model(inputs).pow(2).mean())
@@ -54,8 +52,8 @@ def step_of(model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer
     return step
 
 
-def ours(parameters: int, **options: Any) -> Step:
-    accelerator = Accelerator(**options)
+def ours(parameters: int) -> Step:
+    accelerator = Accelerator()
     model, optimizer = accelerator.prepare(*parts(parameters))
     return step_of(model, optimizer, accelerator.backward)
 
@@ -71,76 +69,45 @@ def ddp(parameters: int) -> Step:
 
 
 def accelerates(parameters: int) -> Step:
-    accelerator = import_module("accelerate").Accelerator(cpu=True)
+    accelerator = import_module("accelerate").Accelerator(cpu=current_world().device.type == "cpu")
     model, optimizer = accelerator.prepare(*parts(parameters))
     return step_of(model, optimizer, accelerator.backward)
 
 
 def timed(step: Step) -> Callable[[], float]:
+    world = current_world()
+
     def block() -> float:
         start = time.perf_counter()
         for _ in range(STEPS):
             step()
-        return (time.perf_counter() - start) / STEPS * 1e6
+        world.backend.synchronize(world.device)
+        return (time.perf_counter() - start) / STEPS
 
     return block
 
 
-def calls_of(step: Step) -> tuple[int, int]:
-    """The Python calls of one step outside of torch, and the files that they are in."""
-    step()
-    found: list[str] = []
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and "torch" not in frame.f_code.co_filename and frame.f_code.co_name != "step":
-            found.append(frame.f_code.co_filename)
-
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return len(found), len(set(found))
-
-
-def compare(parameters: int, blocks: int) -> list[str]:
-    """Lines of results, the same steps on each rank."""
+def compare(parameters: int, blocks: int) -> dict[str, list[float]]:
+    """The same steps on each rank."""
     torch.set_num_threads(1)
-    is_alone = world_size() == 1
-    base = PLAIN if is_alone else DDP
-    variants = {base: (plain if is_alone else ddp)(parameters), OURS: ours(parameters)}
+    logging.getLogger("unisono").setLevel(logging.ERROR)  # batches from no loader are intended here
+    is_alone = current_world().world_size == 1
+    variants = {OURS: ours(parameters), **({PLAIN: plain(parameters)} if is_alone else {DDP: ddp(parameters)})}
     if not is_alone and find_spec("accelerate"):
         variants[ACCELERATE] = accelerates(parameters)
-    results = interleave({name: timed(step) for name, step in variants.items()}, blocks, warm_up=3)
-    lines = [f"{world_size()} rank(s), {parameters} parameters: {base} {median(results[base]):.0f} us a step"]
-    for name in (each for each in variants if each != base):
-        more = [a - b for a, b in zip(results[name], results[base], strict=True)]
-        low, middle, high = quantiles(more, n=4)
-        ratio = median(a / b for a, b in zip(results[name], results[base], strict=True))
-        lines.append(
-            f"  {name:<12} {middle:+8.0f} us a step (quartiles {low:+.0f} .. {high:+.0f}), "
-            f"{middle / parameters:+.2f} us a parameter, ratio {ratio:.3f}"
-        )
-    for strategy in ("ddp",) if is_alone else ("ddp", "fsdp"):
-        (few, files), (many, _) = (calls_of(ours(count, strategy=strategy)) for count in (4, 24))
-        lines.append(
-            f"  {strategy:<5} {few} Python calls in {files} files, {(many - few) / 20:+.1f} a further parameter"
-        )
-    return lines if rank() == 0 else []
+    return interleave({name: timed(step) for name, step in variants.items()}, blocks, warm_up=3)
 
 
-def in_worker(_: int, parameters: int, blocks: int) -> list[str]:
+def in_worker(_: int, parameters: int, blocks: int) -> dict[str, list[float]]:
     return compare(parameters, blocks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--parameters", type=int, default=300)
-    arguments = parser.parse_args()
-    print(conditions())
-    print(*compare(arguments.parameters, arguments.blocks), sep="\n")
-    print(*spawn(in_worker, (arguments.parameters, arguments.blocks), nprocs=2)[0], sep="\n")
+    arguments = options(__doc__, DEVICES, blocks=30, parameters=300)
+    show(f"1 rank, {arguments.parameters} parameters", compare(arguments.parameters, arguments.blocks))
+    if arguments.device == "cpu" or get_backend(arguments.device).device_count() > 1:
+        times = spawn(in_worker, (arguments.parameters, arguments.blocks), nprocs=2)[0]
+        show(f"2 ranks, {arguments.parameters} parameters", times)
 
 
 if __name__ == "__main__":

@@ -1,131 +1,61 @@
 """Memory of N idle workers that have passed a barrier: `unisono.spawn` against torch's own ways.
 
-    python bench/idle_memory.py [--rounds 3] [--workers 8]
+    python bench/idle_memory.py [--blocks 2] [--workers 8]
 
 PSS divides shared memory among the processes that share it, so the sum over the workers is their use of the machine.
-Helper processes, the zygote or torchrun's agent, are included. Ratios are ours / theirs.
+Helper processes, the zygote or torchrun's agent, are included. Not of the first group of a process, but of later ones.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from functools import partial
 from pathlib import Path
-from statistics import median
+from tempfile import TemporaryDirectory
 
 import psutil
 import torch.distributed as dist
-from blocks import conditions, interleave, ratio_line
-from torch.multiprocessing.spawn import spawn as torch_multiprocessing_spawn
+from blocks import interleave, options, show
+from peers import WAYS
 
-import unisono
-
-
-class Lounge:
-    """Two named pipes by which workers report that they are idle, and wait until they may exit."""
-
-    def __init__(self, directory: str) -> None:
-        self.arrivals, self.exit = Path(directory) / "arrivals", Path(directory) / "exit"
-        for path in (self.arrivals, self.exit):
-            if not path.exists():  # the caller creates them, before the workers start
-                os.mkfifo(path)
-
-    @contextmanager
-    def opened(self, count: int) -> Iterator[None]:
-        """Wait until `count` workers are idle; they may exit when the block ends."""
-        arrivals, leave = (os.open(path, os.O_RDWR) for path in (self.arrivals, self.exit))
-        try:
-            for _ in range(count):
-                assert os.read(arrivals, 1) == b"."
-            yield
-        finally:
-            os.write(leave, count * b".")
-
-    def idle(self) -> None:
-        """The part of a worker."""
-        dist.barrier()
-        with self.arrivals.open("wb", buffering=0) as file:
-            file.write(b".")
-        with self.exit.open("rb", buffering=0) as file:
-            file.read(1)
+DEVICES = ("cpu",)
 
 
-def idle(index: int, directory: str) -> None:
-    Lounge(directory).idle()
+def idle(rank: int, directory: str) -> None:
+    """Report by a named pipe, and wait by another one until the caller has measured."""
+    dist.barrier()
+    with (Path(directory) / "arrivals").open("wb", buffering=0) as file:
+        file.write(b".")
+    with (Path(directory) / "exit").open("rb", buffering=0) as file:
+        file.read(1)
 
 
-def torch_worker(index: int, count: int, directory: str) -> None:
-    store = dist.FileStore(f"{directory}/store", count)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=index, world_size=count)
-    Lounge(directory).idle()
-    dist.destroy_process_group()
-
-
-def pss_below(process: psutil.Process) -> float:
-    """MiB of all its descendants."""
-    return sum(each.memory_full_info().pss for each in process.children(recursive=True)) / 2**20
-
-
-def ours(count: int) -> float:
-    with tempfile.TemporaryDirectory() as directory:
-        lounge = Lounge(directory)
-        context = unisono.spawn(idle, args=(directory,), nprocs=count, join=False)
-        with lounge.opened(count):
-            used = pss_below(psutil.Process())
-        context.join()
-        return used
-
-
-def multiprocessing_spawn(count: int) -> float:
-    with tempfile.TemporaryDirectory() as directory:
-        lounge = Lounge(directory)
-        context = torch_multiprocessing_spawn(torch_worker, args=(count, directory), nprocs=count, join=False)
-        with lounge.opened(count):
-            pids = set(context.pids())
-            used = sum(psutil.Process(pid).memory_full_info().pss for pid in pids) / 2**20
-        while not context.join():
-            pass
-        return used
-
-
-def torchrun(count: int) -> float:
-    with tempfile.TemporaryDirectory() as directory:
-        lounge = Lounge(directory)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        environ = {**os.environ, "TORCHRUN_TARGET": directory, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen([*command, __file__], env=environ, stderr=subprocess.DEVNULL) as process:
-            with lounge.opened(count):
-                agent = psutil.Process(process.pid)
-                return pss_below(agent) + agent.memory_full_info().pss / 2**20
+def mib_of(name: str, count: int) -> float:
+    process = psutil.Process()
+    others = process.children(recursive=True) if name != "unisono.spawn" else []  # our zygote
+    with TemporaryDirectory() as directory:
+        pipes = [f"{directory}/arrivals", f"{directory}/exit"]
+        for each in pipes:
+            os.mkfifo(each)
+        arrivals, leave = (os.open(each, os.O_RDWR) for each in pipes)
+        group = threading.Thread(target=WAYS[name], args=(idle, count, directory))
+        group.start()
+        for _ in range(count):
+            assert os.read(arrivals, 1) == b"."
+        used = sum(each.memory_full_info().pss for each in process.children(recursive=True) if each not in others)
+        os.write(leave, count * b".")
+        group.join()
+        for file in (arrivals, leave):
+            os.close(file)
+        return used / 2**20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, nargs="+", default=[8])
-    arguments = parser.parse_args()
-    print(f"memory of idle workers, {conditions()}, {arguments.rounds} rounds")
-    for count in arguments.workers:
-        variants = {
-            "unisono.spawn": partial(ours, count),
-            "torch.multiprocessing.spawn": partial(multiprocessing_spawn, count),
-            "torchrun": partial(torchrun, count),
-        }
-        found = interleave(variants, arguments.rounds)
-        print(f"\n{count} workers; median MiB: " + ", ".join(f"{n} {median(m):.0f}" for n, m in found.items()))
-        for theirs in list(variants)[1:]:
-            print(ratio_line(f"unisono.spawn / {theirs}", found["unisono.spawn"], found[theirs]))
+    arguments = options(__doc__, DEVICES, blocks=2, workers=8)
+    variants = {name: partial(mib_of, name, arguments.workers) for name in WAYS}
+    show(f"{arguments.workers} idle workers", interleave(variants, arguments.blocks), unit="MiB")
 
 
-if "TORCHRUN_TARGET" in os.environ:
-    dist.init_process_group("gloo")
-    idle(dist.get_rank(), os.environ["TORCHRUN_TARGET"])
-    dist.destroy_process_group()
-elif __name__ == "__main__":
+if __name__ == "__main__":
     main()

@@ -1,16 +1,15 @@
 """Training over a slow link: strategy="diloco" against "ddp", between two network namespaces of this machine.
 
-    sudo python bench/low_bandwidth.py [--mbit 50] [--steps 256] [--every 32] [--width 512]
+    sudo python bench/low_bandwidth.py [--mbit 100] [--steps 256] [--every 32] [--width 512]
 
 Each is a machine of `unisono run` with one process; a token bucket (`tc tbf`) limits what each may send. A network
-learns to imitate another one, in every run from the same samples in the same order. Figures are ratios to those of
+learns to imitate another one, in every run from the same samples in the same order. Figures against
 "ddp": the bytes that a machine sends in a step, by the counters of its interface; the time of a step; and the loss on
 other samples at the end, when all have seen as many.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,10 +17,10 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from blocks import conditions
+from blocks import options, show
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
@@ -33,9 +32,8 @@ from unisono.strategies import DDP, Choice, DiLoCo
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from agents import two_networks
 
+DEVICES = ("cpu",)
 BATCH = 32  # of a machine
-
-
 SENT: dict[str, Literal["bf16", "int8"]] = {"bf16": "bf16", "int8": "int8"}
 
 
@@ -111,34 +109,30 @@ def run(name: str, names: tuple[str, str], arguments: list[str]) -> dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=256)
-    parser.add_argument("--every", type=int, default=32)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker is not None:
-        return train(options.worker, options.steps, options.every, options.width)
-    arguments = [f"--{name}={getattr(options, name)}" for name in ("steps", "every", "width")]
+    defaults: dict[str, Any] = {"steps": 256, "every": 32, "width": 512, "mbit": 100, "worker": ""}
+    arguments = options(__doc__, DEVICES, blocks=1, **defaults)
+    if arguments.worker:
+        return train(arguments.worker, arguments.steps, arguments.every, arguments.width)
+    passed = [f"--{name}={getattr(arguments, name)}" for name in ("steps", "every", "width")]
     try:
         with two_networks() as names:
             for each in names:
-                limit = f"tbf rate {options.mbit}mbit burst 64kb latency 400ms".split()
+                limit = f"tbf rate {arguments.mbit}mbit burst 64kb latency 400ms".split()
                 subprocess.run(["tc", "-n", each, "qdisc", "add", "dev", "eth0", "root", *limit], check=True)
-            results = {name: run(name, names, arguments) for name in VARIANTS}
+            results = {name: run(name, names, passed) for name in VARIANTS}
     except (OSError, subprocess.CalledProcessError) as reason:
         print(f"skipped: network namespaces and tc need root on Linux: {reason}")
         return None
-    first = results["ddp"]
-    print(conditions())
-    numbers = f"{first['parameters']:.0f} parameters, {options.mbit} Mbit/s"
-    print(f"{numbers}, {options.steps} steps, {options.every} per meeting")
-    print(f"ddp: {first['bytes'] / 1e6:.2f} MB and {first['seconds'] * 1e3:.0f} ms a step, loss {first['loss']:.4f}")
-    print(f"{'ratio to ddp':<28}{'bytes':>8}{'time':>8}{'loss':>8}")
-    for name, found in results.items():
-        ratios = [found[figure] / first[figure] for figure in ("bytes", "seconds", "loss")]
-        print(f"{VARIANTS[name]:<28}" + "".join(f"{ratio:8.3f}" for ratio in ratios))
+    numbers = f"{results['ddp']['parameters']:.0f} parameters, {arguments.mbit} Mbit/s"
+    for what, unit in (("bytes", "bytes"), ("seconds", "s"), ("loss", "-")):
+        costs = {VARIANTS[name]: [found[what]] for name, found in results.items()}
+        show(
+            what if unit == "-" else f"{what} a step",
+            costs,
+            [(each, VARIANTS["ddp"]) for each in list(costs)[1:]],
+            unit,
+        )
+    print(f"{numbers}, {arguments.steps} steps, {arguments.every} per meeting")
     return None
 
 

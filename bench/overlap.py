@@ -1,35 +1,33 @@
 """Whether loading and computing overlap: the time of an epoch over that of the slower of the two alone.
 
-    python bench/overlap.py [--blocks 20] [--batches 40]
+    python bench/overlap.py [--blocks 6] [--batches 20]
 
 The source hashes a buffer for each batch, and so does the step: real work, one thread each, without the GIL. Each block
 times both alone, concurrently in two bare threads, in a DataLoader's loop with no loader workers, one after the other,
 and in DeviceLoader's loop. 1 is a perfect overlap: the slower of the two alone, and once per epoch the other, since
-nothing is computed while the first batch is loaded. A block is meaningless without a second core, so the blocks in
-which the bare threads overlapped are also shown separately.
+nothing is computed while the first batch is loaded. A machine without a second free core shows nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable
-from statistics import median
 
 import torch
-from blocks import conditions, interleave, ratio_line
+from blocks import interleave, options, show
 from torch.utils.data import DataLoader, Dataset
 
 from unisono import DeviceLoader
 
+DEVICES = ("cpu",)
 UNIT = 16 << 20  # bytes; about 10 ms
-IS_FREE = 1.05
 
 _BUFFER = bytes(UNIT)
 
 ALONE = ("source alone", "step alone")
+PERFECT = "a perfect overlap"
 BARE_THREADS, DATALOADER, OURS = "two bare threads", "DataLoader", "DeviceLoader"
 
 
@@ -55,7 +53,7 @@ class Hashes(Dataset[torch.Tensor]):
 
 
 def measure(source_units: int, step_units: int, batches: int, blocks: int) -> dict[str, list[float]]:
-    """Milliseconds per batch of each variant, block by block."""
+    """Seconds per batch of each variant, block by block."""
     dataset = Hashes(batches, source_units)
     plain = DataLoader(dataset, batch_size=None)
     ours = DeviceLoader(DataLoader(dataset, batch_size=None), "cpu")
@@ -84,7 +82,7 @@ def measure(source_units: int, step_units: int, batches: int, blocks: int) -> di
         def run() -> float:
             start = time.perf_counter()
             body()
-            return (time.perf_counter() - start) / batches * 1e3
+            return (time.perf_counter() - start) / batches
 
         return run
 
@@ -94,24 +92,14 @@ def measure(source_units: int, step_units: int, batches: int, blocks: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=20)
-    parser.add_argument("--batches", type=int, default=40)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, DEVICES, blocks=6, batches=20)
     torch.set_num_threads(1)
     for source_units, step_units in ((1, 1), (2, 1), (1, 2)):
         times = measure(source_units, step_units, arguments.batches, arguments.blocks)
-        print(f"\nsource : step = {source_units} : {step_units}; {arguments.batches} batches; {conditions()}")
-        print("median ms per batch: " + ", ".join(f"{name} {median(t):.2f}" for name, t in times.items()))
-        alone = list(zip(*(times[name] for name in ALONE), strict=True))
-        slower = [max(pair) + min(pair) / arguments.batches for pair in alone]
-        free = [block for block, limit in enumerate(times[BARE_THREADS]) if limit < IS_FREE * slower[block]]
-        for where, blocks in (("all blocks", range(arguments.blocks)), ("blocks with two cores", free)):
-            if blocks:
-                print(where)
-                for name in (BARE_THREADS, DATALOADER, OURS):
-                    pairs = [(times[name][block], slower[block]) for block in blocks]
-                    print(ratio_line(f"{name} / perfect overlap", *zip(*pairs, strict=True)), flush=True)
+        alone = zip(*(times[name] for name in ALONE), strict=True)
+        times[PERFECT] = [max(pair) + min(pair) / arguments.batches for pair in alone]
+        pairs = [(name, PERFECT) for name in (OURS, BARE_THREADS, DATALOADER)]
+        show(f"source : step = {source_units} : {step_units}", times, pairs)
 
 
 if __name__ == "__main__":

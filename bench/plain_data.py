@@ -1,29 +1,30 @@
-"""What plain data costs against torch's DataLoader: many small values in a batch, cheap rows, images, a large shuffle.
+"""What plain data costs against torch's DataLoader: many small values in a batch, images, a large shuffle.
 
-    python bench/plain_data.py [--blocks 15] [--only strings]
+    python bench/plain_data.py [--blocks 10] [--samples 10000000]
 
 Each block makes one pass with torch's DataLoader and one with a DeviceLoader over another DataLoader of the same
-arguments. Ratios are ours / torch's: smaller is faster. JPEGs need Pillow; without it, a line says so.
+arguments. JPEGs need Pillow; without it, a line says so.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from blocks import conditions, interleave, ratio_line
-from overhead import Numbers, Rows
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from blocks import interleave, options, show
+from overhead import Numbers
+from torch.utils.data import DataLoader, Dataset
 
 from unisono import DeviceLoader
+
+DEVICES = ("cpu",)
+OURS, THEIRS = "unisono", "a bare DataLoader"
 
 
 class Case(NamedTuple):
@@ -71,18 +72,12 @@ def as_list(samples: list[Any]) -> list[Any]:
 
 def cases() -> dict[str, Callable[[], Case]]:
     many, kept = 10_000, {"num_workers": 1, "persistent_workers": True}
-    rows = TensorDataset(torch.rand(16_000, 8), torch.randint(10, (16_000,)))
     return {
         "10,000 ints, 1 worker, a pass": lambda: Case(Numbers(many), 1, {"batch_size": many, "num_workers": 1}),
         "10,000 ints, 1 worker": lambda: Case(Numbers(8 * many), 8, {"batch_size": many, **kept}),
         "10,000 strings, 1 worker": lambda: Case(Texts(8 * many), 8, {"batch_size": many, **kept}),
         "10,000 strings, no worker": lambda: Case(Texts(8 * many), 8, {"batch_size": many}),
         "5,000 small tensors, no worker": lambda: Case(Tensors(20_000), 4, {"batch_size": 5000, "collate_fn": as_list}),
-        "numbers, 32 a batch, no worker": lambda: Case(Numbers(16_000), 500, {"batch_size": 32, "shuffle": True}),
-        "8 floats and a label, 32 a batch, no worker": lambda: Case(
-            Rows(rows), 500, {"batch_size": 32, "shuffle": True}
-        ),
-        "the same as a TensorDataset": lambda: Case(rows, 500, {"batch_size": 32, "shuffle": True}),
         "JPEG, 224, 64 a batch, 2 workers": lambda: Case(
             Images(640), 10, {"batch_size": 64, "num_workers": 2, "persistent_workers": True}
         ),
@@ -101,35 +96,32 @@ def seconds_of(loader: Any, batches: int) -> Callable[[], float]:
     return run
 
 
-def large_shuffle(samples: int) -> None:
-    """Time to the first batch of a shuffled epoch, and how much memory the process gains; each in a fresh process."""
-    for name in ("torch", "unisono"):
-        text = f"import plain_data; plain_data.first_batch({name!r}, {samples})"
-        out = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, cwd=sys.path[0])
-        print(f"shuffle of {samples:,}: {name:<8} {out.stdout.strip()}")
-
-
 def first_batch(name: str, samples: int) -> None:
+    """In a process of its own: seconds to the first batch of a shuffled epoch, and MiB that the process gains."""
     loader: Any = DataLoader(Numbers(samples), batch_size=32, shuffle=True)
-    loader = loader if name == "torch" else DeviceLoader(loader, "cpu")
+    loader = loader if name == THEIRS else DeviceLoader(loader, "cpu")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     next(iter(loader))
     seconds = time.perf_counter() - start
-    gained = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(f"{seconds:.2f} s to the first batch, {gained:,.0f} MiB at most")
+    print(seconds, max(1, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+
+
+def large_shuffle(samples: int, blocks: int) -> None:
+    found: dict[str, list[list[float]]] = {OURS: [], THEIRS: []}
+    for name in [*found] * blocks:
+        text = f"import plain_data; plain_data.first_batch({name!r}, {samples})"
+        out = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, cwd=sys.path[0])
+        found[name].append([float(each) for each in out.stdout.split()])
+    for place, (what, unit) in enumerate((("seconds", "s"), ("memory", "MiB"))):
+        costs = {name: [each[place] for each in values] for name, values in found.items()}
+        show(f"the first batch of {samples:,} shuffled samples, {what}", costs, unit=unit)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--only", default="", help="the cases whose names contain this text")
-    parser.add_argument("--samples", type=int, default=10**8, help="of the large shuffle")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, DEVICES, blocks=10, samples=10**7)
     torch.set_num_threads(1)
     for name, make in cases().items():
-        if arguments.only not in name:
-            continue
         try:
             case = make()
         except ModuleNotFoundError as error:
@@ -137,13 +129,9 @@ def main() -> None:
             continue
         bare = DataLoader(case.dataset, **case.arguments)
         ours = DeviceLoader(DataLoader(case.dataset, **case.arguments), "cpu")
-        found = interleave(
-            {"ours": seconds_of(ours, case.batches), "torch": seconds_of(bare, case.batches)}, arguments.blocks
-        )
-        print(ratio_line(name, found["ours"], found["torch"]), f"torch {median(found['torch']) * 1e3:.2f} ms a batch")
-    if arguments.only in "shuffle":
-        large_shuffle(arguments.samples)
-    print(conditions())
+        variants = {OURS: seconds_of(ours, case.batches), THEIRS: seconds_of(bare, case.batches)}
+        show(name, interleave(variants, arguments.blocks))
+    large_shuffle(arguments.samples, max(1, arguments.blocks // 4))
 
 
 if __name__ == "__main__":

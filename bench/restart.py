@@ -1,43 +1,41 @@
 """From the death of a worker to the first collective of the restarted group: `spawn(max_restarts=1)` against torch's
 elastic agent.
 
-    python bench/restart.py [--rounds 5] [--workers 2 4]
+    python bench/restart.py [--blocks 4] [--workers 2]
 
 Rank 1 notes the time and kills itself with SIGKILL; after the restart every rank notes when its first all_reduce is
 done. The agent runs in this process, as in torchrun, with its fastest settings: it polls its workers every
 0.1 s instead of every second, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most restarts fail.
-Ratios are ours / theirs: smaller is faster.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
-from blocks import conditions, interleave, ratio_line
+from blocks import interleave, options, show
+from peers import latest, stamp
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import unisono
 
+DEVICES = ("cpu",)
+
 
 def die_or_reduce(directory: str, rank: int, restart_count: int) -> None:
     dist.all_reduce(torch.ones(1))
     if restart_count == 0 and rank == 1:
-        (Path(directory) / "killed").write_text(str(time.monotonic()))
+        stamp(directory, "killed")
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))  # which only the restarted group completes
-    (Path(directory) / f"reduced-{rank}").write_text(str(time.monotonic()))
+    stamp(directory, f"reduced-{rank}")
 
 
 def our_worker(index: int, directory: str) -> None:
@@ -53,8 +51,7 @@ def their_worker(directory: str) -> None:
 def elapsed(run: Callable[[str], object]) -> float:
     with tempfile.TemporaryDirectory() as directory:
         run(directory)
-        reduced = max(float(path.read_text()) for path in Path(directory).glob("reduced-*"))
-        return reduced - float((Path(directory) / "killed").read_text())
+        return latest(directory, "reduced-*") - latest(directory, "killed")
 
 
 def ours(count: int, directory: str) -> None:
@@ -78,21 +75,12 @@ def theirs(count: int, directory: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
-    arguments = parser.parse_args()
+    arguments = options(__doc__, DEVICES, blocks=4, workers=2)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.disable(logging.ERROR)  # both log each death
-    print(f"restart after kill -9, {conditions()}, {arguments.rounds} rounds")
-    for count in arguments.workers:
-        variants = {
-            "spawn(max_restarts=1)": partial(elapsed, partial(ours, count)),
-            "torch's elastic agent": partial(elapsed, partial(theirs, count)),
-        }
-        times = interleave(variants, arguments.rounds)
-        print(f"\n{count} workers; median seconds: " + ", ".join(f"{n} {median(t):.3f}" for n, t in times.items()))
-        print(ratio_line("spawn(max_restarts=1) / torch's elastic agent", *times.values()))
+    ways = {"spawn(max_restarts=1)": ours, "torch's elastic agent": theirs}
+    variants = {name: partial(elapsed, partial(way, arguments.workers)) for name, way in ways.items()}
+    show(f"{arguments.workers} workers", interleave(variants, arguments.blocks))
 
 
 if __name__ == "__main__":

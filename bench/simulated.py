@@ -17,7 +17,6 @@ from statistics import quantiles
 from tempfile import TemporaryDirectory
 
 import torch
-from blocks import conditions
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -64,7 +63,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=3)
     options = parser.parse_args()
     cores = os.cpu_count() or 1
-    print(conditions())
+    print(f"{cores} cores, load {os.getloadavg()[0]:.1f}")
     steps: dict[int, list[float]] = {1: [], 2: [], 4: []}
     with TemporaryDirectory() as directory:
         path = Path(directory)

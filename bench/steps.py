@@ -1,16 +1,15 @@
-"""Steps per second on N processes: ours against the same loop with torch's DDP, accelerate and Lightning Fabric.
+"""The time of a step on N processes: ours against the same loop with torch's DDP, accelerate and Lightning Fabric.
 
-    python bench/steps.py [--blocks 30] [--workers 2] [--networks cnn transformer]
+    python bench/steps.py [--blocks 10] [--device cuda] [--workers 2] [--networks cnn transformer]
 
-All loops run in the same workers; the two sides of a pair alternate epochs. Ours reduces in shared memory, the others
-over gloo, which is what their users get. Data, initial weights, optimizer and batch size are the same, with one thread
-per worker and full batches only. Each variant has its own loader: `Accelerator, DDP's loader` shows that effect.
-The peers are those that can be imported. Ratios are ours / theirs: larger is faster.
+All loops run in the same workers, one on each accelerator; the two sides of a pair alternate epochs. On the CPU, ours
+reduces in shared memory, the others over gloo, which is what their users get. Data, initial weights, optimizer and
+batch size are the same, with one thread per worker and full batches only. Each variant has its own loader:
+`Accelerator, DDP's loader` shows that effect. The peers are those that can be imported.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import time
@@ -21,29 +20,34 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from blocks import conditions, interleave, ratio_line
+from blocks import interleave, options, show
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from unisono import Accelerator, DeviceLoader, barrier, optimizer_step, spawn
+from unisono import Accelerator, DeviceLoader, barrier, current_world, optimizer_step, spawn
+from unisono.backends import get_backend
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_digits import build_loaders, build_model
 
+DEVICES = ("cpu", "cuda")
 DDP, ACCELERATE, FABRIC = "DDP", "accelerate", "Fabric"
 FACADE, BARE, PLAIN_LOADER = "Accelerator", "optimizer_step", "Accelerator, DDP's loader"
 ALONE = "no reduction"  # each rank trains its own model: an upper bound for every reduction
 PAIRS = [(FACADE, DDP), (FACADE, ACCELERATE), (FACADE, FABRIC), (BARE, DDP), (PLAIN_LOADER, DDP), (ALONE, DDP)]
 
 Epoch = Callable[[], int]
+
+
+def is_pinned() -> bool:
+    return current_world().device.type != "cpu"
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,11 @@ class Job:
         return model, self.optimizer(model.parameters())
 
     def loader(self, ranks: int) -> DataLoader[Any]:
-        return DataLoader(self.data, batch_size=self.batch_size // ranks, shuffle=True)
+        return DataLoader(self.data, batch_size=self.batch_size // ranks, shuffle=True, pin_memory=is_pinned())
 
     def split_loader(self, ranks: int) -> DataLoader[Any]:
         sampler: DistributedSampler[Any] = DistributedSampler(self.data)
-        return DataLoader(self.data, batch_size=self.batch_size // ranks, sampler=sampler)
+        return DataLoader(self.data, batch_size=self.batch_size // ranks, sampler=sampler, pin_memory=is_pinned())
 
 
 class Transformer(nn.Module):
@@ -125,7 +129,7 @@ def epochs(
     step: Callable[[Optimizer], Any] = lambda optimizer: optimizer.step(),
 ) -> Epoch:
     """The loop, the same for all variants."""
-    sampler = getattr(loader, "sampler", None)
+    sampler, device = getattr(loader, "sampler", None), current_world().device
     number = 0
 
     def epoch() -> int:
@@ -134,6 +138,7 @@ def epochs(
             sampler.set_epoch(number)
         number, steps = number + 1, 0
         for inputs, targets in loader:
+            inputs, targets = (each.to(device, non_blocking=True) for each in (inputs, targets))
             optimizer.zero_grad()
             backward(F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()))
             step(optimizer)
@@ -144,12 +149,14 @@ def epochs(
 
 
 def alone(job: Job, ranks: int) -> Epoch:
-    return epochs(*job.parts(), job.split_loader(ranks))
+    model, _ = job.parts()
+    model.to(current_world().device)
+    return epochs(model, job.optimizer(model.parameters()), job.split_loader(ranks))
 
 
 def by_ddp(job: Job, ranks: int) -> Epoch:
     model, _ = job.parts()
-    model = DistributedDataParallel(model)
+    model = DistributedDataParallel(model.to(current_world().device))
     return epochs(model, job.optimizer(model.parameters()), job.split_loader(ranks))
 
 
@@ -166,23 +173,27 @@ def by_accelerator_without_loader(job: Job, ranks: int) -> Epoch:
 
 
 def by_optimizer_step(job: Job, ranks: int) -> Epoch:
-    return epochs(*job.parts(), DeviceLoader(job.loader(ranks)), step=optimizer_step)
+    model, _ = job.parts()
+    model.to(current_world().device)
+    return epochs(model, job.optimizer(model.parameters()), DeviceLoader(job.loader(ranks)), step=optimizer_step)
 
 
 def by_accelerate(job: Job, ranks: int) -> Epoch:
-    accelerator = import_module("accelerate").Accelerator(cpu=True)
+    accelerator = import_module("accelerate").Accelerator(cpu=not is_pinned())
     model, optimizer, loader = accelerator.prepare(*job.parts(), job.loader(ranks))
     return epochs(model, optimizer, loader, accelerator.backward)
 
 
 def by_fabric(job: Job, ranks: int) -> Epoch:
-    fabric = import_module("lightning_fabric").Fabric(accelerator="cpu", devices=ranks, strategy="ddp")
+    fabric = import_module("lightning_fabric").Fabric(
+        accelerator=current_world().device.type, devices=ranks, strategy="ddp"
+    )
     fabric.launch()
     model, optimizer = fabric.setup(*job.parts())
     return epochs(model, optimizer, fabric.setup_dataloaders(job.loader(ranks)), fabric.backward)
 
 
-def over(group: dist.ProcessGroup, way: Callable[[Job, int], Epoch], job: Job, ranks: int) -> Epoch:
+def over(group: Any, way: Callable[[Job, int], Epoch], job: Job, ranks: int) -> Epoch:
     """The epochs of a variant, with this group in place of the default one."""
     with as_default(group):
         epoch = way(job, ranks)
@@ -195,7 +206,7 @@ def over(group: dist.ProcessGroup, way: Callable[[Job, int], Epoch], job: Job, r
 
 
 @contextmanager
-def as_default(group: dist.ProcessGroup) -> Iterator[None]:
+def as_default(group: Any) -> Iterator[None]:
     usual = dist.group.WORLD
     dist.distributed_c10d._update_default_pg(group)
     try:
@@ -217,11 +228,12 @@ WAYS = {
 
 
 def measure(index: int, ranks: int, blocks: int, network: str) -> list[dict[str, list[float]]]:
-    """The rates of each pair, in steps per second, block by block."""
+    """The seconds of a step of each pair, block by block."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     job = JOBS[network]()
-    gloo = dist.new_group(backend="gloo")
+    gloo = dist.group.WORLD if is_pinned() else dist.new_group(backend="gloo")
+    world = current_world()
     loops = {name: way(job, ranks) if name in OURS else over(gloo, way, job, ranks) for name, way in WAYS.items()}
     torch.set_num_threads(1)  # accelerate sets its own number
     steps = job.steps()
@@ -231,9 +243,10 @@ def measure(index: int, ranks: int, blocks: int, network: str) -> list[dict[str,
             barrier()
             start = time.perf_counter()
             taken = epoch()
+            world.backend.synchronize(world.device)
             barrier()
             assert taken == steps, f"{taken} steps instead of {steps}"
-            return taken / (time.perf_counter() - start)
+            return (time.perf_counter() - start) / taken
 
         return run
 
@@ -241,23 +254,12 @@ def measure(index: int, ranks: int, blocks: int, network: str) -> list[dict[str,
     return [interleave(pair, blocks, warm_up=2) for pair in pairs]
 
 
-def show(network: str, workers: int, pairs: Iterable[dict[str, list[float]]]) -> None:
-    print(f"\n{network}, {workers} processes, {JOBS[network]().steps()} steps per epoch; {conditions()}")
-    for pair in pairs:
-        (ours, rates), (theirs, others) = pair.items()
-        line = ratio_line(f"{ours} / {theirs}", rates, others)
-        print(f"{line}   medians {median(rates):.1f} and {median(others):.1f} steps/s", flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=30)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--networks", nargs="+", choices=JOBS, default=list(JOBS))
-    arguments = parser.parse_args()
+    arguments = options(__doc__, DEVICES, blocks=10, workers=2, networks=[*JOBS])
+    workers = arguments.workers if arguments.device == "cpu" else get_backend(arguments.device).device_count()
     for network in arguments.networks:
-        pairs = spawn(measure, args=(arguments.workers, arguments.blocks, network), nprocs=arguments.workers)[0]
-        show(network, arguments.workers, pairs)
+        for pair in spawn(measure, args=(workers, arguments.blocks, network), nprocs=workers)[0]:
+            show(f"{network}, {workers} rank{'s' * (workers > 1)}", pair)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
 """Replicas in threads against worker processes: collectives, steps, calls and memory.
 
-    python bench/threads.py [--blocks 10] [--megabytes 100]
+    python bench/threads.py [--blocks 6] [--megabytes 100]
 
 - all_reduce between 2 and 4 threads, against as many processes in shared memory and over gloo, and against the memory's
   speed: the same threads copy their tensors, which moves the least number of bytes that an all_reduce must move.
-- Steps per second of DataParallel against worker processes: the example's CNN, and a model of many small operations,
+- The time of a step of DataParallel against worker processes: the example's CNN, and a model of many small operations,
   whose threads mostly wait for the GIL.
-- The cost of a call that does nothing, and the number of threads that it starts.
 - Memory per replica, against DistributedDataParallel: in steady state, and at the peak.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,7 +21,7 @@ from typing import Any, Literal
 import psutil
 import torch
 import torch.distributed as dist
-from blocks import conditions, interleave, ratio_line
+from blocks import interleave, options, show
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +32,7 @@ from unisono import DataParallel, DeviceLoader, all_reduce, barrier, optimizer_s
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_digits import build_loaders, build_model
 
+DEVICES = ("cpu",)
 REPEATS = 5
 EPOCHS = 3
 WIDTH = 2048  # of the model whose memory is measured: 6 layers, 101 MB
@@ -85,16 +83,13 @@ def collectives(ranks: int, length: int, blocks: int) -> None:
     times = interleave(
         {
             "threads": lambda: max(replicas.run_on_replicas(reduce)),
-            "shared memory": lambda: between_processes(None),
-            "gloo": lambda: between_processes("gloo"),
-            "copy": lambda: max(replicas.run_on_replicas(copy)),
+            "processes, shared memory": lambda: between_processes(None),
+            "processes, gloo": lambda: between_processes("gloo"),
+            "a copy by each": lambda: max(replicas.run_on_replicas(copy)),
         },
         blocks,
     )
-    print(f"median ms, {ranks} ranks: " + ", ".join(f"{name} {median(t) * 1e3:.1f}" for name, t in times.items()))
-    for other in ("shared memory", "gloo"):
-        print(ratio_line(f"{other}'s time / threads', {ranks} ranks", times[other], times["threads"]))
-    print(ratio_line(f"threads' time / that of a copy, {ranks} ranks", times["threads"], times["copy"]), flush=True)
+    show(f"all_reduce of {length // 250_000} MB, {ranks} ranks", times)
 
 
 # Steps.
@@ -133,66 +128,40 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def process_rate(index: int, ranks: int, name: str) -> float:
+def process_seconds_per_step(index: int, ranks: int, name: str) -> float:
     build, load = MODELS[name]
     model, loader = build(), DeviceLoader(load(ranks))
     optimizer = sgd(model)
     epoch(model, loader, optimizer)  # warms up
     start = time.perf_counter()
     steps = sum(epoch(model, loader, optimizer) for _ in range(EPOCHS))
-    return steps / (time.perf_counter() - start)
+    return (time.perf_counter() - start) / steps
 
 
 def steps(name: str, ranks: int, blocks: int) -> None:
-    """The ratio of the step rate in threads to that in processes."""
+    """The time of a step in threads, against that in processes."""
     build, load = MODELS[name]
     replicas, loader = DataParallel(build, devices(ranks)), load(ranks)
 
     def train(model: nn.Module, batches: Iterable[Any], device: torch.device, context: Any) -> int:
         return epoch(model, batches, context.getattr_or("optimizer", lambda: sgd(model)))
 
-    def thread_rate() -> float:
+    def thread_seconds() -> float:
         replicas(train, loader)
         start = time.perf_counter()
         done = sum(replicas(train, loader)[0] for _ in range(EPOCHS))
-        return done / (time.perf_counter() - start)
+        return (time.perf_counter() - start) / done
 
-    rates = interleave(
+    times = interleave(
         {
-            "threads": thread_rate,
-            "processes": lambda: spawn(process_rate, args=(ranks, name), nprocs=ranks, cores=1, backend="cpu")[0],
+            "threads": thread_seconds,
+            "processes": lambda: spawn(
+                process_seconds_per_step, args=(ranks, name), nprocs=ranks, cores=1, backend="cpu"
+            )[0],
         },
         blocks,
     )
-    print(f"median steps/s, {name}: " + ", ".join(f"{each} {median(rate):.0f}" for each, rate in rates.items()))
-    print(ratio_line(f"threads / processes, {name}", rates["threads"], rates["processes"]), flush=True)
-
-
-# Calls.
-
-
-def calls(ranks: int) -> None:
-    """Microseconds per call that does nothing, after the first."""
-    replicas, started, start = DataParallel(nn.Linear(2, 2), devices(ranks)), [], threading.Thread.start
-
-    def count(thread: threading.Thread) -> None:
-        started.append(thread.name)
-        start(thread)
-
-    kinds: dict[str, Callable[[], Any]] = {
-        "an empty loader": lambda: replicas(lambda *_: None, []),
-        "run_on_replicas": lambda: replicas.run_on_replicas(lambda *_: None),
-    }
-    for name, call in kinds.items():
-        call()
-        threading.Thread.start = count  # type: ignore[method-assign, assignment]
-        times = []
-        for _ in range(500):
-            began = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - began) * 1e6)
-        threading.Thread.start = start  # type: ignore[method-assign]
-        print(f"{name:<52} {median(times):7.0f} microseconds, {len(started)} threads started", flush=True)
+    show(f"a step, {name}, {ranks} ranks", times)
 
 
 # Memory.
@@ -238,31 +207,23 @@ def in_ddp(index: int) -> tuple[float, float]:
 
 def memory(ranks: int, blocks: int) -> None:
     """The ratio of bytes per replica to those of DDP, each measured in fresh processes."""
-    size = sum(parameter.nbytes for parameter in build_wide().parameters())
     options: dict[str, Any] = {"cores": 1, "backend": "cpu"}
-    found: dict[str, list[tuple[float, float]]] = {"threads": [], "DDP": []}
+    found: dict[str, list[tuple[float, float]]] = {"threads": [], "DistributedDataParallel": []}
     for _ in range(blocks):
         found["threads"].append(spawn(in_threads, args=(ranks,), nprocs=1, **options)[0])
-        found["DDP"].append(spawn(in_ddp, nprocs=ranks, **options)[0])
+        found["DistributedDataParallel"].append(spawn(in_ddp, nprocs=ranks, **options)[0])
     for place, what in enumerate(("after a step", "at most")):
-        for name, values in found.items():
-            print(f"{name}, {what}: {median(v[place] for v in values) / size:.2f} times the parameters, per replica")
-        ours, theirs = ([value[place] for value in found[name]] for name in ("threads", "DDP"))
-        print(ratio_line(f"bytes per replica, {what}: threads / DDP", ours, theirs), flush=True)
+        costs = {name: [value[place] / 2**20 for value in values] for name, values in found.items()}
+        show(f"memory per replica, {what}, {ranks} ranks", costs, unit="MiB")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--megabytes", type=int, default=100)
-    arguments = parser.parse_args()
-    print(conditions())
+    arguments = options(__doc__, DEVICES, blocks=6, megabytes=100)
     for ranks in (2, 4):
         collectives(ranks, arguments.megabytes * 250_000, arguments.blocks)
     for name in MODELS:
         steps(name, 2, arguments.blocks)
-    calls(2)
-    memory(2, max(3, arguments.blocks // 3))
+    memory(2, max(2, arguments.blocks // 3))
 
 
 if __name__ == "__main__":

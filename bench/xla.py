@@ -1,6 +1,6 @@
 """The digits loop on virtual XLA devices, against torch_xla's own loader and optimizer_step; and graphs compiled.
 
-    PJRT_DEVICE=CPU .venv-xla/bin/python bench/xla.py [--blocks 10] [--devices 1 2 4]
+    PJRT_DEVICE=CPU .venv-xla/bin/python bench/xla.py [--blocks 6] [--devices 1 2 4]
 
 On one device torch_xla runs as documented. On several, its threads abort if each cuts its graph independently, so here
 they all meet first and then cut one after the other. Unlike in our communicator, nothing checks that the graphs are the
@@ -9,7 +9,6 @@ same. Each number of devices has its own process, in which both loops alternate.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -18,11 +17,10 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from blocks import conditions, interleave, ratio_line
+from blocks import interleave, options, show
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -34,6 +32,7 @@ from unisono.backends import get_backend
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_digits import GLOBAL_BATCH, build_loaders, build_model
 
+DEVICES = ("xla",)
 STEPS = 22  # an epoch without its tail, so that both have a single shape
 
 
@@ -46,7 +45,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def ours(count: int) -> Callable[[], float]:
-    """An epoch with DataParallel, in seconds."""
+    """A step with DataParallel, in seconds."""
     replicas = DataParallel(build_model(), [f"xla:{index}" for index in range(count)])
     loader = DataLoader(data(), GLOBAL_BATCH // count, shuffle=True)
 
@@ -61,13 +60,13 @@ def ours(count: int) -> Callable[[], float]:
         start = time.perf_counter()
         replicas(epoch, loader)
         wait_for_devices()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / STEPS
 
     return run
 
 
 def theirs(count: int) -> Callable[[], float]:
-    """An epoch with torch_xla's MpDeviceLoader and optimizer_step, one thread per device, in seconds."""
+    """A step with torch_xla's MpDeviceLoader and optimizer_step, one thread per device, in seconds."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
@@ -98,7 +97,7 @@ def theirs(count: int) -> Callable[[], float]:
         for thread in threads:
             thread.join()
         wait_for_devices()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / STEPS
 
     return run
 
@@ -129,28 +128,19 @@ def compare(count: int, blocks: int) -> None:
         run_ours()
         compiled.append(backend.counters()["graphs compiled"])
     print(f"{count} device(s): graphs compiled in the epochs 1, 2, 3: {[b - a for a, b in pairwise(compiled)]}")
-    seconds = interleave({"ours": run_ours, "torch_xla": theirs(count)}, blocks, warm_up=2)
-    rates = ", ".join(f"{name} {STEPS / median(taken):.0f}" for name, taken in seconds.items())
-    print(f"median steps/s, {count} device(s): {rates}")
-    name = f"our rate / torch_xla's{' with a gate' if count > 1 else ''}, {count} device(s)"
-    print(ratio_line(name, seconds["torch_xla"], seconds["ours"]), flush=True)
+    peer = f"torch_xla{' with a gate' if count > 1 else ''}"
+    show(f"a step, {count} device(s)", interleave({"unisono": run_ours, peer: theirs(count)}, blocks, warm_up=2))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
-    arguments = parser.parse_args()
+    arguments = options(__doc__, DEVICES, blocks=6, devices=[1, 2, 4])
     if len(arguments.devices) == 1:
         compare(arguments.devices[0], arguments.blocks)
         return
-    print(conditions(), flush=True)
     for count in arguments.devices:
-        subprocess.run(
-            [sys.executable, __file__, "--devices", str(count), "--blocks", str(arguments.blocks)],
-            env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count)},
-            check=True,
-        )
+        command = [sys.executable, __file__, "--devices", str(count), "--blocks", str(arguments.blocks)]
+        environ = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count)}
+        subprocess.run(command, env=environ, check=True)
 
 
 if __name__ == "__main__":

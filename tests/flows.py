@@ -58,13 +58,7 @@ class Moving(CpuBackend):
 class Flow:
     """A pipeline over lanes of one backend, and the loops' ends."""
 
-    def __init__(
-        self,
-        backend: CpuBackend,
-        lanes: int = 1,
-        prefetch: int = 8,
-        may_overflow: bool = True,
-    ) -> None:
+    def __init__(self, backend: CpuBackend, lanes: int = 1, prefetch: int = 8, may_overflow: bool = True) -> None:
         self.pipeline = Pipeline(prefetch, may_overflow)
         self.worlds: list[World] = [solo_world() for _ in range(lanes)]
         for place, world in enumerate(self.worlds):

@@ -6,6 +6,7 @@ And the family of devices on which: `pytest --backend xla` runs what goes throug
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -85,6 +86,13 @@ THREADS_2, THREADS_3, THREADS_4 = (Mode("threads", ranks) for ranks in (2, 3, 4)
 PROCESSES_2 = Mode("processes", 2)
 
 
+def each_of(modes: Iterable[Mode]) -> Any:
+    """A fixture: a test that takes it runs in each of these."""
+    import pytest  # as above
+
+    return pytest.fixture(params=modes, ids=str)(lambda request: request.param)
+
+
 def preload() -> None:
     """Let the zygote import what most bodies need, and the first optimizer: else each worker does."""
     warm(preload=PRELOADED)
@@ -123,6 +131,19 @@ def _there(body: Callable[[], Any]) -> Any:
     with current_world().device:
         result = body()
     return result if current_world().is_of_processes else in_main_memory(result)  # what is sent arrives there
+
+
+@contextlib.contextmanager
+def hearing(logger: str) -> Iterator[list[str]]:
+    """What this logger says in the block."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,14 @@
-"""Preempt and kill training runs at random moments: `python tests/preemptions.py --kind preempt --runs 0:100`.
+"""Preempt and kill training runs at random moments, as `python tests/soak.py --kind be_hit` does for as long as asked.
 
 Each run (`preempted.py`) is hit twice, by SIGTERM at any moment or by SIGKILL while it saves, and started again each
-time, on other ranks. Prints how many hits have landed, and for each failure the seed and what was lost or repeated (the
-exit status is 1 then). The oracle reads the ranks' own ledgers: of each life, up to where the next one has resumed.
+time, on other ranks. The oracle reads the ranks' own ledgers: of each life, up to where the next one has resumed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 import tempfile
-import time
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -20,12 +16,6 @@ from typing import Any
 
 TESTS = Path(__file__).parent
 sys.path += [each for each in (str(TESTS), str(TESTS / "checkpoint")) if each not in sys.path]
-
-if __name__ == "__main__":
-    import surroundings
-
-    surroundings.normalize()
-    os.environ["PYTHONPATH"] = str(TESTS.parent)  # before `faults` keeps what scripts are forked with
 
 import torch  # noqa: E402
 from faults import Script  # noqa: E402
@@ -36,27 +26,6 @@ from torch.nn import functional as F  # noqa: E402
 LIMIT_S = 60.0
 Batches = dict[int, tuple[int, list[int]]]
 """By number: the epoch and the samples of a global batch."""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=["preempt", "kill"], default="preempt")
-    parser.add_argument("--runs", default="0:100", help="seeds, FIRST:END")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    landed: Counter[str] = Counter()
-    failed, began = 0, time.monotonic()
-    seeds = range(*map(int, given.runs.split(":")))
-    for seed in seeds:
-        case = any_case(given.kind, seed)
-        try:
-            landed += hits_of(given.kind, seed)
-        except AssertionError as error:
-            failed += 1
-            print(f"seed {seed}: {error}\n    {case}", *getattr(error, "__notes__", []), flush=True)
-    print(f"{given.kind}, {len(seeds)} runs, {failed} failed, {time.monotonic() - began:.0f} s")
-    print(f"{landed.total()} hits:", ", ".join(f"{count} {what}" for what, count in sorted(landed.items())))
-    return int(failed > 0)
 
 
 def hits_of(kind: str, seed: int) -> Counter[str]:
@@ -129,7 +98,3 @@ def check(case: Case, batches: Batches, weights: dict[str, Any]) -> None:
             optimizer.step()
         scheduler.step()
     torch.testing.assert_close(weights, dict(model.state_dict()), rtol=0, atol=1e-9)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

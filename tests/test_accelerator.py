@@ -10,15 +10,10 @@ from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, fitting
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import Case, assert_all_are, assert_same_bits, data, loader_of, model, plain_run, sgd, train
+from twin import Case, assert_all_are, data, loader_of, model, plain_run, sgd, train
 
 from unisono import Accelerator, DeviceLoader, current_world
-from unisono.strategies import DDP
 
-HOOKS_TAKE_COMPLEX = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="torch < 2.13 has no complex gradients in DDP's hooks, which is an error there",
-)
 BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
 
 
@@ -27,28 +22,17 @@ BOTH = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
     [
         ({"mixed_precision": "fp8"}, ValueError, "mixed_precision='fp8' does not exist; choose one of no, bf16, fp16"),
         ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0 is too small; pass an integer"),
-        (
-            {"gradient_accumulation_steps": 2.0},
-            TypeError,
-            "gradient_accumulation_steps=2.0 is of type float; pass an integer",
-        ),
-        ({"gradient_accumulation_steps": True}, TypeError, "gradient_accumulation_steps=True is of type bool"),
+        ({"gradient_accumulation_steps": 2.0}, TypeError, "steps=2.0 is of type float; pass an integer"),
         ({"max_grad_norm": 0}, ValueError, "max_grad_norm=0 is not above 0; pass a positive number"),
-        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm='1' is of type str"),
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm=nan"),
         *(
             ({name: "yes"}, TypeError, f"{name}='yes' is of type str; pass True or False")
             for name in ("cpu", "device_placement", "split_batches", "sync_batchnorm")
         ),
         ({"strategy": "dp"}, ValueError, "strategy='dp' does not exist; choose one of ddp, diloco, fsdp, spmd, zero1"),
-        (
-            {"strategy": 3},
-            TypeError,
-            "strategy=3 is of type int; pass a name, or one of DDP, DiLoCo, FSDP, SPMD, ZeRO1",
-        ),
+        ({"strategy": 3}, TypeError, "3 is of type int; pass a name, or one of DDP, DiLoCo, FSDP, SPMD, ZeRO1"),
         ({"cpu": True, "device": "cpu"}, ValueError, "cpu=True and device='cpu' contradict each other"),
         ({"device": "toaster"}, ValueError, "device 'toaster' does not exist; there are .*cpu:0"),
-        ({"device": 1.5}, TypeError, "device=1.5 is of type float"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -77,9 +61,7 @@ def test_another_ranks_device_is_an_error():
         if current_world().rank == 0:
             assert Accelerator(device=first).device == torch.device(first)
             return
-        with pytest.raises(
-            ValueError, match=f"device='{first}', but this is rank 1 of 2, whose device is {second}; ch"
-        ):
+        with pytest.raises(ValueError, match=f"device='{first}', but this is rank 1 of 2, whose device is {second}"):
             Accelerator(device=first)
 
     THREADS_2.run(body)
@@ -185,64 +167,8 @@ def test_two_accelerators_accumulate_each_for_itself():
             assert_all_are(states, plain_run(Case(23, 3, every), 2, sgd))
 
 
-@pytest.mark.any_family
 @BOTH
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_without_gradients_is_an_error_on_all_ranks_and_the_next_one_is_right(mode, accumulate):
-    def body():
-        accelerator, network = Accelerator(gradient_accumulation_steps=accumulate), model()
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(24, 3))
-        for number, (inputs, targets, _) in enumerate(loader):
-            optimizer.zero_grad()
-            if number >= accumulate:
-                accelerator.backward(F.mse_loss(network(inputs), targets))
-                optimizer.step()
-            else:
-                with pytest.raises(RuntimeError, match="none of the optimizer's 4 parameters has a gradient"):
-                    optimizer.step()
-        return network.state_dict()
-
-    assert_same_bits(mode.run(body))
-
-
-@pytest.mark.any_family
-@BOTH
-def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(mode):
-    class Switch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.both, self.odd = (nn.Parameter(torch.ones(1).double()) for _ in range(2))
-
-        def forward(self, takes_odd: bool) -> torch.Tensor:
-            return self.both + self.odd if takes_odd else self.both * 1.0
-
-    def body():
-        accelerator, network = Accelerator(strategy=DDP(find_unused_parameters=True)), Switch()
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        accelerator.backward(network(accelerator.world.rank == 1).sum())
-        optimizer.step()
-        return network.both.grad.item(), network.odd.grad.item()
-
-    assert mode.run(body) == [(1.0, 0.5)] * 2
-
-
-@pytest.mark.parametrize("mode", [THREADS_2, pytest.param(PROCESSES_2, marks=HOOKS_TAKE_COMPLEX)], ids=str)
-def test_complex_parameters_are_trained_and_whole_numbers_cannot_be(mode):
-    def body():
-        network = nn.Module()
-        network.weight = nn.Parameter(torch.ones(2, dtype=torch.complex128))
-        network.table = nn.Parameter(torch.arange(3), requires_grad=False)
-        network.forward = lambda number: (network.weight * number).abs().square().sum()
-        accelerator = Accelerator()
-        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
-        accelerator.backward(network(complex(1, accelerator.world.rank)))
-        optimizer.step()
-        return network.weight.grad.tolist(), network.table.tolist()
-
-    assert mode.run(body) == [([3.0, 3.0], [0, 1, 2])] * 2
-
-
-def test_the_loaders_order_is_that_of_the_seed_and_the_ranks_draw_differently():
+def test_the_weights_and_the_order_are_those_of_the_seed_and_the_ranks_draw_differently(mode):
     def body():
         accelerator = Accelerator(seed=5)
         loader = DataLoader(torch.arange(12), batch_size=12 // accelerator.world.world_size, shuffle=True)
@@ -251,8 +177,11 @@ def test_the_loaders_order_is_that_of_the_seed_and_the_ranks_draw_differently():
         (batch,) = loader
         return network.weight.sum().item(), drawn, accelerator.gather(batch).tolist()
 
-    ((weight, _, order),) = SOLO.run(body)
-    first, second = PROCESSES_2.run(body)
+    before = torch.default_generator.get_state()
+    first, second = mode.run(body)
+    assert torch.equal(torch.default_generator.get_state(), before)
+    with torch.random.fork_rng():
+        ((weight, _, order),) = SOLO.run(body)
     assert first[0] == second[0] == weight
     assert first[1] != second[1]
     assert first[2] == second[2] == order

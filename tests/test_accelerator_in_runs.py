@@ -20,22 +20,6 @@ from unisono import Accelerator, DataParallel, rank, spawn, world_size
 from unisono.tree import leaves
 
 
-@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
-def test_a_seed_gives_the_same_first_weights_on_each_rank_and_mode_and_then_numbers_of_their_own(mode):
-    def body() -> tuple[torch.Tensor, torch.Tensor]:
-        accelerator = Accelerator(seed=5)
-        prepared = accelerator.prepare(nn.Linear(3, 2))
-        return prepared.weight.detach().clone(), torch.rand(4)
-
-    before = torch.default_generator.get_state()
-    found = mode.run(body)
-    assert torch.equal(torch.default_generator.get_state(), before)
-    with torch.random.fork_rng():
-        (alone,) = SOLO.run(body)
-    assert all(torch.equal(weight, alone[0]) for weight, _ in found)
-    assert not torch.equal(found[0][1], found[1][1])
-
-
 def test_a_seed_is_that_of_all_generators_also_in_a_single_worker_and_of_a_single_replica_s_own():
     def body(*_: object) -> tuple[float, float]:
         random.seed(99)

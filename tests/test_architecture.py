@@ -323,7 +323,7 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
         ("unisono.report.text", "from os import environ"),
     ],
     "only its backend and its communicator know torch_xla": [
-        ("unisono.backends.cuda", "def f():\n    from torch_xla.core import xla_model"),
+        ("unisono.backends.cuda", "def f():\n    from torch_xla.core import xla_model")
     ],
     "threads have our names and module functions as bodies": [
         ("unisono.loaders.pipeline", "def body(): ...\nThread(target=body)"),

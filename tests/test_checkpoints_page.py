@@ -17,7 +17,7 @@ from unisono import Accelerator, Checkpointer, DeviceLoader, backward, current_w
 
 PAGE = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
 BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-STOPPED, BY_HAND = 2, 3
+STOPPED, IN_EVALUATION, BY_HAND = 1, 2, 3
 SAMPLES = 106
 
 
@@ -98,7 +98,7 @@ def state_of(scope: dict[str, Any]) -> tuple[torch.Tensor, dict[str, int]]:
 
 @pytest.mark.any_family
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-@pytest.mark.parametrize(("number", "leave_after"), [(0, 8), (1, 8), (STOPPED, 8), (BY_HAND, 4)])
+@pytest.mark.parametrize(("number", "leave_after"), [(0, 8), (STOPPED, 8), (IN_EVALUATION, 8), (BY_HAND, 4)])
 def test_each_block_goes_on_where_it_was_left(mode: Mode, number: int, leave_after: int, tmp_path: Path) -> None:
     if mode is THREADS_2 and number == BY_HAND:
         pytest.skip("a network that stops amid a step leaves the other replica waiting at another place")
@@ -108,7 +108,7 @@ def test_each_block_goes_on_where_it_was_left(mode: Mode, number: int, leave_aft
     parts = mode.run(lambda: state_of(run_block(number, tmp_path / "parts")))
     for (weights, counts), (expected, wanted) in zip(parts, whole, strict=True):
         assert counts == wanted
-        assert counts["seen"] == (2 * SAMPLES if number == 1 else 0)
+        assert counts["seen"] == (2 * SAMPLES if number == IN_EVALUATION else 0)
         assert torch.equal(weights, expected)
 
 

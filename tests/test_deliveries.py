@@ -53,100 +53,6 @@ def test_what_was_computed_is_of_the_batch_that_was_delivered_last_if_it_has_its
         assert meant(deliveries, torch.randn(3, 3)) == [None, loop.kinds[2, 4, 2]], "may be no loader's"
 
 
-def test_a_batch_that_was_skipped_is_not_meant(deliveries):
-    loop = deliveries.begin()
-    draw(deliveries, loop)
-    tensor, batch = draw(deliveries, loop)
-    assert meant(deliveries, tensor + 1) == [batch]
-    tail, last = draw(deliveries, loop, 1, 2)
-    assert meant(deliveries, tail + 1) == [last]
-
-
-def test_a_loop_that_draws_ahead_is_noticed_where_its_batches_differ(deliveries):
-    loop = deliveries.begin()
-    first, one = draw(deliveries, loop)
-    _, two = draw(deliveries, loop)
-    assert meant(deliveries, first + 1) == [two], "counts the same"
-    _, last = draw(deliveries, loop, 1, 3)
-    assert meant(deliveries, first + 1) == [None, one, last], "the rows are not those of the last one"
-
-
-def test_a_repeated_row_does_not_make_a_batch_that_was_drawn_ahead_another_one(deliveries):
-    loop = deliveries.begin()
-    batches = [deliveries.add(loop, torch.zeros(1), 1, 2) for _ in range(2)]
-    last = deliveries.add(loop, torch.zeros(1), 0, 1, repeated=1)
-    assert deliveries.computed_from(1) == [last, batches[0]]
-    for each in batches:
-        deliveries.use(each)
-    assert deliveries.computed_from(1) == [last]
-
-
-def test_nor_one_of_an_ended_loop_as_long_as_it_was_not_used(deliveries):
-    evaluation, left = deliveries.begin(), deliveries.begin()
-    with torch.no_grad():
-        deliveries.add(evaluation, torch.zeros(1), 0, 1, repeated=1)
-    deliveries.end(evaluation)
-    repeats = deliveries.add(left, torch.zeros(1), 0, 1, repeated=1)
-    deliveries.end(left)
-    last = deliveries.add(deliveries.begin(), torch.zeros(1), 1, 2)
-    assert deliveries.computed_from(1) == [last, repeats]
-    deliveries.use(repeats)
-    assert deliveries.computed_from(1) == [last]
-
-
-def test_of_batches_in_the_same_memory_one_that_was_passed_over_is_not_meant_again(deliveries):
-    tensor = torch.zeros(2)
-    for is_exhausted in (False, True):  # a look at the first batch, and at the only one
-        peek = deliveries.begin()
-        deliveries.add(peek, tensor, 2, 4)
-        deliveries.end(peek, is_exhausted)
-        loop = deliveries.begin()
-        batch = deliveries.add(loop, tensor, 2, 4)
-        for _ in range(2):
-            assert meant(deliveries, tensor) == [batch]
-            deliveries.end(loop, is_exhausted)
-
-
-def test_a_look_at_the_first_batch_is_forgotten_when_a_loop_begins(deliveries):
-    peek = deliveries.begin()
-    draw(deliveries, peek)
-    deliveries.end(peek)
-    loop = deliveries.begin()
-    _, batch = draw(deliveries, loop)
-    assert meant(deliveries, torch.zeros(2)) == [batch]
-
-
-def test_evaluation_leaves_nothing_that_a_pass_could_be_of(deliveries):
-    loop = deliveries.begin()
-    with torch.no_grad():
-        draw(deliveries, loop)
-    _, batch = draw(deliveries, deliveries.begin())
-    with torch.no_grad():
-        draw(deliveries, loop)
-    assert deliveries.computed_from(2) == [batch]
-    deliveries.end(loop)
-    assert deliveries.computed_from(2) == [batch]
-
-
-def test_a_loop_that_draws_with_gradients_off_may_train_all_the_same(deliveries):
-    loop = deliveries.begin()
-    for _ in range(3):
-        with torch.no_grad():
-            _, batch = draw(deliveries, loop)
-        assert meant(deliveries, torch.zeros(2)) == [batch]
-
-
-def test_what_comes_after_a_loop_may_be_replayed_or_of_no_loader(deliveries):
-    assert deliveries.computed_from(2) == [None]
-    loop = deliveries.begin()
-    _, batch = draw(deliveries, loop)
-    assert meant(deliveries, torch.zeros(2)) == [batch]
-    deliveries.end(loop, is_exhausted=True)
-    assert meant(deliveries, torch.zeros(2)) == [None, batch]
-    assert meant(deliveries, torch.zeros(3)) == [None], "with rows that no batch had"
-    assert deliveries.computed_from(None) == [None, batch]
-
-
 def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(deliveries):
     asked = []
 
@@ -165,66 +71,12 @@ def test_the_last_batch_of_a_loop_is_told_by_the_loader_and_no_earlier_one_asks(
     assert [each.is_last() for each in (one, two)] == [False, True]
 
 
-def test_the_rows_of_a_loop_count_but_for_those_that_repeat_samples(deliveries):
-    loop = deliveries.begin()
-    for samples, repeated in ((3, 0), (2, 1), (0, 2)):
-        deliveries.add(loop, (), samples, None, repeated=repeated)
-    assert (loop.rows.num_rows, [row for part in loop.rows.stretches() for row in range(*part)]) == (8, [0, 1, 2, 3, 4])
-
-
-def test_the_loop_that_received_a_batch_last_comes_first(deliveries):
-    train = deliveries.begin()
-    draw(deliveries, train)
-    evaluation = deliveries.begin()
-    draw(deliveries, evaluation)
-    deliveries.end(evaluation)
-    assert deliveries.recent() == [evaluation, train]
-    draw(deliveries, train)
-    assert deliveries.recent() == [train, evaluation]
-    assert (train.is_open, evaluation.is_open) == (True, False)
-
-
-def test_of_batches_in_the_same_memory_the_oldest_that_waits_is_meant(deliveries):
-    tensor, loop = torch.zeros(4, 3), deliveries.begin()
-    first, second, third = (deliveries.add(loop, [tensor], 4, 8) for _ in range(3))
-    assert [deliveries.find(tensor) for _ in range(2)] == [[first]] * 2
-    assert [meant(deliveries, tensor[1:]) for _ in range(4)] == [[first], [second], [third], [third]]
-    fourth = deliveries.add(loop, [tensor], 4, 8)
-    assert deliveries.find(tensor) == [fourth]
-    assert deliveries.named(tensor) == [third], "of the pass that was made"
-
-
-def test_what_waits_of_another_loop_or_came_for_evaluation_is_not_meant_before_the_loops_own(deliveries):
-    tensor, loop, peek = torch.zeros(4, 3), deliveries.begin(), deliveries.begin()
-    deliveries.add(peek, tensor, 4, 8)
-    deliveries.end(peek)
-    own = deliveries.add(loop, tensor, 4, 8)
-    with torch.no_grad():
-        deliveries.add(deliveries.begin(), tensor, 4, 8)
-    later = deliveries.begin()
-    deliveries.add(later, tensor, 4, 8)
-    deliveries.end(later)
-    assert meant(deliveries, tensor) == [own]
-
-
 def test_a_tensor_that_many_batches_share_makes_none_of_them_doubtful(deliveries):
     mask, loop = torch.ones(4), deliveries.begin()
     tensors = [torch.zeros(4, 3) for _ in range(3)]
     batches = [deliveries.add(loop, (tensor, mask), 4, 8) for tensor in tensors]
     for place in (2, 0, 1):
         assert meant(deliveries, (tensors[place], mask)) == [batches[place]]
-
-
-def test_outputs_without_gradients_are_of_the_batch_that_the_inputs_lie_in(deliveries):
-    tensor, loop = torch.zeros(4, 3), deliveries.begin()
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode:
-            batch = deliveries.add(loop, tensor, 3, 8, repeated=1)
-            outputs, others = tensor + 1, tensor + 2
-            deliveries.know_computed({"inputs": tensor.T}, [outputs])
-            deliveries.know_computed(tensor + 0, [others])
-            assert deliveries.find_rows([outputs[:, 0], "text"], 4) == [batch]
-            assert deliveries.find_rows(outputs[:3], 3) == deliveries.find_rows(others, 4) == []
 
 
 def test_a_loop_that_the_garbage_collector_ends_while_another_begins_is_not_taken_for_it(deliveries):

@@ -134,9 +134,6 @@ def facts(error: BaseException) -> tuple[Any, ...]:
     return type(error), str(error), repr(error.args), repr(found), getattr(error, "__notes__", [])
 
 
-# Capture and unwrap.
-
-
 def test_a_value_is_captured_and_unwrapped():
     outcome = Outcome.capture(divmod, 7, 2)
     assert outcome.unwrap() == (3, 1)
@@ -160,9 +157,6 @@ def test_unwrapping_adds_where_it_happened_once():
     assert raised.value.__notes__ == ["rank 1 of 4"]
 
 
-# The journey to another process.
-
-
 @pytest.mark.parametrize("name", AWKWARD)
 def test_an_exception_arrives_in_its_own_type_with_its_text_and_attributes(name):
     error = AWKWARD[name]()
@@ -174,26 +168,15 @@ def test_an_exception_arrives_in_its_own_type_with_its_text_and_attributes(name)
 STATE_BESIDE_ARGUMENTS = {"file", "decoding", "import", "stop", "exit", "group"}
 
 
-@pytest.mark.parametrize("name", [name for name in AWKWARD if name not in STATE_BESIDE_ARGUMENTS])
-def test_an_exception_holding_what_cannot_travel_keeps_its_type_and_text(name):
+@pytest.mark.parametrize("name", AWKWARD)
+def test_an_exception_holding_what_cannot_travel_is_still_told_in_full(name):
     error = AWKWARD[name]()
-    error.lock = threading.Lock()
-    error.batch = [1, 2]
+    error.lock, error.batch = threading.Lock(), [1, 2]
     arrived = travelled(error)
-    assert type(arrived) is type(error)
-    assert str(arrived) == str(error)
-    assert arrived.lock == repr(error.lock)
-    assert arrived.batch == [1, 2]
-
-
-@pytest.mark.parametrize("name", sorted(STATE_BESIDE_ARGUMENTS))
-def test_a_built_in_exception_holding_what_cannot_travel_is_still_told_in_full(name):
-    error = AWKWARD[name]()
-    error.lock = threading.Lock()
-    arrived = travelled(error)
-    assert type(arrived) is type(error) or type(arrived) is RemoteError
-    assert type(error).__name__ in arrived.__cause__.text
-    assert str(error) in arrived.__cause__.text
+    assert f"{type(error).__name__}: {error}".removesuffix(": ") in arrived.__cause__.text
+    if name not in STATE_BESIDE_ARGUMENTS:
+        assert (type(arrived), str(arrived)) == (type(error), str(error))
+        assert (arrived.lock, arrived.batch) == (repr(error.lock), [1, 2])
 
 
 def test_the_traceback_of_the_other_side_is_the_cause():
@@ -315,9 +298,6 @@ def test_an_error_arrives_with_its_arguments_attributes_and_notes(kind, argument
         assert arrived.__dict__ == error.__dict__
 
 
-# Values that cannot travel.
-
-
 def test_a_result_that_cannot_be_pickled_becomes_an_error_that_names_it():
     error = Outcome.from_bytes(Outcome(value=threading.Lock(), where="rank 1").to_bytes()).error
     assert type(error) is UnpicklableError
@@ -334,9 +314,6 @@ def test_a_result_whose_class_is_missing_here_is_an_error_and_names_the_way_out(
     assert "its class must be importable there" in str(outcome.error)
     assert isinstance(outcome.error.__cause__, ModuleNotFoundError)
     assert outcome.where == "rank 1"
-
-
-# Who is to blame.
 
 
 def test_an_error_about_a_broken_world_is_secondary_directly_or_through_its_causes():
@@ -378,9 +355,6 @@ def test_the_first_cause_is(failures, first):
     assert first_cause(dict(enumerate(failures))) == first
 
 
-# Copies for threads.
-
-
 @pytest.mark.parametrize("name", AWKWARD)
 def test_a_copy_is_another_object_of_the_same_type_and_content(name):
     error = captured(AWKWARD[name]()).error
@@ -391,15 +365,6 @@ def test_a_copy_is_another_object_of_the_same_type_and_content(name):
     assert facts(twin) == facts(error)
     assert twin.__cause__ is error.__cause__
     assert twin.__traceback__ is error.__traceback__
-
-
-def test_a_note_on_a_copy_is_not_on_the_original():
-    error = ValueError("bad")
-    error.add_note("shared")
-    twin = copy_error(error)
-    twin.add_note("mine")
-    assert error.__notes__ == ["shared"]
-    assert twin.__notes__ == ["shared", "mine"]
 
 
 def test_an_error_that_cannot_be_copied_is_itself_rather_than_another():

@@ -150,9 +150,6 @@ def test_a_signal_that_comes_before_a_fork_knows_what_it_is_is_not_lost():
     assert (code, lines) == (0, ["-15 False", "True"])
 
 
-# Loader workers.
-
-
 @pytest.mark.parametrize("begin", ["preemption.handle()", "preemption.shield_loader_workers()"])
 def test_loader_workers_outlive_sigterm_and_leave_nothing_behind(begin):
     code, lines, errors = run(

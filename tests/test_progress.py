@@ -174,7 +174,7 @@ def test_of_threads_rank_zero_draws_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "mark"), [(PLAIN, ""), (SPAWN, "[rank 0] "), (MARKED, "[rank 0] ")], ids=repr)
-def test_a_log_has_a_line_for_each_bar_that_stays_and_no_empty_one(
+def test_a_log_has_a_line_for_each_bar_that_stays_and_no_other(
     start: str | list[str], mark: str, tmp_path: Path
 ) -> None:
     lines = in_log(tmp_path, start)
@@ -184,9 +184,6 @@ def test_a_log_has_a_line_for_each_bar_that_stays_and_no_empty_one(
     ]
     assert [line for line in lines if re.fullmatch(r"(\[rank \d\])?\s*", line)] == []
     assert len([line for line in lines if "a line of another rank" in line]) == 2 * bool(mark)
-
-
-# By itself, where what is written is seen.
 
 
 @pytest.fixture

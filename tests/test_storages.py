@@ -27,23 +27,6 @@ def test_views_are_known_and_copies_are_not(known):
         assert known.find(other) is None
 
 
-def test_slices_of_one_memory_are_told_apart(known):
-    whole = torch.arange(20.0).reshape(10, 2)
-    for start in range(0, 10, 2):
-        known.note(whole[start : start + 2], f"batch {start}")
-    assert [known.find(whole[row]) for row in range(10)] == [f"batch {row // 2 * 2}" for row in range(10)]
-    known.note(whole[4:6], "a later one")
-    assert [known.find(whole[row]) for row in (3, 4, 5, 6)] == ["batch 2", "a later one", "a later one", "batch 6"]
-
-
-def test_memory_that_is_used_again_has_what_was_noted_last(known):
-    buffer = torch.zeros(4, 2)
-    for number in range(1000):
-        known.note(buffer, str(number))
-        assert known.find(buffer[1:]) == str(number)
-    assert len(known) == 1
-
-
 def test_nothing_is_kept_alive_and_what_is_gone_is_forgotten(known):
     for number in range(10_000):
         known.note(torch.zeros(3), str(number))

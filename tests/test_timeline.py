@@ -105,9 +105,6 @@ def test_the_next_helper_of_a_name_goes_on_with_the_track_of_the_last():
     assert timeline.tracks() == [first, beside, other]
 
 
-# A device that works apart from its thread.
-
-
 class Device:
     """Comes to the stamps that are left in its work when the test says so; each work takes what was submitted."""
 

@@ -141,9 +141,6 @@ def test_no_other_module_names_what_is_private_in_torch():
     assert not found, "\n".join(found)
 
 
-# The names themselves.
-
-
 @pytest.mark.parametrize("name", torch_private.NAMES)
 def test_the_installed_torch_has_it(name):
     assert getattr(torch_private, name) is not None or name in torch_private.INSTEAD

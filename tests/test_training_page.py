@@ -43,7 +43,6 @@ def names(path: Path) -> dict[str, Any]:
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
         "loader": DataLoader(TensorDataset(x, y), batch_size=size),
         "masked_loader": DataLoader(TensorDataset(x, y, mask), batch_size=size),
-        "test_loader": DataLoader(TensorDataset(x, y), batch_size=size),
     }
 
 
@@ -55,7 +54,6 @@ def run_blocks(path: Path, strategy: str = "ddp") -> list[dict[str, torch.Tensor
         scope["Accelerator"] = partial(Accelerator, strategy=strategy)
         exec(compile(block, f"docs/training.md, block {number}", "exec"), scope)
         found.append(scope["accelerator"].state_dict(scope["model"]))
-        assert scope.get("seen", 107) == 107, "each sample once"
     return found
 
 

@@ -50,9 +50,6 @@ def default_group(store: Path, backend: str | None = "gloo") -> Iterator[object]
         dist.destroy_process_group()
 
 
-# Resolution.
-
-
 def test_a_plain_process_has_the_world_of_one_always_the_same():
     world = current_world()
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (0, 1, 0, 1, 0)
@@ -79,9 +76,6 @@ def test_the_world_is_the_thread_s_else_the_process_s_else_the_group_s_else_that
     assert current_world() is alone
 
 
-# A world that was announced and never made.
-
-
 def test_an_announced_world_that_nobody_made_is_an_error_with_both_ways_out(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(NoWorldError) as refusal:
@@ -104,9 +98,6 @@ def test_an_announced_world_is_no_error_for_who_has_one(monkeypatch, tmp_path):
         assert current_world() is mine
     with default_group(tmp_path / "store"):
         assert current_world().world_size == 1
-
-
-# Groups that somebody else has made.
 
 
 @pytest.mark.parametrize("backend", ["gloo", None, "cpu:gloo"])
@@ -182,9 +173,6 @@ def test_an_adopted_world_whose_script_has_not_said_its_place_takes_a_device_tha
         assert activated == [world.device] == [torch.device("cuda", index)]
     finally:
         dist.destroy_process_group()
-
-
-# What a world is.
 
 
 def test_a_world_says_where_it_is():

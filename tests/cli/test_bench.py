@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from unisono.cli.bench import draw
 from unisono.cli.main import main
@@ -14,11 +16,10 @@ from unisono.cli.main import main
 SCRIPT = """
 import sys
 sys.path.insert(0, {blocks!r})
-from blocks import conditions, ratio_line
-if __name__ == "__main__":
-    print(f"steps; {{conditions()}}")
-    print("median ms: ours 1.0, theirs 2.0")
-    print(ratio_line("ours / theirs", {ours}, [2.0, 2.0, 2.0, 2.0]))
+from blocks import options, show
+DEVICES = ("cpu", "cuda")
+blocks = options(__doc__, DEVICES, blocks=9).blocks
+show(f"a step in {{blocks}} blocks", {{"ours": {ours}, "theirs": [2.0, 2.0, 2.0, 2.0]}})
 """
 BLOCKS = str(Path(__file__).parent.parent.parent / "bench")
 
@@ -26,39 +27,43 @@ BLOCKS = str(Path(__file__).parent.parent.parent / "bench")
 def measure(directory: Path, name: str, ours: list[float]) -> Path:
     (directory / "suite").mkdir(exist_ok=True)
     (directory / "suite" / "steps.py").write_text(SCRIPT.format(blocks=BLOCKS, ours=ours))
-    assert main(["bench", "--suite", str(directory / "suite"), "-o", str(directory / name)]) == 0
+    (directory / "suite" / "graphs.py").write_text('DEVICES = ("mps",)')
+    assert main(["bench", "--suite", str(directory / "suite"), "--blocks", "4", "-o", str(directory / name)]) == 0
     return directory / name
 
 
 @pytest.fixture(scope="module")
 def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """matplotlib keeps the files of its fonts open."""
-    ratio = {"device": "", "script": "a", "heading": "", "name": "b", "ratio": 1.0, "low": 1.0, "high": 1.0, "pairs": 2}
-    found = {"facts": {"device": ""}, "ratios": [ratio]}
+    figure = {"device": "", "script": "a", "case": "", "name": "b", "ratio": 1.0, "low": 1.0, "high": 1.0}
+    found = {"facts": {"devices": {"": ""}, "machine": "", "processor": "", "cores": 1}, "figures": [figure]}
     draw(found, found, tmp_path_factory.mktemp("fonts") / "picture.png")
 
 
 @pytest.mark.usefixtures("_fonts")
 def test_what_the_scripts_print_is_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
     old = measure(tmp_path, "old.json", [2.0, 2.0, 2.0, 2.2])
+    assert "left out on cpu, which they cannot use: graphs" in capsys.readouterr().out
     new = measure(tmp_path, "new.json", [1.0, 1.0, 1.0, 1.1])
-    (kept,) = json.loads(new.read_text())["ratios"]
-    assert (kept["script"], kept["heading"], kept["name"], kept["ratio"]) == ("steps", "steps", "ours / theirs", 0.5)
+    (kept,) = json.loads(new.read_text())["figures"]
+    assert [kept[name] for name in ("device", "script", "case")] == ["cpu", "steps", "a step in 4 blocks"]
+    assert [kept[name] for name in ("name", "ratio", "ours", "theirs", "unit")] == ["ours / theirs", 0.5, 1.0, 2.0, "s"]
     capsys.readouterr()
-    picture = tmp_path / "there" / "change.png"
+    picture = tmp_path / "there" / "change.svg"
     assert main(["bench", "compare", str(old), str(new), "-o", str(picture)]) == 0
     line = capsys.readouterr().out.splitlines()[1].split()
     assert line[-4:] == ["1.000", "0.500", "2.000", "*"]
-    assert picture.stat().st_size > 1000
+    assert "<svg" in picture.with_stem("change-cpu").read_text()
 
 
 def test_results_of_unlike_machines_are_refused(tmp_path: Path, capsys: Any) -> None:
     old = measure(tmp_path, "old.json", [2.0] * 4)
-    found = json.loads(old.read_text())
-    found["facts"]["cores"] = 4096
-    (tmp_path / "new.json").write_text(json.dumps(found))
-    assert main(["bench", "compare", str(old), str(tmp_path / "new.json")]) == 1
-    assert "of unlike machines (cores: " in capsys.readouterr().err
+    for change in ({"cores": 4096}, {"devices": {"cpu": "another"}}):
+        found = json.loads(old.read_text())
+        found["facts"] |= change
+        (tmp_path / "new.json").write_text(json.dumps(found))
+        assert main(["bench", "compare", str(old), str(tmp_path / "new.json")]) == 1
+        assert re.search(r"of unlike machines \((cores: .* and 4096|cpu: .* and another)\)", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +71,20 @@ def test_results_of_unlike_machines_are_refused(tmp_path: Path, capsys: Any) -> 
     [
         (["--suite", "none"], "none/ holds no benchmarks"),
         (["--suite", BLOCKS, "--only", "step"], "--only step: there are"),
-        (["--suite", BLOCKS, "--only", "steps", "--device", "cuda"], "--device cuda: none of steps takes a device"),
+        (["--suite", BLOCKS, "--only", "xla"], "--device cpu: none of xla can use it"),
+        (["--suite", BLOCKS, "--blocks", "0"], "--blocks 0: pass 1 or more"),
+        (["--suite", BLOCKS, "--device", "cdua"], "backend 'cdua' does not exist"),
         (["compare", "a.json", "b.json"], "a.json"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], words: str, capsys: Any) -> None:
     assert main(["bench", *arguments]) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_here_is_refused_before_anything_runs(capsys: Any) -> None:
+    assert main(["bench", "--suite", BLOCKS, "--device", "cpu", "cuda"]) == 1
+    found = capsys.readouterr()
+    assert "backend 'cuda' has no device on this machine" in found.err
+    assert not found.out

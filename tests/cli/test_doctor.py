@@ -45,7 +45,7 @@ def findings(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str, str
 @pytest.mark.slow
 def test_two_real_workers_meet_and_a_machine_without_a_problem_is_fine():
     began = time.monotonic()
-    done = ask()
+    done = ask("--all")
     took_s = time.monotonic() - began
     found = {name: text for _, name, text, _ in findings(done)}
     assert done.returncode == 0
@@ -55,10 +55,21 @@ def test_two_real_workers_meet_and_a_machine_without_a_problem_is_fine():
     assert took_s < 60  # on an idle machine it takes 5
 
 
+def test_in_short_an_area_that_is_fine_is_one_line_and_of_another_only_what_needs_action_is_shown() -> None:
+    wanted = {"python", "packages", "absent", "launcher", "environment"}
+    short, full = (
+        [each for each in findings(ask("--quick", *more, GLOO_SOCKET_IFNAME="no-such-if")) if each[1] in wanted]
+        for more in ([], ["--all"])
+    )
+    assert [each[:2] for each in short] == [("ok", "packages"), ("warning", "environment")]
+    assert short[1] == full[-1]
+    assert {each[1] for each in full} == wanted
+
+
 def test_where_a_package_cannot_be_imported_the_versions_are_still_reported():
     code = f"import sys; sys.modules['psutil'] = None\n{MAIN}"
     done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", "--quick"], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code, "doctor", "--quick", "--all"], capture_output=True, text=True, timeout=100
     )
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line]
     assert [each[:2] for each in lines[:3]] == [["ok", "python"], ["ok", "packages"], ["problem", "import"]]

@@ -96,24 +96,12 @@ def test_a_compiled_function_may_call_collectives(way):
     assert way.run(reduce) == [[4.0 * way.ranks]] * way.ranks
 
 
-def test_all_gather_puts_ranks_side_by_side(way):
-    def gather():
-        own = mine([[xm.get_ordinal()], [10]])
-        return [xm.all_gather(own, dim=dim).tolist() for dim in (0, 1, -1)], xm.all_gather(mine(1.5)).tolist()
-
-    ranks = range(way.ranks)
-    columns = [list(ranks), [10] * way.ranks]
-    rows = [[value] for rank in ranks for value in (rank, 10)]
-    assert way.run(gather) == [([rows, columns, columns], [1.5] * way.ranks)] * way.ranks
-
-
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda x: xm.all_reduce("median", x), ValueError, "reduce_type='median' does not exist; choose one of sum"),
         (lambda x: xm.all_reduce("and", x), TypeError, "has no 'and'; convert"),
         (lambda x: xm.all_reduce("sum", x.long(), scale=0.5), TypeError, "scale=0.5 would round"),
-        (lambda x: xm.all_gather(x, group=[[0]]), TypeError, "unexpected keyword argument 'group'"),
         (lambda x: xm.all_reduce("sum", x, groups=[[7]]), ValueError, "must hold each of the ordinals 0 to 0 once"),
         (lambda x: xm.all_gather(x, groups=[0]), TypeError, "pass lists of ordinals"),
         (lambda x: xm.all_gather(3), TypeError, "value=3 is of type int; pass a tensor or a list"),

@@ -59,11 +59,7 @@ def test_max_devices_takes_the_first_few_and_none_or_zero_all(monkeypatch):
     ("call", "error", "words"),
     [
         (lambda: xm.get_xla_supported_devices(max_devices=-1), ValueError, "max_devices=-1 is too small"),
-        (
-            lambda: xm.get_xla_supported_devices("nonsense"),
-            ValueError,
-            "devkind='NONSENSE' does not exist; choose one of TPU",
-        ),
+        (lambda: xm.get_xla_supported_devices("nonsense"), ValueError, "'NONSENSE' does not exist; choose one of TPU"),
         (lambda: xm.get_xla_supported_devices(3), TypeError, "devkind=3 is of type int; pass a string"),
         (lambda: xm.xla_device("0"), TypeError, "n='0' is of type str"),
         (lambda: xm.xla_device_hw("warp:0"), ValueError, "device 'warp:0' does not exist; there are"),

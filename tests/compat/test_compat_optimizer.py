@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import RANKS, mine
-from test_compat_collectives import needs_two
+from families import mine
 from torch import nn
 
 import unisono.compat.torch_xla.core.xla_model as xm
-from unisono.errors import CollectiveMismatchError
 
 
 def linear():
@@ -70,30 +68,6 @@ def test_a_closure_added_by_a_closure_waits_for_the_next_step():
     xm.mark_step()
     xm.mark_step()
     assert heard == ["first", "second"]
-
-
-def test_a_gradient_that_some_replicas_lack_counts_as_zero_there(several):
-    def step():
-        device = xm.xla_device()
-        parameters = [nn.Parameter(torch.zeros(2, device=device)) for _ in range(2)]
-        used = parameters[:1] if xm.get_ordinal() else parameters
-        sum(each.sum() for each in used).backward()
-        xm.optimizer_step(torch.optim.SGD(parameters, lr=1.0))
-        return [each.tolist() for each in parameters]
-
-    assert several.run(step) == [[[-1.0, -1.0], pytest.approx([-1 / RANKS] * 2)]] * RANKS
-
-
-@needs_two
-def test_replicas_that_train_different_models_are_told(several):
-    def step():
-        model = nn.Linear(2 + xm.get_ordinal(), 1).to(xm.xla_device())
-        model(torch.ones(1, 2 + xm.get_ordinal(), device=xm.xla_device())).sum().backward()
-        with pytest.raises(CollectiveMismatchError, match="the ranks' models differ"):
-            xm.optimizer_step(torch.optim.SGD(model.parameters(), lr=1.0))
-        return True
-
-    assert several.run(step) == [True] * RANKS
 
 
 def test_groups_of_gradients_are_refused():

@@ -43,18 +43,6 @@ def test_results_come_in_device_order_of_loops_over_plain_batches():
     assert dp.DataParallel(nn.Linear(2, 2), DEVICES[-1:])(loop, numbered(3)) == [(DEVICES[-1], [0, 1, 2])]
 
 
-def test_a_native_run_has_the_very_module_this_thread_and_plain_batches_too():
-    module = nn.Linear(2, 2)
-    seen = []
-
-    def loop(model, loader, device, context):
-        seen.append(model)
-        return [number for _, number in loader]
-
-    assert dp.DataParallel(module, [])(loop, numbered(3)) == [[0, 1, 2]]
-    assert seen == [module]
-
-
 def test_a_step_closure_belongs_to_its_replica():
     def loop(model, loader, device, context):
         heard = []
@@ -93,11 +81,7 @@ def test_launch_calls_the_function_once_in_this_process_for_debugging():
 def test_a_wrapped_model_reaches_all_workers_with_one_set_of_weights():
     wrapper = xmp.MpModelWrapper(nn.Linear(2, 2))
     expected = wrapper._model.weight.tolist()
-
-    def look():
-        return wrapper.to(xm.xla_device()).weight.tolist()
-
-    assert PROCESSES.run(look) == [expected] * RANKS
+    assert PROCESSES.run(lambda: wrapper.to(xm.xla_device()).weight.tolist()) == [expected] * RANKS
 
 
 def test_a_serial_executor_lets_one_run_at_a_time_and_all_run(several, tmp_path):

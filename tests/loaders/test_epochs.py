@@ -54,18 +54,6 @@ def test_loops_that_began_together_are_epochs_in_the_order_of_their_first_batche
     assert taken(loader) == plain(2)
 
 
-def test_an_evaluation_within_each_epoch_moves_no_epoch_of_the_training():
-    source = shuffled()
-    train, evaluation = DeviceLoader(source), DeviceLoader(source)
-    for epoch in range(3):
-        seen = []
-        for number, batch in enumerate(train):
-            seen += batch.tolist()
-            if number == 2:
-                assert taken(evaluation) == plain(epoch)
-        assert seen == plain(epoch)
-
-
 @pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 def test_the_ranks_of_two_loaders_over_one_dataloader_take_every_sample_of_each_epoch(mode):
     source = shuffled()

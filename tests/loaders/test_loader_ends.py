@@ -15,7 +15,7 @@ import pytest
 import torch
 import warm_scripts
 from epochs import PATIENCE_S, CodedError, is_awaiting_batch, is_awaiting_room, join_own_threads, own_threads
-from failing import Failing, caught
+from failing import caught
 from faults import until
 from loops import Paced, Stream, worlds
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_3, devices, scaling
@@ -68,7 +68,6 @@ class Immovable(torch.Tensor):
 
 
 BROKEN = {
-    "dataset": lambda: DataLoader(Failing(40, 21, lambda: CodedError(21)), batch_size=2),
     "stream in a loader worker": lambda: DataLoader(Stream(40, broken=21), batch_size=2, num_workers=1),
     "generator": failing_generator,
     "transfer": lambda: [*range(10), *[Immovable.make()] * 2],
@@ -95,17 +94,6 @@ def test_a_stop_iteration_while_moving_is_an_error_and_no_end(monkeypatch):
     monkeypatch.setattr(Immovable, "error", StopIteration())
     with pytest.raises(RuntimeError, match="could not be moved to its device: it raised StopIteration"):
         list(DeviceLoader([1, Immovable.make()]))
-
-
-def test_a_loader_that_cannot_be_iterated_says_so_each_time():
-    class Broken:
-        def __iter__(self) -> Iterator[int]:
-            raise OSError("the disk is gone")
-
-    parallel = ParallelLoader(Broken(), devices(2))
-    for device in devices(2):
-        with pytest.raises(OSError, match="the disk is gone"):
-            parallel.per_device_loader(device)
 
 
 @pytest.mark.any_family

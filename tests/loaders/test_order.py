@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from epochs import Numbers, chunks, ranks_of
+from epochs import Numbers, chunks
 from hypothesis import given
 from hypothesis import strategies as st
 from samplers import COUNT, Own, Sized, loader_of, orders, random_states
@@ -102,33 +102,6 @@ def test_the_seed_is_that_of_the_loaders_generator_and_zero_without_one():
     assert orders(shuffled(), 2) == orders(shuffled(), 2, seed=0)
     own = DataLoader(Numbers(50), sampler=RandomSampler(range(50), generator=torch.Generator().manual_seed(5)))
     assert orders(own, 2) == orders(by_generator, 2)
-
-
-def test_the_users_loader_is_not_touched():
-    loader = shuffled(torch.Generator().manual_seed(5))
-    before, state = dict(vars(loader)), loader.generator.get_state()
-    plain = [batch.tolist() for batch in shuffled(torch.Generator().manual_seed(5))]
-    orders(loader, 2)
-    assert vars(loader) == before
-    assert torch.equal(loader.generator.get_state(), state)
-    assert [batch.tolist() for batch in loader] == plain
-
-
-def test_a_loader_without_batches_keeps_seed_and_epoch_on_every_rank():
-    def load(loader: DeviceLoader, rank: int) -> list[list[int]]:
-        torch.manual_seed(rank)
-        found = []
-        for _ in range(2):
-            iterator = iter(loader)
-            found.append([sample for sample in iterator if iterator.valid_samples != 0])
-        return found
-
-    loader = DataLoader(Numbers(11), batch_size=None, shuffle=True)
-    each_ranks = [load(each, rank) for rank, each in enumerate(ranks_of(loader, 2, seed=4))]
-    first, second = ([each[epoch] for each in each_ranks] for epoch in range(2))
-    for epoch in (first, second):
-        assert sorted(itertools.chain(*epoch)) == list(range(11))
-    assert first != second
 
 
 @given(

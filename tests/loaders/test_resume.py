@@ -12,11 +12,10 @@ import torch
 from epochs import counted, ranks_of, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import PROCESSES_2, devices
+from modes import devices
 from resuming import SAMPLES, STATE, common_state, order, resumed, shuffled
-from torch import nn
 
-from unisono import DataParallel, DeviceLoader, ParallelLoader
+from unisono import DeviceLoader, ParallelLoader
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders import parallel_loader
 
@@ -156,35 +155,6 @@ def test_a_parallel_loader_that_has_begun_loads_no_state():
         with pytest.raises(BusyError, match="set_epoch comes before a pass"):
             parallel.set_epoch(3)
         assert [each for batch in iterator for each in batch.tolist()] == order(SAMPLES, 5, 0)
-
-
-def test_replicas_go_on_from_a_state():
-    def loop(model: Any, loader: Any, *_: Any) -> list[list[int]]:
-        return [batch[: loader.valid_samples].tolist() for batch in loader]
-
-    def run(parallel: ParallelLoader) -> list[int]:
-        each_replicas = DataParallel(nn.Identity(), devices(2))(loop, parallel)
-        return [each for round_ in zip(*each_replicas, strict=True) for samples in round_ for each in samples]
-
-    with ParallelLoader(shuffled(), devices(2), seed=5) as parallel:
-        parallel.load_state_dict(STATE)
-        assert run(parallel) == order(SAMPLES, 5, 0)[6:]
-        assert parallel.state_dict() == {**STATE, "epoch": 1, "offset": 0}
-        assert run(parallel) == order(SAMPLES, 5, 1)
-
-
-def test_worker_processes_go_on_where_others_stood():
-    def load() -> Any:
-        loader = DeviceLoader(shuffled(), seed=5)
-        loader.load_state_dict(STATE)
-        found = take(loader, 2)
-        return found, loader.state_dict()
-
-    (first, state), (second, same) = PROCESSES_2.run(load)
-    assert state == same == {**STATE, "offset": 14}
-    found = order(SAMPLES, 5, 0)[:6] + counted([first, second])
-    (alone,) = resumed(ranks_of(shuffled(batch_size=7), 1, seed=5), state)
-    assert found + counted([take(alone)]) == order(SAMPLES, 5, 0)
 
 
 def test_persistent_workers_go_on():

@@ -87,12 +87,7 @@ def streamed(form: Any) -> Any:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("mode", "source"),
-    [
-        (SOLO, batches),
-        (THREADS_3, batches),
-        (PROCESSES_2, batches),
-        (SOLO, streamed),
-    ],
+    [(SOLO, batches), (THREADS_3, batches), (PROCESSES_2, batches), (SOLO, streamed)],
     ids=["solo", "threads", "processes", "solo, a stream"],
 )
 def test_each_is_given_whole_once_and_nobody_knows_how_many_samples_count(form: Any, mode: Mode, source: Any) -> None:

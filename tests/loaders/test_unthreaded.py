@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as MapDataset
 
 from unisono import DeviceLoader, ParallelLoader
-from unisono.errors import ClosedError
 from unisono.loaders import pipeline as reading
 from unisono.world import solo_world, thread_worlds
 
@@ -28,13 +25,6 @@ class Threads(Numbers):
 
     def __getitem__(self, index: int) -> int:
         return threading.get_ident()
-
-
-class Failing(Numbers):
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise KeyError("five")
-        return index
 
 
 class Stream(IterableDataset):
@@ -94,18 +84,6 @@ def test_what_surrounds_the_loop_is_not_seen_by_the_dataset():
             assert [*DeviceLoader(DataLoader(Modes(1)))] == [["cpu True False unset"]]
 
 
-def test_threads_that_cannot_be_started_are_an_error_after_the_batches_before(monkeypatch, reads_ahead):
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    iterator = iter(DeviceLoader(DataLoader(Numbers(4))))
-    assert next(iterator).tolist() == [0]
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        next(iterator)
-    assert iterator.state_dict()["offset"] == 1
-
-
 def test_nothing_is_read_before_it_is_asked_for():
     read = []
 
@@ -119,33 +97,6 @@ def test_nothing_is_read_before_it_is_asked_for():
 
     for number, _ in enumerate(unthreaded(DataLoader(Noting()))):
         assert read == list(range(number + 1))
-
-
-def test_an_error_comes_in_its_turn_and_again():
-    iterator = iter(unthreaded(DataLoader(Failing(9), batch_size=2)))
-    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    for _ in range(2):
-        with pytest.raises(KeyError, match="five") as caught:
-            next(iterator)
-        assert "in the sample with index 5" in caught.value.__notes__
-
-
-def test_a_closed_iterator_says_so():
-    iterator = iter(unthreaded([1, 2, 3]))
-    next(iterator)
-    iterator.close()
-    with pytest.raises(ClosedError):
-        next(iterator)
-
-
-def test_a_loop_that_is_left_leaves_nothing():
-    dataset = Numbers(40)
-    gone = weakref.ref(dataset)
-    for _ in unthreaded(DataLoader(dataset, num_workers=1)):
-        break
-    del dataset
-    gc.collect()
-    assert gone() is None
 
 
 def test_what_it_waited_for_is_the_source():

@@ -46,9 +46,6 @@ def told(mode: Mode, body: Callable[[], object]) -> list[tuple[str, str, list[in
     return mode.run(listen)
 
 
-# Fingerprints.
-
-
 @given(st.integers(1, 40), st.data())
 def test_any_flipped_bit_of_a_small_tensor_changes_its_fingerprint(count, data):
     octets = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
@@ -100,9 +97,6 @@ def test_how_a_tensor_lies_in_memory_does_not_matter():
     flat = torch.rand(101)
     assert bits_of(flat[1:]) == bits_of(flat[1:].clone())  # it does not begin at a multiple of eight bytes
     assert bits_of(torch.tensor(1.0)) == bits_of(torch.ones(1))
-
-
-# Checking.
 
 
 @pytest.mark.any_family

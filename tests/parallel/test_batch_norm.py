@@ -13,14 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting, scaling
+from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, each_of, fitting, scaling
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, DataParallel, current_world
-from unisono.errors import BrokenWorldError
 from unisono.parallel.batch_norm import SyncBatchNorm2d, synchronize_batch_norm
 from unisono.world import solo_world
 
@@ -35,9 +33,7 @@ def mode(request: pytest.FixtureRequest) -> Mode:
     return request.param
 
 
-@pytest.fixture(params=fitting(THREADS_2, PROCESSES_2), ids=str)
-def peers(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+peers = each_of(fitting(THREADS_2, PROCESSES_2))
 
 
 @dataclass
@@ -111,9 +107,6 @@ def assert_as_one(
         if not size:
             close(rank.output, whole.output[:1], **TIGHT)
             assert not rank.input_gradient.any()
-
-
-# The equality.
 
 
 @pytest.mark.parametrize(
@@ -191,28 +184,6 @@ def test_a_large_mean_costs_no_digits_of_the_variance():
     torch.testing.assert_close(THREADS_2.run(body)[1].double(), rounded.var(0), rtol=1e-6, atol=0)
 
 
-# With torch's own machinery.
-
-
-def test_it_works_inside_of_distributed_data_parallel():
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).double()
-
-    def body() -> Trained:
-        world = current_world()
-        inputs, targets = (each.chunk(2)[world.rank] for each in samples((3, 2, 4), 6))
-        module = DistributedDataParallel(synchronize_batch_norm(make(), world, lambda: 0.5))
-        return train(module, inputs.clone(), targets, 1.0)
-
-    whole = train(make(), *samples((3, 2, 4), 6), 1.0)
-    for rank in PROCESSES_2.run(body):
-        for name, gradient in whole.gradients.items():
-            torch.testing.assert_close(rank.gradients[f"module.{name}"], gradient, **TIGHT)
-        for name, buffer in whole.buffers.items():
-            torch.testing.assert_close(rank.buffers[f"module.{name}"], buffer, **TIGHT)
-
-
 @pytest.mark.any_family
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_narrower_types_come_back_as_they_were_and_statistics_stay_full(dtype):
@@ -230,9 +201,6 @@ def test_narrower_types_come_back_as_they_were_and_statistics_stay_full(dtype):
     torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=3e-2, atol=3e-2)
 
 
-# Where nothing is exchanged.
-
-
 @pytest.mark.any_family
 def test_evaluation_meets_nobody(peers):
     def body() -> torch.Tensor | None:
@@ -240,9 +208,6 @@ def test_evaluation_meets_nobody(peers):
         return module(samples((3, 2, 4), 3)[0]).detach() if current_world().rank == 1 else None
 
     torch.testing.assert_close(peers.run(body)[1], layer().eval()(samples((3, 2, 4), 3)[0]), **TIGHT)
-
-
-# What the conversion keeps.
 
 
 def test_the_conversion_keeps_the_layers_their_tensors_names_and_hooks():
@@ -298,9 +263,6 @@ def test_a_layer_converted_again_moves_to_the_new_world():
     assert type(module) is nn.BatchNorm2d
 
 
-# Bad input.
-
-
 class Own(nn.BatchNorm2d):
     """Normalises in a way of its own, perhaps."""
 
@@ -308,10 +270,7 @@ class Own(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        (
-            nn.LazyBatchNorm2d(),
-            "'1' is a torch.nn.modules.batchnorm.LazyBatchNorm2d; use a plain one there",
-        ),
+        (nn.LazyBatchNorm2d(), "'1' is a torch.nn.modules.batchnorm.LazyBatchNorm2d; use a plain one there"),
         (nn.SyncBatchNorm(3), "'1' is a torch.nn.modules.batchnorm.SyncBatchNorm; use a plain one there"),
         (Own(3), r"'1' is a .*\.Own; use a plain one there"),
     ],
@@ -340,17 +299,6 @@ def test_too_few_values_on_all_ranks_together_are_an_error_on_every_rank_and_the
         assert message.startswith(f"Expected more than 1 value per channel when training, got {number} on all 2 ranks")
         assert f"input size [1, 3] on rank {rank}" in message
         assert total == 2
-
-
-@pytest.mark.any_family
-def test_wrong_dimensions_on_one_rank_are_its_own_error_and_wake_the_others(peers):
-    def body() -> None:
-        module = synchronize_batch_norm(nn.BatchNorm2d(3), current_world(), lambda: 0.5)
-        module(torch.randn(2, 3) if current_world().rank == 1 else torch.randn(2, 3, 2, 2))
-
-    with pytest.raises(ValueError, match="expected 4D input") as caught:
-        peers.run(body)
-    assert not isinstance(caught.value, BrokenWorldError)
 
 
 def test_a_gradient_with_a_graph_of_its_own_is_refused():

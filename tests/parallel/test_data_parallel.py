@@ -19,7 +19,6 @@ import torch
 from interrupts import interrupt_main_thread
 from modes import FAMILY, PROCESSES_2, devices
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from tracing import interrupting
 
 import unisono
@@ -38,9 +37,6 @@ def network() -> nn.Module:
 
 def replica_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("unisono-replica-")]
-
-
-# What it is made of.
 
 
 @pytest.mark.any_family
@@ -78,11 +74,8 @@ def test_no_list_means_every_device(monkeypatch):
         (TypeError, "network=5 gives a int; pass a module", (5, TWO)),
         (TypeError, "gives a str; pass a module, or a function that creates one", (lambda: "no module", TWO)),
         (TypeError, "devices='cpu' is of type str; pass a list of devices", (network(), "cpu")),
-        (TypeError, "devices='' is of type str", (network(), "")),
-        (TypeError, "devices=0 is of type int", (network(), 0)),
         (ValueError, "devices=['cpu:0', 'cpu:0'] repeats cpu:0", (network(), ["cpu", "cpu:0"])),
         (ValueError, "device 'foo' does not exist", (network(), ["foo"])),
-        (ValueError, "cuda", (network(), ["cuda:99"])),
         (ValueError, "device 'meta' does not exist", (network().to("meta"), [])),
         (RuntimeError, "parameters are on cpu, meta; move", (nn.Sequential(network(), network().to("meta")), [])),
     ],
@@ -90,9 +83,6 @@ def test_no_list_means_every_device(monkeypatch):
 def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, arguments):
     with pytest.raises(error, match=re.escape(words)):
         DataParallel(*arguments)
-
-
-# What a call does.
 
 
 @pytest.mark.any_family
@@ -115,19 +105,6 @@ def test_the_loop_gets_its_model_loader_device_and_context():
     for use, name in ((lambda: replicas(3, []), "loop_fn"), (lambda: replicas.run_on_replicas(3), "fn")):
         with pytest.raises(TypeError, match=f"^{name}=3 is of type int; pass a function"):
             use()
-
-
-@pytest.mark.any_family
-def test_every_call_continues_the_epochs_of_its_loader():
-    replicas = DataParallel(network(), TWO)
-    loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=5, shuffle=True)
-
-    def loop(model, loader, device, context):
-        return [number for (batch,) in loader for number in batch.tolist()]
-
-    one, two = replicas(loop, loader), replicas(loop, loader)
-    assert one != two
-    assert sorted(sum(one, [])) == sorted(sum(two, [])) == list(range(40))  # noqa: RUF017
 
 
 def test_getattr_or_keeps_what_it_makes_and_makes_none_again():
@@ -156,9 +133,6 @@ def test_the_callers_number_of_threads_is_kept_and_the_replicas_share_the_cores(
         assert shares == [max(1, usable_cores() // 2)] * 2
     finally:
         torch.set_num_threads(before)
-
-
-# What the replicas see of their caller.
 
 
 @pytest.mark.any_family
@@ -205,9 +179,6 @@ def test_the_replicas_see_the_callers_context_variables_and_change_their_own_cop
         variable.reset(token)
 
 
-# Without a loader.
-
-
 @pytest.mark.any_family
 @pytest.mark.parametrize("devices", [TWO, []], ids=str)
 def test_any_function_runs_on_all_replicas_without_a_loader(devices):
@@ -221,9 +192,6 @@ def test_any_function_runs_on_all_replicas_without_a_loader(devices):
     for call in (1, 2):
         for rank, found in enumerate(replicas.run_on_replicas(fn)):
             assert found == (replicas.models[rank], torch.device(replicas.devices[rank]), call, rank, size)
-
-
-# Its state.
 
 
 @pytest.mark.any_family
@@ -240,9 +208,6 @@ def test_its_state_is_the_networks_and_loading_it_reaches_every_replica(devices)
     with pytest.raises(RuntimeError, match="Missing key"):
         replicas.load_state_dict({})
     assert replicas.load_state_dict({}, strict=False).missing_keys == ["weight", "bias"]
-
-
-# What a failed call leaves.
 
 
 def fill_one(model: nn.Module, device: torch.device, context: ReplicaContext) -> None:
@@ -274,9 +239,6 @@ def test_where_it_cannot_be_told_whether_they_are_alike_the_cause_is_raised_all_
     assert any("it is unknown whether the replicas are still alike" in note for note in caught.value.__notes__)
 
 
-# The native run.
-
-
 def test_an_empty_list_runs_the_module_itself_in_the_calling_thread():
     module = network()
     replicas = DataParallel(module, [])
@@ -291,9 +253,6 @@ def test_an_empty_list_runs_the_module_itself_in_the_calling_thread():
     assert replicas.models == [module]
     assert replicas.devices == ["cpu:0"]
     assert not replica_threads()
-
-
-# Failures.
 
 
 @pytest.mark.any_family
@@ -433,9 +392,6 @@ def test_a_worker_of_several_is_refused():
     ]
 
 
-# Ends.
-
-
 def interrupted(loop: Callable[..., Any], loader: Any) -> DataParallel:
     replicas = DataParallel(network(), TWO)
     with pytest.raises(KeyboardInterrupt):
@@ -498,9 +454,7 @@ def test_a_second_interrupt_leaves_a_loop_that_does_not_end_and_the_object_says_
         assert caught.value.__notes__ == ["replicas [0] still run the loop; is_usable says when they have returned"]
         assert not replicas.is_usable
         for use in (lambda: replicas(lambda *_: 1, []), lambda: replicas.load_state_dict(replicas.state_dict())):
-            with pytest.raises(
-                BusyError, match=r"replicas \[0\] still run the loop of a call that was interrupted twice"
-            ):
+            with pytest.raises(BusyError, match=r"replicas \[0\] still run the loop of a call that was interrupted"):
                 use()
     finally:
         gate.set()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, in_main_memory, scaling
+from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, each_of, in_main_memory, scaling
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -24,14 +24,8 @@ pytestmark = pytest.mark.any_family
 Tensors = list[torch.Tensor]
 
 
-@pytest.fixture(params=scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2), ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
-
-
-@pytest.fixture(params=scaling(THREADS_2, THREADS_3, PROCESSES_2), ids=str)
-def peers(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+mode = each_of(scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2))
+peers = each_of(scaling(THREADS_2, THREADS_3, PROCESSES_2))
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -50,9 +44,6 @@ def here(x: torch.Tensor) -> torch.Tensor:
 
 def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(in_main_memory(found), expected, **CLOSE)
-
-
-# Each function's gradient is that of the sum of the ranks' losses.
 
 
 def own_loss(values: torch.Tensor, rank: int) -> torch.Tensor:
@@ -150,9 +141,6 @@ def test_samples_that_do_not_count_get_a_gradient_of_zero(mode):
     assert mode.run(gather) == [[[mode.ranks] * 4, [mode.ranks] * 4, [0] * 4]] * mode.ranks
 
 
-# Losses over the samples of all ranks.
-
-
 def nt_xent(first: torch.Tensor, second: torch.Tensor, own: slice = slice(None)) -> torch.Tensor:
     """SimCLR's loss (Chen et al. 2020, eq. 1): the mean over both views of the `own` samples, against all."""
     views = F.normalize(torch.cat([first, second]), dim=1)
@@ -163,59 +151,12 @@ def nt_xent(first: torch.Tensor, second: torch.Tensor, own: slice = slice(None))
     return F.cross_entropy(likeness[rows], ((places + count) % (2 * count))[rows])
 
 
-def clip_loss(images: torch.Tensor, texts: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """CLIP's (Radford et al. 2021, figure 3)."""
-    return local_clip_loss(images, texts, images, texts, scale, 0)
-
-
-def local_clip_loss(
-    images: torch.Tensor,
-    texts: torch.Tensor,
-    all_images: torch.Tensor,
-    all_texts: torch.Tensor,
-    scale: torch.Tensor,
-    start: int,
-) -> torch.Tensor:
-    """A rank's rows against all columns, as open_clip's `local_loss`."""
-    labels = start + torch.arange(len(images), device=images.device)
-    by_image = F.cross_entropy(scale.exp() * images @ all_texts.mT, labels)
-    by_text = F.cross_entropy(scale.exp() * texts @ all_images.mT, labels)
-    return (by_image + by_text) / 2
-
-
-def summed_gradients(found: list[dict[str, torch.Tensor]], divisor: int) -> dict[str, torch.Tensor]:
-    """What a data-parallel reduction makes of those of the ranks."""
-    found = in_main_memory(found)
-    return {name: sum(each[name] for each in found) / divisor for name in found[0]}
-
-
 def network() -> nn.Module:
     return model().to(unisono.current_world().device)
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in module.named_parameters()}
-
-
-def test_clips_local_loss_has_the_gradient_of_the_global_batch(mode):
-    def train() -> Any:
-        rank, net = unisono.rank(), network()
-        scale = here(torch.tensor(0.3, dtype=torch.float64))
-        images, texts = (F.normalize(net(here(rows_of(rank, width=5, seed=seed))), dim=1) for seed in (1, 2))
-        every = functional.all_gather_samples((images, texts))
-        local_clip_loss(images, texts, *every, scale, 3 * rank).backward()
-        return {"scale": scale.grad, **gradients(net)}
-
-    twin, scale = model(), torch.tensor(0.3, dtype=torch.float64).requires_grad_()
-    images, texts = (
-        F.normalize(twin(torch.cat([rows_of(rank, width=5, seed=seed) for rank in range(mode.ranks)])), dim=1)
-        for seed in (1, 2)
-    )
-    clip_loss(images, texts, scale).backward()
-    assert_close(summed_gradients(mode.run(train), mode.ranks), {"scale": scale.grad, **gradients(twin)})
-
-
-# With prepared models.
 
 
 def simclr_steps(samples: int, size: int) -> dict[str, torch.Tensor]:
@@ -304,17 +245,10 @@ def test_weights_that_differ_between_ranks_are_refused_for_gradients_of_all_rank
         peers.run(train)
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize(
     ("error", "words", "call"),
     [
-        (
-            ValueError,
-            "functional.all_reduce op='max' has no gradient here; .* unisono.all_reduce",
-            ("all_reduce", "max"),
-        ),
+        (ValueError, "all_reduce op='max' has no gradient here; .* unisono.all_reduce", ("all_reduce", "max")),
         (IndexError, "Dimension out of range", ("all_gather", 2)),
         (ValueError, "has no dimension 3 for its samples", ("all_gather_samples", None, 3)),
         (ValueError, "valid_samples=4, but a tensor has 3", ("all_gather_samples", 4)),

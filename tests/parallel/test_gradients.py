@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, PROCESSES_2, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
+from modes import FAMILY, PROCESSES_2, THREADS_2, THREADS_3, THREADS_4, Mode, each_of, fitting, scaling
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import unisono
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.every_mode
 PAIR = [0.25, 0.75]
 
 
-@pytest.fixture(params=scaling(THREADS_2, THREADS_3, PROCESSES_2, workers=True), ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+mode = each_of(scaling(THREADS_2, THREADS_3, PROCESSES_2, workers=True))
 
 
 def shares_of(ranks: int) -> list[float]:
@@ -45,20 +43,6 @@ def reduced(mode: Mode, make: Callable[[int], list[torch.Tensor]], shares: list[
         return [each.grad for each in parameters]
 
     return mode.run(body)
-
-
-@pytest.mark.any_family
-def test_gradients_are_weighed_by_the_ranks_shares(mode):
-    shares = shares_of(mode.ranks)
-
-    def make(rank: int) -> list[torch.Tensor]:
-        weight = parameter((2, 3))
-        weight.grad = torch.full((2, 3), rank + 1.0)
-        return [weight]
-
-    expected = sum(share * (rank + 1) for rank, share in enumerate(shares))
-    for (gradient,) in reduced(mode, make, shares):
-        assert torch.equal(gradient, torch.full((2, 3), expected))
 
 
 @pytest.mark.any_family

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, THREADS_4, Mode, fitting, scaling
+from modes import PROCESSES_2, SOLO, THREADS_2, each_of, fitting
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from twin import State, assert_same_bits, data
@@ -23,33 +23,11 @@ from unisono.world import solo_world
 Loader = DeviceIterator | DeviceLoader
 
 
-@pytest.fixture(params=scaling(THREADS_2, THREADS_3, THREADS_4, PROCESSES_2, workers=True), ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
-
-
-@pytest.fixture(params=fitting(THREADS_2, PROCESSES_2), ids=str)
-def pair(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+pair = each_of(fitting(THREADS_2, PROCESSES_2))
 
 
 def model(seed: int = 0) -> nn.Module:
     return model_in_main_memory(seed).to(torch.get_default_device())
-
-
-@pytest.mark.any_family
-def test_batches_from_elsewhere_count_equally_per_rank(mode):
-    def body() -> torch.Tensor:
-        weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        for _ in DataLoader(data(6)):  # torch's own, of which the package knows nothing
-            pass
-        (weight * (unisono.rank() + 1)).sum().backward()
-        optimizer_step(optimizer)
-        return weight.item()
-
-    mean = sum(range(1, mode.ranks + 1)) / mode.ranks
-    assert mode.run(body) == pytest.approx([-mean] * mode.ranks, rel=1e-15)
 
 
 def test_a_loader_that_cuts_itself_counts_equally_per_rank(pair):
@@ -176,9 +154,6 @@ def test_gradients_that_are_there_are_stepped_on_alike_with(pair, what):
     assert pair.run(body) == [ALONE[what][2]] * 2
 
 
-# The rest of the call.
-
-
 class Telling(torch.optim.SGD):
     """Returns what its step was called with."""
 
@@ -243,24 +218,6 @@ def test_steps_are_counted_and_timed():
 def test_what_is_no_optimizer_is_refused(optimizer):
     with pytest.raises(TypeError, match=r"pass a torch\.optim\.Optimizer"):
         optimizer_step(optimizer)
-
-
-@pytest.mark.any_family
-def test_several_optimizers_share_a_step_of_one_loader(pair):
-    """A pair of networks that are trained in turns on the same batches, as a generator and its critic are."""
-
-    def body(batches: Loader) -> list[float]:
-        weights = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2)]
-        optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
-        for batch in batches:
-            for weight, optimizer in zip(weights, optimizers, strict=True):
-                optimizer.zero_grad()
-                (weight * batch.mean()).sum().backward()
-                optimizer_step(optimizer)
-        return [weight.item() for weight in weights]
-
-    first, second = pair.loop(body, [torch.full((3,), 1.0).double(), torch.full((1,), 5.0).double()])
-    assert first == second == [-2.0, -2.0]
 
 
 @pytest.mark.parametrize("is_left_early", [False, True])

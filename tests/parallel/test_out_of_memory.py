@@ -91,10 +91,8 @@ def test_a_rank_without_memory_is_named_to_those_that_wait_for_it_in_the_attempt
 
         attempt()
 
-    with pytest.raises(
-        CollectiveMismatchError,
-        match=r"rank 1 .*the end of an attempt with batch size 64, where a rank comes early that ran out of memory",
-    ):
+    words = r"rank 1 .*the end of an attempt with batch size 64, where a rank comes early that ran out of memory"
+    with pytest.raises(CollectiveMismatchError, match=words):
         mode.run(body)
 
 

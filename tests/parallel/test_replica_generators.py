@@ -25,37 +25,21 @@ IMAGES = torch.arange(2400.0).view(2, 3, 20, 20)
 DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "rand": lambda: torch.rand(3),
     "randn": lambda: torch.randn(3),
-    "randint": lambda: torch.randint(100000, (3,)),
-    "rand_like": lambda: torch.rand_like(ONES),
     "randperm": lambda: torch.randperm(20),
     "bernoulli": lambda: torch.bernoulli(torch.full((40,), 0.5)),
-    "bernoulli_": lambda: torch.empty(40).bernoulli_(0.5),
     "multinomial": lambda: torch.multinomial(torch.ones(40), 20),
     "normal": lambda: torch.normal(0.0, 1.0, (3,)),
-    "normal of tensors": lambda: torch.normal(ONES, ONES),
     "normal_": lambda: torch.empty(3).normal_(),
-    "uniform_": lambda: torch.empty(3).uniform_(),
-    "random_": lambda: torch.empty(3).random_(),
-    "exponential_": lambda: torch.empty(3).exponential_(),
-    "geometric_": lambda: torch.empty(40).geometric_(0.1),
     "poisson": lambda: torch.poisson(ONES * 1000),
-    "binomial": lambda: torch.binomial(ONES * 1000, ONES / 2),
     "gamma": lambda: torch.distributions.Gamma(ONES, ONES).sample(),
     "dirichlet": lambda: torch.distributions.Dirichlet(ONES).sample(),
     "dropout": lambda: F.dropout(torch.ones(40), 0.5),
-    "native_dropout": lambda: torch.native_dropout(torch.ones(40), 0.5, True)[0],
-    "dropout2d": lambda: F.dropout2d(torch.ones(2, 20, 4, 4), 0.5),
     "alpha_dropout": lambda: F.alpha_dropout(torch.ones(40), 0.5, True),
-    "feature_alpha_dropout": lambda: F.feature_alpha_dropout(torch.ones(2, 20, 4, 4), 0.5, True),
-    "rrelu": lambda: F.rrelu(-ONES, training=True),
-    "gumbel_softmax": lambda: F.gumbel_softmax(ONES),
     "fractional_max_pool2d": lambda: nn.FractionalMaxPool2d(2, output_ratio=0.3)(IMAGES),
     "attention": lambda: F.scaled_dot_product_attention(ONES[None], ONES[None], IMAGES[:1, 0, :4, :6], dropout_p=0.5),
     "MultiheadAttention": lambda: nn.MultiheadAttention(6, 2, 0.5)(ONES, ONES, ONES)[0],
     "LSTM": lambda: nn.LSTM(6, 6, 2, dropout=0.5)(ONES)[0],
     "a layer": lambda: nn.Linear(3, 3).weight,
-    "trunc_normal_": lambda: nn.init.trunc_normal_(torch.empty(5)),
-    "orthogonal_": lambda: nn.init.orthogonal_(torch.empty(5, 5)),
     "vmap": lambda: torch.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(torch.ones(4, 20)),
 }
 
@@ -168,9 +152,6 @@ def test_a_thread_draws_from_its_own_in_the_first_call_that_it_makes_of_what_ano
         masks = [pool.submit(drawn, lambda: compiled(torch.ones(50)), 1).result() for pool in (one, other, one, other)]
     assert all(torch.equal(mask, masks[0]) for mask in masks)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# Replicas.
 
 
 def network() -> nn.Module:

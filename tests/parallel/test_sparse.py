@@ -156,9 +156,6 @@ def test_ranks_may_have_no_such_gradient_or_a_dense_one(mode: Mode) -> None:
 
 
 def test_under_fsdp_they_are_refused_at_prepare() -> None:
-    def body() -> None:
-        Accelerator(strategy="fsdp").prepare(words())
-
-    for told in PROCESSES_2.told(body, ValueError):
+    for told in PROCESSES_2.told(lambda: Accelerator(strategy="fsdp").prepare(words()), ValueError):
         assert "the layer 'table' of the Words has sparse=True" in told
         assert "sparse=False, or use strategy='ddp' or 'zero1'" in told

@@ -84,11 +84,7 @@ FOUND = [
         "draw a; forward penalty; backward accelerator; step f; forward other; backward plain; decay; forward fit; "
         "backward plain; step f; forward other; backward plain",
     ),
-    (
-        THREADS_3,
-        Setup(batch=3),
-        "draw a; draw a; keep; draw a; replay 1; forward copied; backward accelerator; step f",
-    ),
+    (THREADS_3, Setup(batch=3), "draw a; draw a; keep; draw a; replay 1; forward copied; backward accelerator; step f"),
     (THREADS_2, Setup(others=4, batch=3), "draw a; forward fit; draw b; forward square; add; backward named; step f"),
     (
         THREADS_2,

@@ -39,9 +39,6 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_is_handled", True)
 
 
-# Threads.
-
-
 @pytest.mark.any_family
 def test_replicas_stop_after_the_same_step_when_one_of_them_is_asked(handled):
     def body() -> int:
@@ -83,9 +80,6 @@ def test_a_rank_that_runs_in_a_thread_of_an_engine_stops_when_the_engine_asks():
     assert found == [False, True, True]
 
 
-# Processes.
-
-
 def run_to_its_stop(body: Callable[[], T]) -> list[T]:
     """What the ranks return that have agreed to stop."""
     with pytest.raises(StoppedError) as stopped:
@@ -125,8 +119,6 @@ def test_loader_workers_live_until_the_loop_has_come_to_its_stop_and_saved(asked
     assert 0 < found[0][0] <= 6
     assert found[0][1] == 50
 
-
-# Scripts.
 
 SOLO = """
 import sys

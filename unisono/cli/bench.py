@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_RATIO = re.compile(
-    r"(?P<name>\S.*?) +(?P<ratio>\d+\.\d+) +quartiles (?P<low>[\d.]+) \.\. (?P<high>[\d.]+) +(?P<pairs>\d+) pairs"
+if TYPE_CHECKING:
+    from unisono.protocols import Backend
+
+_FIGURE = re.compile(
+    r"(?P<name>\S.*?) +(?P<ratio>[-.e\d]+) +quartiles (?P<low>[-.e\d]+) \.\. (?P<high>[-.e\d]+) +(?P<pairs>\d+) pairs"
+    r" +(?P<ours>[-+.e\d]+) / (?P<theirs>[-+.e\d]+) (?P<unit>\S+)"
 )
-_MUST_AGREE = ("device", "machine", "cores", "processor")
+_CASE = re.compile(r"(?P<case>.+); torch \S+, .*")
+_MUST_AGREE = ("machine", "processor", "cores")
+_KEY = ("device", "script", "case", "name")
+_PACKAGES = ("unisono", "torch", "torch-xla", "accelerate", "lightning-fabric", "torchdata")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,13 +38,18 @@ def add_parser(subparsers: Any) -> None:
         help="run the benchmarks of a checkout, or compare two results",
         description="Runs bench/*.py of a checkout: each compares this package with what it replaces, as ratios of "
         "interleaved blocks. Writes them with the facts of the machine. `unisono bench compare OLD NEW` prints what "
-        "has changed between two such files.",
+        "has changed between two such files of the same machine.",
     )
     parser.add_argument("compare", nargs="*", metavar="compare OLD NEW", help="compare two files")
     parser.add_argument("--suite", default="bench", help="the directory of the scripts; default: bench")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these scripts, by their names without .py")
-    parser.add_argument("--device", default="", help="passed to the scripts that take --device; others run on the CPU")
-    parser.add_argument("-o", "--output", help="the file: results (default bench.json), or the picture of a comparison")
+    parser.add_argument("--device", nargs="+", help="cpu (the default), cuda, mps, xla; or several")
+    parser.add_argument(
+        "--blocks", type=int, help="of each script, in place of its own number: few are quick, and vary"
+    )
+    parser.add_argument(
+        "-o", "--output", help="the results (default bench.json); or the picture of a comparison, one for each device"
+    )
     parser.set_defaults(parser=parser, run=run)
 
 
@@ -49,73 +63,107 @@ def run(arguments: argparse.Namespace) -> int:
         old, new = (read_results(Path(each)) for each in arguments.compare[1:])
         print(compare(old, new))
         if arguments.output:
-            print(draw(old, new, Path(arguments.output)))
-    except (OSError, ValueError) as error:
+            print(*draw(old, new, Path(arguments.output)), sep="\n")
+    except (OSError, ValueError, ImportError) as error:
         print(f"unisono bench: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _run_suite(arguments: argparse.Namespace) -> int:
-    suite = Path(arguments.suite)
-    scripts = sorted(each for each in suite.glob("*.py") if 'if __name__ == "__main__"' in each.read_text())
-    if not scripts:
-        raise FileNotFoundError(f"{suite}/ holds no benchmarks: run this in a checkout, or pass --suite DIRECTORY")
-    unknown = set(arguments.only or ()) - {each.stem for each in scripts}
-    if unknown:
-        raise ValueError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(each.stem for each in scripts)}")
-    chosen = [each for each in scripts if not arguments.only or each.stem in arguments.only]
-    if arguments.device and not any('"--device"' in each.read_text() for each in chosen):
-        raise ValueError(
-            f"--device {arguments.device}: none of {', '.join(each.stem for each in chosen)} takes a device"
-        )
-    found: list[dict[str, Any]] = []
-    failed = []
-    for script in chosen:
-        takes_device = bool(arguments.device) and '"--device"' in script.read_text()
-        command = [sys.executable, str(script), *(["--device", arguments.device] if takes_device else [])]
-        if "import torch_xla" in script.read_text() and find_spec("torch_xla") is None:
-            continue
-        print(f"{' '.join(command[1:])}", flush=True)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        device = arguments.device if takes_device else ""
-        found += [{"script": script.stem, "device": device, **each} for each in _ratios(process.stdout)]
-        if process.wait():
-            failed.append(script.stem)
+    from unisono.backends import CPU, pick_backend  # here, since it imports torch
+
+    if arguments.blocks is not None and arguments.blocks < 1:
+        raise ValueError(f"--blocks {arguments.blocks}: pass 1 or more")
+    options = ["--blocks", str(arguments.blocks)] if arguments.blocks else []
+    devices = arguments.device or [CPU]
+    facts = machine_facts(pick_backend(each) for each in devices)
+    jobs = [(device, script) for device in devices for script in _scripts_for(device, arguments)]
     output = Path(arguments.output or "bench.json")
-    output.write_text(json.dumps({"facts": machine_facts(arguments.device), "ratios": found}, indent=1) + "\n")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.touch()  # before the measuring, which takes long
+    figures: list[dict[str, Any]] = []
+    seconds, failed = {}, []
+    for device, script in jobs:
+        print(f"\n# {script} on {device}", flush=True)
+        start = time.monotonic()
+        command = [sys.executable, str(script), "--device", device, *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            figures += [{"device": device, "script": script.stem, **each} for each in _figures(process.stdout)]
+        if process.returncode:
+            failed.append(f"{script.stem} on {device}")
+        seconds[f"{device} {script.stem}"] = round(time.monotonic() - start, 1)
+    text = json.dumps({"facts": facts, "seconds": seconds, "figures": figures})
+    output.write_text(text.replace("}, {", "},\n{").replace(', "figures": ', ',\n"figures":\n') + "\n")  # a line each
     print(output)
     if failed:
         print(f"unisono bench: failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
-def _ratios(lines: Any) -> Iterator[dict[str, Any]]:
-    """The ratios among the lines of a script, which are shown as they come; each with the heading above it."""
-    heading = ""
+def _scripts_for(device: str, arguments: argparse.Namespace) -> list[Path]:
+    """The chosen benchmarks that can use the device; those that cannot are named."""
+    suite = Path(arguments.suite)
+    benchmarks = {each: devices for each in sorted(suite.glob("*.py")) if (devices := _devices_of(each))}
+    if not benchmarks:
+        raise FileNotFoundError(f"{suite}/ holds no benchmarks: run this in a checkout, or pass --suite DIRECTORY")
+    names = [each.stem for each in benchmarks]
+    if unknown := set(arguments.only or ()) - set(names):
+        raise ValueError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(names)}")
+    chosen = [each for each in benchmarks if not arguments.only or each.stem in arguments.only]
+    able = [each for each in chosen if device in benchmarks[each]]
+    cannot = ", ".join(each.stem for each in chosen if each not in able)
+    if not able:
+        raise ValueError(f"--device {device}: none of {cannot} can use it; choose a device or scripts that go together")
+    if cannot:
+        print(f"left out on {device}, which they cannot use: {cannot}", flush=True)
+    return able
+
+
+def _devices_of(script: Path) -> tuple[str, ...]:
+    """The families that a script says it measures; none of one that is no benchmark."""
+    said = re.search(r"^DEVICES = (\(.+\))$", script.read_text(), re.MULTILINE)
+    return tuple(ast.literal_eval(said[1])) if said else ()
+
+
+def _figures(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The figures among the lines of a script, which are shown as they come; each with the case above it."""
+    case = ""
     for line in lines:
         print(line, end="", flush=True)
-        match = _RATIO.match(line)
-        if match:
-            numbers = {name: float(match[name]) for name in ("ratio", "low", "high")}
-            yield {"heading": heading, "name": match["name"], **numbers, "pairs": int(match["pairs"])}
-        elif line.strip() and not line.startswith("median"):
-            heading = re.sub(r"[;,] torch \S+,.*", "", line.strip())
+        if found := _FIGURE.match(line):
+            numbers = {name: float(found[name]) for name in ("ratio", "low", "high", "ours", "theirs")}
+            yield {"case": case, "name": found["name"], **numbers, "unit": found["unit"], "pairs": int(found["pairs"])}
+        elif found := _CASE.match(line):
+            case = found["case"]
 
 
-def machine_facts(device: str) -> dict[str, Any]:
-    """What a figure depends on."""
+def machine_facts(families: Iterable[Backend]) -> dict[str, Any]:
+    """What a figure depends on, the load before it included."""
+    versions = {"python": platform.python_version()}
+    for each in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[each] = version(each)
     return {
-        "device": device,
+        "devices": {each.name: _describe(each) for each in families},
         "machine": platform.machine(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "load": os.getloadavg(),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "load": [round(each, 1) for each in os.getloadavg()],
+        "at": datetime.now(UTC).isoformat(timespec="minutes"),
     }
+
+
+def _describe(family: Backend) -> str:
+    """How many devices there are, and what torch calls the first."""
+    import torch
+
+    name = family.hardware()
+    with suppress(RuntimeError, AttributeError):  # torch has no module for the family, or no name for its devices
+        name = torch.get_device_module(family.name).get_device_name(0)
+    return f"{family.device_count()} x {name}"
 
 
 def _processor() -> str:
@@ -132,8 +180,10 @@ def read_results(path: Path) -> dict[str, Any]:
     """Read a file of `unisono bench`; ValueError if it is none."""
     try:
         found = json.loads(path.read_text())
-        if not found["ratios"] or not found["facts"]:
+        if not found["figures"] or not found["facts"]["devices"]:
             raise ValueError("it is empty")
+        if any(each["ratio"] <= 0 for each in found["figures"]):
+            raise ValueError("a ratio is 0 or less")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no result of `unisono bench` ({error}): run that, and pass the file it writes"
@@ -142,23 +192,26 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _pairs(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """The ratios that both results have: device, name, old, new.
+    """The figures that both results have: device, name, old, new.
 
     Raises:
         ValueError: they are of unlike machines, or have none in common.
     """
-    differ = [name for name in _MUST_AGREE if old["facts"].get(name) != new["facts"].get(name)]
+    facts = [{**{name: each["facts"][name] for name in _MUST_AGREE}, **each["facts"]["devices"]} for each in (old, new)]
+    common = [each for each in facts[0] if each in facts[1]]
+    differ = [f"{each}: {facts[0][each]} and {facts[1][each]}" for each in common if facts[0][each] != facts[1][each]]
     if differ:
-        shown = "; ".join(f"{name}: {old['facts'].get(name)} and {new['facts'].get(name)}" for name in differ)
-        raise ValueError(f"the results are of unlike machines ({shown}); compare two of the same machine")
-    keyed = [
-        {(each["device"], each["script"], each["heading"], each["name"]): each for each in one["ratios"]}
-        for one in (old, new)
-    ]
-    common = [key for key in keyed[0] if key in keyed[1]]
-    if not common:
-        raise ValueError("the results have no benchmark in common; run the same scripts for both")
-    return [(key[0], f"{key[1]}: {key[3]}", keyed[0][key], keyed[1][key]) for key in common]
+        raise ValueError(f"the results are of unlike machines ({'; '.join(differ)}); compare two of the same machine")
+    keyed = [{tuple(each[name] for name in _KEY): each for each in one["figures"]} for one in (old, new)]
+    keys = [key for key in keyed[0] if key in keyed[1]]
+    if not keys:
+        raise ValueError("the results have no benchmark in common; run the same scripts on the same device for both")
+    return [(key[0], f"{key[1]}, {key[2]}: {key[3]}", keyed[0][key], keyed[1][key]) for key in keys]
+
+
+def _is_clear(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether the change is beyond the quartiles of both."""
+    return bool(old["high"] < new["low"] or new["high"] < old["low"])
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -167,35 +220,48 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
 
     rows = [["", "device", "old", "new", "old/new", ""]]
     for device, name, before, after in _pairs(old, new):
-        is_clear = before["high"] < after["low"] or after["high"] < before["low"]
         numbers = [f"{before['ratio']:.3f}", f"{after['ratio']:.3f}", f"{before['ratio'] / after['ratio']:.3f}"]
-        rows.append([name, device, *numbers, "*" if is_clear else ""])
+        rows.append([name, device, *numbers, "*" if _is_clear(before, after) else ""])
     return aligned(rows)
 
 
-def draw(old: dict[str, Any], new: dict[str, Any], path: Path) -> Path:
-    """A picture (PNG or SVG, by the suffix): old / new of each benchmark, a panel for each device."""
+def draw(old: dict[str, Any], new: dict[str, Any], path: Path) -> list[Path]:
+    """A picture for each device, PNG or SVG by the suffix, with the device in its name: old / new of each benchmark."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("a picture needs matplotlib: pip install 'unisono[report]'") from error
     pairs = _pairs(old, new)
-    devices = list(dict.fromkeys(each[0] for each in pairs))
-    figure = Figure(figsize=(10, 1 + 0.24 * len(pairs)), layout="constrained")
-    panels = figure.subplots(
-        len(devices), 1, squeeze=False, height_ratios=[sum(each[0] == one for each in pairs) for one in devices]
-    )
-    for panel, device in zip(panels[:, 0], devices, strict=True):
-        shown = [each for each in pairs if each[0] == device][::-1]
-        changes = [before["ratio"] / after["ratio"] for _, _, before, after in shown]
-        panel.barh(
-            [name[:70] for _, name, _, _ in shown],
-            changes,
-            color=["#66a182" if each >= 1 else "#d1495b" for each in changes],
-        )
-        panel.axvline(1, color="#444", linewidth=1)
-        panel.set(title=device, xlabel="old / new: above 1, the new version is better")
-        panel.tick_params(axis="y", labelsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path.absolute()
+    drawn = []
+    for device in dict.fromkeys(each[0] for each in pairs):
+        shown = [each for each in pairs if each[0] == device][::-1]
+        figure = Figure(figsize=(11, 1.2 + 0.22 * len(shown)), layout="constrained")
+        axes = figure.subplots()
+        axes.set_xscale("log")
+        for place, (_, _, before, after) in enumerate(shown):
+            change = before["ratio"] / after["ratio"]
+            color = ("#66a182" if change >= 1 else "#d1495b") if _is_clear(before, after) else "#b8bcc2"
+            axes.barh(place, change - 1, left=1, color=color)
+            axes.annotate(
+                f"{change:.2f}",
+                (change, place),
+                (4 if change >= 1 else -4, 0),
+                textcoords="offset points",
+                va="center",
+                ha="left" if change >= 1 else "right",
+                fontsize=7,
+            )
+        axes.set_yticks(range(len(shown)), [name for _, name, _, _ in shown], fontsize=7)
+        axes.axvline(1, color="#444", linewidth=1)
+        axes.margins(x=0.15, y=0.01)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        facts = old["facts"]
+        axes.set_title(
+            f"{device}: {facts['devices'][device]}, {facts['processor']}, {facts['cores']} cores", fontsize=9
+        )
+        axes.set_xlabel("old / new: above 1 the new version is better; gray: within the quartiles")
+        drawn.append(path.with_stem(f"{path.stem}-{device}").absolute())
+        figure.savefig(drawn[-1], dpi=130)
+    return drawn

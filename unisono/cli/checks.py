@@ -40,7 +40,7 @@ def check_devices() -> Iterator[Finding]:
             names = ", ".join(str(family.device(index)) for index in range(family.device_count()))
             yield Finding("devices", "ok", f"{names} (collectives by {group_backend(family)})")
         else:
-            yield Finding("devices", "ok", f"none of {name}: {family.unavailable_reason() or 'there is none here'}")
+            yield Finding("absent", "ok", f"none of {name}: {family.unavailable_reason() or 'there is none here'}")
         if unused := family.unused_hardware():
             yield Finding("devices", "warning", *unused.split(": ", 1))
 

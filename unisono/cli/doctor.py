@@ -21,11 +21,12 @@ from typing import Literal
 from unisono.outcome import Outcome
 
 _EPILOG = """\
-Each line is ok, a warning (hurts some runs) or a problem (runs do not work).
+Each line is ok, a warning (hurts some runs) or a problem (runs do not work). An area without
+either has one line; --all has a line for each fact.
 The exit code is 1 when there is a problem, else 0.
 
 examples:
-  unisono doctor                             everything, with two real workers: about 5 seconds
+  unisono doctor                             all checks, with two real workers: about 5 seconds
   unisono doctor --quick                     starts no worker
   unisono doctor --endpoint host1:29400      can a rendezvous be hosted, or reached, there?
 """
@@ -59,6 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--all", action="store_true", help="print every fact, not just what needs action")
     parser.add_argument("--quick", action="store_true", help="start no workers")
     parser.add_argument("--endpoint", metavar="HOST:PORT", help="a rendezvous endpoint, to be served or reached")
     parser.set_defaults(run=run_doctor)
@@ -66,7 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the checks and print the findings; return 1 if there is a problem, otherwise 0."""
-    return int(_print_lines(examine_all(options.quick, options.endpoint))["problem"] > 0)
+    return int(_print_lines(examine_all(options.quick, options.endpoint), options.all)["problem"] > 0)
 
 
 def check_versions() -> Iterator[Finding]:
@@ -87,25 +89,30 @@ def check_versions() -> Iterator[Finding]:
         yield Finding("packages", "problem", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
 
 
-def examine_all(is_quick: bool, endpoint: str | None) -> Iterator[Finding]:
-    """Run the checks in their order. They are imported here: `unisono --help` does not need torch, and where a part of
-    it is missing, the versions are still reported."""
-    yield from examine("versions", check_versions)
+def examine_all(is_quick: bool, endpoint: str | None) -> Iterator[tuple[str, list[Finding]]]:
+    """Run the checks in their order: the area of each, and what it found. They are imported here: `unisono --help` does
+    not need torch, and where a part of it is missing, the versions are still reported."""
+
+    def area(
+        name: str, check: Callable[[], Iterable[Finding]], limit_s: float = 10, advice: str = ""
+    ) -> tuple[str, list[Finding]]:
+        return name, examine(name, check, limit_s, advice)
+
+    yield area("packages", check_versions)
     try:
         from unisono.cli import checks
     except ImportError as error:
-        yield Finding("import", "problem", str(error))
+        yield "import", [Finding("import", "problem", str(error))]
         return
-    yield from examine("devices", checks.check_devices, 30, "the driver does not answer: try its own tool")
-    advice = "the file system of temporary files hangs: set TMPDIR"
-    yield from examine("resources", checks.check_resources, advice_if_late=advice)
-    yield from examine("environment", checks.check_environment)
+    yield area("devices", checks.check_devices, 30, "the driver does not answer: try its own tool")
+    yield area("resources", checks.check_resources, 10, "the file system of temporary files hangs: set TMPDIR")
+    yield area("launcher", checks.check_environment)
     if not is_quick:
         advice = "a worker or a collective hangs; py-spy dump --pid PID shows where"
-        yield from examine("workers", checks.check_workers, checks.WORKERS_LIMIT_S, advice)
+        yield area("workers", checks.check_workers, checks.WORKERS_LIMIT_S, advice)
     if endpoint is not None:
-        advice = "its name is not resolved; give an address"
-        yield from examine("endpoint", partial(checks.check_endpoint, endpoint), advice_if_late=advice)
+        check = partial(checks.check_endpoint, endpoint)
+        yield area("endpoint", check, 10, "its name is not resolved; give an address")
 
 
 def examine(
@@ -128,13 +135,22 @@ def _run_check(check: Callable[[], Iterable[Finding]], found: list[Outcome[list[
     found.append(Outcome.capture(lambda: list(check())))
 
 
-def _print_lines(found: Iterable[Finding]) -> Counter[Severity]:
-    """Print one line for each finding as it arrives, with its advice below, and the totals; return the totals."""
+def _print_lines(areas: Iterable[tuple[str, list[Finding]]], is_all: bool) -> Counter[Severity]:
+    """Print the findings of each area as they arrive, each with its advice below: all of them, or those that need
+    action, or that there are none; and the totals, which are returned."""
     states: Counter[Severity] = Counter()
-    for each in found:
-        states[each.state] += 1
-        print(f"{each.state:8} {each.name:14} {each.text}", flush=True)
-        if each.advice:
-            print(f"{'':23} -> {each.advice}", flush=True)
-    print(f"\nproblems: {states['problem']}, warnings: {states['warning']}")
+    for area, found in areas:
+        states.update(each.state for each in found)
+        bad = [each for each in found if each.state != "ok"]
+        for each in found if is_all else bad or [_in_short(area, found)]:
+            print(f"{each.state:8} {each.name:14} {each.text}", flush=True)
+            if each.advice:
+                print(f"{'':23} -> {each.advice}", flush=True)
+    print(f"\nproblems: {states['problem']}, warnings: {states['warning']}{'' if is_all else ' (--all: every fact)'}")
     return states
+
+
+def _in_short(area: str, found: list[Finding]) -> Finding:
+    """Of an area where all is well: the facts of its own name, or the names of what was examined."""
+    facts = "; ".join(each.text for each in found if each.name == area)
+    return Finding(area, "ok", facts or ", ".join(each.name for each in found))

@@ -8,28 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting, hearing
 from torch import nn
 
-from unisono.compat.accelerate import (
-    DistributedType,
-    PartialState,
-    find_executable_batch_size,
-    init_empty_weights,
-    notebook_launcher,
-)
+from unisono.compat.accelerate import DistributedType, PartialState, init_empty_weights, notebook_launcher, utils
 from unisono.compat.accelerate.logging import get_logger
 from unisono.compat.accelerate.state import AcceleratorState
-from unisono.compat.accelerate.utils import (
-    broadcast,
-    broadcast_object_list,
-    copy_tensor_to_devices,
-    gather_object,
-    is_torch_xla_available,
-    send_to_device,
-    set_seed,
-    synchronize_rng_states,
-)
 
 ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
@@ -95,7 +79,7 @@ def test_the_state_is_the_ranks_own(mode: Mode) -> None:
         last = state.on_last_process(lambda: state.process_index)()
         main = state.on_local_main_process(lambda: state.process_index)()
         with state.split_between_processes([1, 2, 3], apply_padding=True) as part:
-            return on, last, main, gather_object(part)[:3]
+            return on, last, main, utils.gather_object(part)[:3]
 
     everything = [1, 2, 3]
     if mode.ranks == 1:
@@ -111,9 +95,9 @@ def test_values_of_a_rank_reach_the_others(mode: Mode) -> None:
     def body() -> tuple[Any, ...]:
         state = PartialState()
         own, last = state.process_index, state.num_processes - 1
-        objects = broadcast_object_list([own, {"rank": own}], from_process=last)
-        tensors = broadcast({"x": torch.full((2,), float(own), device=state.device)}, from_process=last)
-        copied = copy_tensor_to_devices(torch.ones(1) if own == 0 else None)
+        objects = utils.broadcast_object_list([own, {"rank": own}], from_process=last)
+        tensors = utils.broadcast({"x": torch.full((2,), float(own), device=state.device)}, from_process=last)
+        copied = utils.copy_tensor_to_devices(torch.ones(1) if own == 0 else None)
         return objects, tensors["x"].tolist(), copied.tolist()
 
     last = mode.ranks - 1
@@ -123,14 +107,14 @@ def test_values_of_a_rank_reach_the_others(mode: Mode) -> None:
 @SEVERAL
 def test_seeds_are_the_ranks_own_where_asked_for_and_generators_come_together(mode: Mode) -> None:
     def body() -> tuple[float, float, float, float]:
-        set_seed(5)
+        utils.set_seed(5)
         same = torch.rand(()).item()
-        set_seed(5, device_specific=True)
+        utils.set_seed(5, device_specific=True)
         own = torch.rand(()).item()
         generator = torch.Generator().manual_seed(PartialState().process_index)
-        synchronize_rng_states(["torch", "generator", PartialState().device.type], generator)
+        utils.synchronize_rng_states(["torch", "generator", PartialState().device.type], generator)
         with pytest.raises(ValueError, match="trch"):
-            synchronize_rng_states(["trch"])
+            utils.synchronize_rng_states(["trch"])
         return same, own, torch.rand(()).item(), torch.rand((), generator=generator).item()
 
     (same, own, torchs, generators), other = mode.run(body)
@@ -141,19 +125,14 @@ def test_seeds_are_the_ranks_own_where_asked_for_and_generators_come_together(mo
 @ALL
 def test_a_logger_writes_on_rank_zero_or_in_order(mode: Mode) -> None:
     def body() -> list[str]:
-        lines: list[str] = []
-        handler = logging.Handler()
         own = PartialState().process_index
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        name = f"tests.ranks.{own}"
-        logging.getLogger(name).addHandler(handler)
-        logger = get_logger(name)
+        logger = get_logger(name := f"tests.ranks.{own}")
         logging.getLogger(name).setLevel("INFO")
-        logger.info("of rank %d", own)
-        logger.info("of all", main_process_only=False)
-        logger.info("one by one", in_order=True)
-        logger.debug("too fine", main_process_only=False)
-        logging.getLogger(name).removeHandler(handler)
+        with hearing(name) as lines:
+            logger.info("of rank %d", own)
+            logger.info("of all", main_process_only=False)
+            logger.info("one by one", in_order=True)
+            logger.debug("too fine", main_process_only=False)
         return lines
 
     for rank, lines in enumerate(mode.run(body)):
@@ -176,7 +155,7 @@ def test_a_launcher_calls_the_function_on_each_rank() -> None:
 def test_batch_sizes_shrink_as_there() -> None:
     tried: list[int] = []
 
-    @find_executable_batch_size(starting_batch_size=100)
+    @utils.find_executable_batch_size(starting_batch_size=100)
     def train(batch_size: int, *, least: int = 60) -> int:
         tried.append(batch_size)
         if batch_size > least:
@@ -198,13 +177,12 @@ def test_empty_weights_have_no_memory() -> None:
 
 
 def test_a_structure_is_sent() -> None:
-    sent = send_to_device({"x": [torch.zeros(2), "text"]}, "meta")["x"]
+    sent = utils.send_to_device({"x": [torch.zeros(2), "text"]}, "meta")["x"]
     assert sent[0].is_meta
     assert sent[1] == "text"
 
 
 def test_what_is_not_joined_is_not_available() -> None:
-    found = import_module("unisono.compat.accelerate.utils")
-    assert not found.is_deepspeed_available()
-    assert found.is_cuda_available() == torch.cuda.is_available()
-    assert isinstance(is_torch_xla_available(), bool)
+    assert not utils.is_deepspeed_available()
+    assert utils.is_cuda_available() == torch.cuda.is_available()
+    assert isinstance(utils.is_torch_xla_available(), bool)

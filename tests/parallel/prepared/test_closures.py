@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_3, scaling
+from modes import PROCESSES_2, SOLO, THREADS_3, each_of, scaling
 from torch.nn import functional as F
-from twin import Plain, assert_all_are, compare, data, loader_of, mean_loss, model
+from twin import Plain, assert_all_are, compare, loader_of, mean_loss, model
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
 
-
-@pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
-def mode(request):
-    return request.param
+mode = each_of(scaling(SOLO, THREADS_3, PROCESSES_2))
 
 
 def lbfgs(network):
@@ -60,29 +57,6 @@ def with_clipping_inside(accelerator, network, batch):
 def test_a_closure_sees_the_global_batch(mode):
     compare(mode, {each.__name__: closing(each) for each in (with_plain_backward, with_clipping_inside)}, 23, 4)
     compare(mode, closing(with_our_backward_and_tokens), 24, 4)
-
-
-def test_the_whole_data_set_needs_no_loader(mode):
-    def body(prepared, part):
-        network = model()
-        network, optimizer, *_ = prepared.prepare(network, lbfgs(network))
-        batch = [each[part] for each in data(24).tensors]
-
-        def closure():
-            optimizer.zero_grad()
-            loss = mean_loss(network, batch)
-            prepared.backward(loss)
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-        return network.state_dict()
-
-    def ranks_body():
-        accelerator = Accelerator()
-        return body(accelerator, slice(accelerator.world.rank, None, mode.ranks))
-
-    assert_all_are(mode.run(ranks_body), body(Plain(), slice(None)))
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])

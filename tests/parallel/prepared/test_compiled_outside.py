@@ -28,15 +28,6 @@ class Perceptron(nn.Module):
         return self.second(torch.tanh(self.first(inputs)))  # type: ignore[no-any-return]
 
 
-class Convolution(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.convolution = nn.GroupNorm(1, 2), nn.Conv1d(1, 2, 3, padding=1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(torch.relu(self.convolution(inputs[:, None]))).mean(1))
-
-
 class Transformer(Perceptron):
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +47,7 @@ def forget_graphs() -> None:
     torch.compiler.reset()
 
 
-NETWORKS = (Perceptron, Convolution, Transformer)
+NETWORKS = (Perceptron, Transformer)
 
 
 def train(

@@ -39,6 +39,7 @@ def trained(strategy: str, how: str, every: int) -> list[torch.Tensor]:
                 seen += [loss.detach(), network(inputs[:3]), network(inputs[: 7 + number])]
             network.train()
             optimizer.zero_grad()
+    assert not any("_orig_mod" in name for name in accelerator.state_dict(network) or {})
     return seen
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2
@@ -11,7 +9,7 @@ from torch import nn
 from twin import CLOSE, assert_same_bits, model, seeded, sgd
 
 from unisono import Accelerator
-from unisono.strategies import DDP, FSDP, ZeRO1
+from unisono.strategies import FSDP, ZeRO1
 
 BOTH_ENGINES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 
@@ -31,12 +29,6 @@ def fork() -> nn.Module:
     return seeded(Fork().double())
 
 
-def wide() -> nn.Module:
-    """Of several buckets, once torch has built them again."""
-    sizes = (10, 10, 2000, 500, 1)
-    return nn.Sequential(*[nn.Linear(one, two) for one, two in itertools.pairwise(sizes)])
-
-
 @BOTH_ENGINES
 def test_a_step_without_gradients_is_an_error_that_says_so(strategy):
     def body():
@@ -47,23 +39,6 @@ def test_a_step_without_gradients_is_an_error_that_says_so(strategy):
                 act()
 
     PROCESSES_2.run(body)
-
-
-def test_a_layer_frozen_on_the_way_is_left_out_where_unused_ones_are_looked_for():
-    def body():
-        accelerator, network = Accelerator(strategy=DDP(find_unused_parameters=True)), wide()
-        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
-        for number in range(3):
-            if number == 2:
-                network.get_submodule("1").requires_grad_(False)
-                before = network.get_parameter("1.weight").clone()
-            optimizer.zero_grad()
-            network(torch.full((4, 10), 1.0 + accelerator.world.rank)).mean().backward()
-            optimizer.step()
-        assert torch.equal(before, network.get_parameter("1.weight"))
-        return network.state_dict()
-
-    assert_same_bits(PROCESSES_2.run(body))
 
 
 def test_parameters_unused_on_one_rank_are_named_and_the_others_do_not_wait_on():

@@ -29,49 +29,37 @@ def has_tokens(case: Case, ranks: int) -> bool:
     return not case.tokens or all(tokens[window].sum() for window in twin.windows(case, ranks))
 
 
+def train_like_one_device(cases: list[Case], mode: Mode) -> None:
+    todo = [case for case in cases if has_tokens(case, mode.ranks)]
+    results = mode.run(lambda: [twin.run(case) for case in todo])
+    for case, states in zip(todo, zip(*results, strict=True), strict=True):
+        print(case)
+        assert_all_are(states, plain_run(case, mode.ranks))
+
+
 @settings(max_examples=40)
 @given(cases(), st.sampled_from([SOLO, *(Mode("threads", ranks) for ranks in (2, 3, 4))]))
 def test_threads_train_like_one_device_however_the_samples_fall(case, mode):
-    if has_tokens(case, mode.ranks):
-        assert_all_are(mode.run(lambda: twin.run(case)), plain_run(case, mode.ranks))
+    train_like_one_device([case], mode)
 
 
 @pytest.mark.parametrize("mode", [PROCESSES_2, PROCESSES_3, pytest.param(PROCESSES_4, marks=pytest.mark.slow)], ids=str)
 def test_processes_train_like_one_device_however_the_samples_fall(mode):
     numbers = random.Random(mode.ranks)
     drawn = [
-        Case(
-            numbers.randint(1, 26),
-            numbers.randint(1, 4),
-            numbers.randint(1, 4),
-            way,
-            tokens,
-            numbers.choice([None, 1, 2]),
-        )
+        Case(*(numbers.randint(1, most) for most in (26, 4, 4)), way, tokens, numbers.choice([None, 1, 2]))
         for way in ("accelerator", "plain", "bare")
         for tokens in (False, way != "plain")
         for _ in range(6)
     ]
-    todo = [case for case in drawn if has_tokens(case, mode.ranks)]
-    results = mode.run(lambda: [twin.run(case) for case in todo])
-    for case, states in zip(todo, zip(*results, strict=True), strict=True):
-        print(case)
-        assert_all_are(states, plain_run(case, mode.ranks))
+    train_like_one_device(drawn, mode)
 
 
-SOME = [
-    Case(23, 2),
-    Case(21, 2, 2, tokens=True, leave_at=2),
-    Case(17, 2, 3, "plain", leave_at=1),
-    Case(19, 2, 2, "bare", tokens=True),
-]
+SOME = [Case(23, 2), Case(21, 2, 2, tokens=True, leave_at=2)]
+SOME += [Case(17, 2, 3, "plain", leave_at=1), Case(19, 2, 2, "bare", tokens=True)]
 
 
 @pytest.mark.any_family
 @pytest.mark.parametrize("mode", [*fitting(SOLO), *scaling(THREADS_4, PROCESSES_2, workers=True)], ids=str)
 def test_every_way_to_train_is_like_one_device(mode):
-    todo = [case for case in SOME if has_tokens(case, mode.ranks)]
-    results = mode.run(lambda: [twin.run(case) for case in todo])
-    for case, states in zip(todo, zip(*results, strict=True), strict=True):
-        print(case)
-        assert_all_are(states, plain_run(case, mode.ranks))
+    train_like_one_device(SOME, mode)

@@ -14,22 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from twin import (
-    Plain,
-    State,
-    adam,
-    assert_all_are,
-    compare,
-    data,
-    loader_of,
-    mean_loss,
-    model,
-    seeded,
-    sgd,
-    steps,
-    straight,
-    whole,
-)
+from twin import State, adam, compare, data, loader_of, mean_loss, model, seeded, sgd, steps, straight, whole
 
 from unisono import Accelerator, backward
 
@@ -44,9 +29,6 @@ def prepared(accelerator: Any, loader: DataLoader[Any]) -> Training:
     network = model()
     made: Training = accelerator.prepare(network, sgd(network.parameters()), loader)
     return made
-
-
-# Every batch a microbatch, with one model.
 
 
 def two_losses_of_forward_passes_of_which_one_does_not_sync(accelerator: Any, network: Any, batch: Any) -> None:
@@ -75,9 +57,6 @@ class Tied(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = self.last(self.first(inputs).tanh())[:, :2]
         return outputs
-
-
-# With several models or optimizers.
 
 
 def gan() -> tuple[nn.Module, nn.Module]:
@@ -176,9 +155,6 @@ def test_the_same_lines_take_the_steps_of_one_device(mode: Mode, accumulate: int
     compare(mode, LINES, 43, 2, gradient_accumulation_steps=accumulate)
 
 
-# Each batch a step.
-
-
 def several_backward_passes_of_one_forward_pass(accelerator: Any, network: Any, batch: Any) -> None:
     outputs, others = network(batch[0]), network(batch[0].flip(1))
     F.mse_loss(outputs, batch[1]).backward(retain_graph=True)
@@ -207,28 +183,6 @@ def means_over_tokens_of_two_kinds(accelerator: Any, network: Any, batch: Any) -
             accelerator.backward(mean_loss(network, [inputs, targets, tokens], True), weight=tokens.sum())
 
 
-def sharpness_aware(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """SAM in two steps, around an optimizer that nobody has prepared."""
-    network = model()
-    network, loader = accelerator.prepare(network, loader)
-    optimizer = sgd(network.parameters())
-    for batch in loader:
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        with torch.no_grad():
-            norm = torch.stack([each.grad.norm() for each in network.parameters()]).norm()
-            climbed = [each.grad * 0.05 / norm for each in network.parameters()]
-            for each, step in zip(network.parameters(), climbed, strict=True):
-                each.add_(step)
-        optimizer.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        with torch.no_grad():
-            for each, step in zip(network.parameters(), climbed, strict=True):
-                each.sub_(step)
-        optimizer.step()
-    return whole(network)
-
-
 def one_optimizer_of_two_models_of_which_one_rests(accelerator: Any, loader: DataLoader[Any]) -> State:
     first, second = model(1), model(2)
     optimizer = sgd([*first.parameters(), *second.parameters()])
@@ -252,17 +206,6 @@ def a_group_that_is_added_and_trained(accelerator: Any, loader: DataLoader[Any])
         optimizer.zero_grad()
         accelerator.backward(mean_loss(network, batch))
         optimizer.step()
-    return whole(network)
-
-
-def a_batch_without_a_step(accelerator: Any, loader: DataLoader[Any]) -> State:
-    network, optimizer, loader = prepared(accelerator, loader)
-    for number, batch in enumerate(loader):
-        network.zero_grad()
-        accelerator.backward(mean_loss(network, batch))
-        accelerator.clip_grad_norm_(network.parameters(), 0.5)
-        if number != 1:
-            optimizer.step()
     return whole(network)
 
 
@@ -292,10 +235,8 @@ STEP_BY_STEP = {
     **{
         each.__name__: each
         for each in (
-            sharpness_aware,
             one_optimizer_of_two_models_of_which_one_rests,
             a_group_that_is_added_and_trained,
-            a_batch_without_a_step,
             sums_of_two_batches,
         )
     },
@@ -305,9 +246,6 @@ STEP_BY_STEP = {
 @MODES
 def test_they_do_where_each_batch_is_a_step(mode: Mode) -> None:
     compare(mode, STEP_BY_STEP, 23, 3)
-
-
-# What a loop is told, and other ends.
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -331,26 +269,6 @@ def test_where_a_batch_cannot_be_told_and_matters_an_error_names_the_way_out(mod
     way = r"with accelerator\.accumulate\(\)" if accumulate > 1 else r"backward\(loss, batch=batch\)"
     with pytest.raises(ValueError, match=way):
         mode.run(body)
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_the_number_of_microbatches_may_change_between_the_steps_of_two_optimizers(mode: Mode) -> None:
-    def train(accelerator: Any, loader: Any) -> State:
-        network, other = model(), model(1)
-        network, other, first, second, loader = accelerator.prepare(
-            network, other, sgd(network.parameters()), sgd(other.parameters()), loader
-        )
-        for batch in loader:
-            accelerator.backward(mean_loss(network, batch) + mean_loss(other, batch))
-            first.step()
-            if isinstance(accelerator, Accelerator) and accelerator.sync_gradients:
-                accelerator.gradient_accumulation_steps = 1
-            second.step()
-        return whole(network, other)
-
-    samples = 4 * mode.ranks
-    states = mode.run(lambda: train(Accelerator(gradient_accumulation_steps=2), loader_of(samples, 2)))
-    assert_all_are(states, train(Plain(), loader_of(samples, samples)))
 
 
 @PAIRS
@@ -381,7 +299,7 @@ def test_a_mean_over_nothing_with_the_weight_0_spreads_no_nan(strategy: str, is_
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])
-def test_what_is_left_of_a_loop_that_is_no_prepared_one_s_is_told_of(
+def test_what_is_left_of_a_loop_that_is_not_prepared_is_told_of(
     in_blocks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator, network = Accelerator(gradient_accumulation_steps=2), model()

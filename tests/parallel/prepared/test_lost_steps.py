@@ -45,10 +45,7 @@ def load_another_rate(training: Training) -> None:
 ACTIONS: dict[str, tuple[Callable[[Training, Any], Any], str]] = {
     "leaves out a batch": (lambda training, batch: None, LEAVES_OUT),
     "leaves out a backward pass": (lambda training, batch: mean_loss(training.network, batch), LEAVES_OUT),
-    "leaves out a step": (
-        lambda training, batch: (training.learn(batch), training.optimizer.zero_grad()),
-        LEAVES_OUT,
-    ),
+    "leaves out a step": (lambda training, batch: (training.learn(batch), training.optimizer.zero_grad()), LEAVES_OUT),
     "has two backward passes": (lambda training, batch: training.learn(batch), GOES_ON),
     "begins the next loop": (lambda training, batch: None, LEAVES_LOOP),
     "calls a barrier": (lambda training, batch: barrier(), GOES_ON),
@@ -90,19 +87,20 @@ def lost(mode: Mode, action: str, strategy: str, accumulate: int = 1) -> str:
 
 
 @engines
-@pytest.mark.parametrize("action", list(ACTIONS)[:5])
-def test_a_rank_that_takes_other_steps_is_named_with_its_batch(mode: Mode, strategy: str, action: str) -> None:
-    told = lost(mode, action, strategy)
+@pytest.mark.parametrize(("action", "accumulate"), [*zip(ACTIONS, [1] * 5, strict=False), ("leaves out a batch", 2)])
+def test_a_rank_that_takes_other_steps_is_named(mode: Mode, strategy: str, action: str, accumulate: int) -> None:
+    told = lost(mode, action, strategy, accumulate)
     assert "rank 1" in told
     assert "every rank must take the same steps on the same rounds: skip a batch" in told
-    assert f"of step {AT} (batch" in told or "forward pass of the Sequential" in told
+    step = f"of step {AT} (batch" if accumulate == 1 else "of step 2 (batches 3, 4 of its loop"
+    assert step in told or "forward pass of the Sequential" in told
 
 
 @engines
 @pytest.mark.parametrize(
     ("action", "call"), [("calls a barrier", "barrier()"), ("gathers something", "all_gather(float32[3])")]
 )
-def test_a_rank_that_calls_another_collective_is_named_with_the_call(
+def test_a_rank_that_calls_something_else_is_named_with_the_call(
     mode: Mode, strategy: str, action: str, call: str
 ) -> None:
     told = lost(mode, action, strategy)
@@ -113,13 +111,6 @@ def test_a_rank_that_calls_another_collective_is_named_with_the_call(
 @engines
 def test_a_rank_that_has_returned_is_named(mode: Mode, strategy: str) -> None:
     assert "rank 1 has left this world: end loops" in lost(mode, "returns", strategy)
-
-
-@engines
-def test_a_rank_that_leaves_out_a_microbatch_of_an_accumulation_is_named(mode: Mode, strategy: str) -> None:
-    told = lost(mode, "leaves out a batch", strategy, accumulate=2)
-    assert "of step 2 (batches 3, 4 of its loop" in told or "forward pass" in told
-    assert "rank 1" in told
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
@@ -198,7 +189,7 @@ ALONE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("process_group", ["gloo", pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("call", ALONE)
-def test_a_rank_that_evaluates_alone_under_fsdp_is_named_at_the_first_time(
+def test_a_rank_that_evaluates_alone_under_fsdp_is_named_at_once(
     call: str, process_group: str | None, tmp_path: Path
 ) -> None:
     evaluate, what = ALONE[call]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, Mode
 from torch import nn
-from twin import State, assert_all_are, loader_of, mean_loss, sgd
+from twin import Plain, State, assert_all_are, loader_of, mean_loss, sgd, train
 
 from unisono import Accelerator, rank
 from unisono.parallel.meta_modules import fill
@@ -61,12 +61,7 @@ def trained(strategy: object) -> tuple[State, State]:
 def trained_by_one(first: State, batch: int) -> State:
     model = network()
     model.load_state_dict(first)
-    optimizer, tensors = sgd(model.parameters()), loader_of(24, 3).dataset.tensors
-    for start in range(0, 24, batch):
-        optimizer.zero_grad()
-        mean_loss(model, [each[start : start + batch] for each in tensors]).backward()
-        optimizer.step()
-    return model.state_dict()
+    return train(Plain(), loader_of(24, batch), network=model)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode
+from modes import PROCESSES_2, THREADS_2, Mode
 from torch.utils.data import DataLoader
-from twin import Case, State, assert_all_are, compare, data, loader_of, mean_loss, model, plain_run, sgd, train
+from twin import Case, State, assert_all_are, compare, loader_of, mean_loss, model, plain_run, sgd, train
 
 from unisono import Accelerator, DeviceLoader, all_gather_object, backward, optimizer_step
 from unisono.strategies import ZeRO1
@@ -65,7 +63,7 @@ def test_an_optimizer_past_what_its_steps_were_asked_to_do_is_refused() -> None:
 
 def test_alone_and_without_accumulation_an_optimizer_may_step_within_the_backward_pass() -> None:
     """As in torch's tutorial on memory: each parameter steps when its gradient is there."""
-    network, tensors = model(), data(12).tensors
+    network = model()
     optimizers = {each: sgd([each]) for each in network.parameters()}
 
     def step(parameter: torch.Tensor) -> None:
@@ -77,30 +75,7 @@ def test_alone_and_without_accumulation_an_optimizer_may_step_within_the_backwar
         each.register_post_accumulate_grad_hook(step)
     for batch in loader:
         mean_loss(prepared, batch).backward()
-    assert len(tensors[0]) == 12
     assert_all_are([prepared.state_dict()], plain_run(Case(12, 3, epochs=1), 1, sgd))
-
-
-@SEVERAL
-def test_by_hand_a_batch_that_was_drawn_ahead_is_an_error_where_it_counts_differently(mode: Mode) -> None:
-    def body() -> int:
-        network = model()
-        optimizer = sgd(network.parameters())
-        batches = iter(DeviceLoader(loader_of(23, 3)))
-        batch, steps = next(batches), 0
-        while batch is not None:
-            following = next(batches, None)
-            mean_loss(network, batch).backward()
-            if steps == 2:  # it may be that of the last one, which is uneven
-                with pytest.raises(ValueError, match=r"call unisono\.backward\(loss, batch=batch\)"):
-                    optimizer_step(optimizer)
-                break
-            optimizer_step(optimizer)
-            optimizer.zero_grad()
-            batch, steps = following, steps + 1
-        return steps
-
-    assert mode.run(body) == [2, 2]  # of four
 
 
 class _Fails(torch.autograd.Function):
@@ -148,24 +123,6 @@ def test_under_zero1_layers_are_unfrozen() -> None:
         return {name: each.clone() for name, each in network.state_dict().items()}
 
     compare(PROCESSES_2, lines, strategy=ZeRO1(find_unused_parameters=True))
-
-
-@pytest.mark.parametrize("mode", [SOLO], ids=str)
-def test_an_optimizer_that_was_let_go_of_is_garbage_at_once(mode: Mode) -> None:
-    def body() -> bool:
-        accelerator, network = Accelerator(), model()
-        optimizer = sgd(network.parameters())
-        accelerator.prepare(network, optimizer)
-        accelerator.free_memory()
-        held = weakref.ref(optimizer)
-        gc.disable()
-        try:
-            del optimizer
-            return held() is None
-        finally:
-            gc.enable()
-
-    assert mode.run(body) == [True]
 
 
 @SEVERAL
@@ -218,34 +175,15 @@ def test_a_scheduler_that_is_not_prepared_sets_the_rates_of_the_prepared_optimiz
 
 
 def test_an_optimizer_whose_state_zero1_has_divided_is_not_prepared_again_without_it() -> None:
-    def train(accelerator: Accelerator, network: Any, optimizer: Any, state: Any = None) -> Any:
-        network, optimizer = accelerator.prepare(network, optimizer)
-        if state is not None:
-            accelerator.load_state_dict(optimizer, state)
-        accelerator.backward(network(torch.ones(2, 5, dtype=torch.float64)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        state = accelerator.state_dict(optimizer)
-        accelerator.free_memory()
-        return state
-
-    def body() -> State:
+    def body() -> None:
         accelerator, network = Accelerator(strategy="zero1"), model()
         optimizer = sgd(network.parameters())
-        state = train(accelerator, network, optimizer)
+        prepared, stepped = accelerator.prepare(network, optimizer)
+        accelerator.backward(prepared(torch.ones(2, 5, dtype=torch.float64)).sum())
+        stepped.step()
+        accelerator.free_memory()
         for kind in ("zero1", "ddp"):
             with pytest.raises(ValueError, match=r"strategy='zero1' has divided the state of this SGD"):
                 Accelerator(strategy=kind).prepare(network, optimizer)  # type: ignore[arg-type]
-        train(accelerator, network, sgd(network.parameters()), state)
-        return network.state_dict()
 
-    def plainly() -> State:
-        network = model()
-        optimizer = sgd(network.parameters())
-        for _ in range(2):
-            network(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return network.state_dict()
-
-    assert_all_are(PROCESSES_2.run(body), plainly())
+    PROCESSES_2.run(body)

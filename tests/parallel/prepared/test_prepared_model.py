@@ -140,21 +140,11 @@ def test_a_prepared_model_that_is_pickled_says_how_to_save_it():
 
 
 def test_under_fsdp_a_plain_state_and_parts_taken_outside_say_what_to_do():
-    class Kept(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.state = nn.Linear(5, 2).double(), None
-
-        def forward(self, inputs):
-            return self.linear(inputs) + self.state
-
     def body():
-        network = Kept()
-        whole = copy.deepcopy(network.state_dict())
-        network = Accelerator(strategy="fsdp").prepare(network)
+        network = Accelerator(strategy="fsdp").prepare(Scaled())
         with pytest.raises(RuntimeError, match=r"call accelerator\.load_state_dict\(model, state\) on every rank"):
-            network.load_state_dict(whole)
-        network.module.state = network.linear.bias * 0
+            network.load_state_dict(Scaled().state_dict())
+        network.module.scale = network.linear.bias * 0
         with pytest.raises(RuntimeError, match=r"make tensors from the inputs \(inputs\.new_zeros"):
             network(torch.ones(2, 5).double())
 
@@ -162,11 +152,7 @@ def test_under_fsdp_a_plain_state_and_parts_taken_outside_say_what_to_do():
 
 
 def test_a_sharded_model_says_how_to_have_a_copy():
-    def body() -> None:
-        network = Accelerator(strategy="fsdp").prepare(model())
-        copy.deepcopy(network)
-
-    for told in PROCESSES_2.told(body, TypeError):
+    for told in PROCESSES_2.told(lambda: copy.deepcopy(Accelerator(strategy="fsdp").prepare(model())), TypeError):
         assert "a copy of the prepared Sequential was asked for" in told
         assert "model, average = accelerator.prepare(model, average)" in told
 
@@ -222,11 +208,8 @@ def test_methods_that_are_marked_train_as_calls_of_the_model_do(mode, strategy, 
 
 
 def test_under_fsdp_a_method_that_is_not_marked_says_how_to_mark_it():
-    def body() -> None:
-        coder = Accelerator(strategy="fsdp").prepare(Coder())
-        coder.encode(torch.ones(1, 5, dtype=torch.float64))
-
-    for told in PROCESSES_2.told(body, RuntimeError):
+    inputs = torch.ones(1, 5, dtype=torch.float64)
+    for told in PROCESSES_2.told(lambda: Accelerator(strategy="fsdp").prepare(Coder()).encode(inputs), RuntimeError):
         assert "encode() was called on the Coder by itself, and strategy='fsdp' gathers parameters only " in told
         assert "say model.mark_forward_method('encode')" in told
 

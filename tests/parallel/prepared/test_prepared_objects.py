@@ -17,7 +17,6 @@ from twin import CLOSE, adam, assert_same_bits, data, loader_of, model, sgd
 
 from unisono import Accelerator, DeviceLoader, barrier, current_world, optimizer_step, world_size
 from unisono.parallel.prepared.model import PreparedModel
-from unisono.parallel.prepared.prepared_objects import Places
 from unisono.parallel.prepared.scheduler import PreparedScheduler
 
 
@@ -73,26 +72,12 @@ def test_nothing_is_prepared_twice():
                 other.prepare(each)
 
 
-def test_an_optimizer_may_come_later_than_its_model_and_then_steps_for_it():
-    def body():
-        accelerator, network = Accelerator(), model()
-        network = accelerator.prepare(network)
-        optimizer = accelerator.prepare(sgd(network.parameters()))
-        accelerator.backward(network(torch.full((2, 5), 1.0 + accelerator.world.rank).double()).sum())
-        optimizer.step()
-        return network.state_dict()
-
-    assert_same_bits(PROCESSES_2.run(body))
-
-
 @pytest.mark.any_family
 def test_a_parameter_of_no_prepared_model_is_an_error_that_says_where():
     accelerator, network, other = Accelerator(), model(), model(1)
     optimizer = sgd(network.parameters())
     optimizer.add_param_group({"params": other[2].bias})
-    with pytest.raises(
-        ValueError, match=r"parameter 0 of group 1 of the SGD at position 1, shape \[2\], belongs to no"
-    ):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 of the SGD at position 1, shape \[2\], belongs"):
         accelerator.prepare(network, optimizer)
     accelerator.prepare(other, network, optimizer)
 
@@ -132,37 +117,6 @@ def test_a_model_on_two_devices_is_an_error_that_names_a_parameter_on_each():
     network[2].to("meta")
     with pytest.raises(ValueError, match=r"position 0 is on 2 devices \('0.weight' on cpu, '2.weight' on meta\)"):
         Accelerator().prepare(network)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.last.weight = self.first.weight
-
-
-def test_optimizers_follow_parameters_that_were_replaced_with_their_state_and_ties():
-    """On "meta" a module's parameters are other objects, as on devices that cannot take a tensor's place."""
-    networks = [Tied(), Tied()]
-    optimizers = [torch.optim.Adam([*each.parameters()]) for each in networks]
-    networks[1].first.bias.grad = torch.ones(3)
-    optimizers[1].step()
-    places = Places(networks)
-    before = [list(each.parameters()) for each in networks]
-    for network in networks:
-        network.to("meta")
-        network.last.weight = network.first.weight
-    assert networks[0].first.weight is not before[0][0]
-    for optimizer, network in zip(optimizers, networks, strict=True):
-        places.check(optimizer, "0")
-        places.follow(optimizer, networks)
-        held = optimizer.param_groups[0]["params"]
-        assert [id(each) for each in held] == [id(each) for each in network.parameters()]
-    (parameter, state), *others = optimizers[1].state.items()
-    assert not others
-    assert parameter is networks[1].first.bias
-    assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")
-    assert not optimizers[0].state
 
 
 @pytest.mark.any_family

@@ -6,19 +6,15 @@ import warnings
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, scaling
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, each_of, scaling
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from twin import adam, assert_same_bits, compare, data, loader_of, mean_loss, model, sgd, steps, straight, train
 
 from unisono import Accelerator
-from unisono.strategies import DDP
 
-
-@pytest.fixture(params=scaling(SOLO, THREADS_3, PROCESSES_2), ids=str)
-def mode(request):
-    return request.param
+mode = each_of(scaling(SOLO, THREADS_3, PROCESSES_2))
 
 
 def clipped_by_hand(accelerator, loader):
@@ -160,36 +156,6 @@ def test_plain_backward_passes_under_fp16_are_refused_with_a_loader_and_without(
     with pytest.raises(RuntimeError, match=r"made by loss.backward\(\)"):
         step(torch.ones(1, 5), torch.Tensor.backward)
     step(torch.ones(1, 5), accelerator.backward)
-
-
-class _LeftOut(torch.autograd.Function):
-    """Takes a parameter, and has no gradient for it."""
-
-    @staticmethod
-    def forward(context, outputs, parameter):
-        return outputs.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        return gradient, None
-
-
-class _Leaving(nn.Sequential):
-    def __init__(self):
-        super().__init__(*model())
-        self.left_out = nn.Parameter(torch.ones(1).double())
-
-    def forward(self, inputs):
-        return _LeftOut.apply(super().forward(inputs), self.left_out)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_parameter_that_autograd_has_no_gradient_for_stays_as_it_was(mode, accumulate):
-    def plainly(accelerator, network, batch):
-        mean_loss(network, batch).backward()
-
-    lines = {each.__name__: steps(each, _Leaving) for each in (plainly, straight)}
-    compare(mode, lines, gradient_accumulation_steps=accumulate, strategy=DDP(find_unused_parameters=True))
 
 
 def test_an_overflow_is_told_of_with_the_scale_that_follows(caplog):

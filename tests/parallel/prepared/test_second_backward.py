@@ -29,7 +29,7 @@ from twin import (
     whole,
 )
 
-from unisono import Accelerator, backward
+from unisono import Accelerator
 from unisono.parallel.strategies import sharded
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
@@ -229,14 +229,6 @@ def test_penalties_on_gradients_are_those_of_the_whole_batch_under_every_strateg
 
 def test_a_penalty_is_accumulated_under_fsdp_as_losses_are() -> None:
     check(steps(with_a_penalty, units), "fsdp", 2)
-
-
-def test_a_backward_by_hand_finds_a_sharded_model() -> None:
-    def by_hand(accelerator: Any, network: Any, batch: Any) -> None:
-        backward(mean_loss(network, batch))
-
-    ranks = in_workers(lambda: train(Accelerator(strategy="fsdp"), loader_of(23, 3), by_hand, units()))
-    assert_all_are(ranks, train(Plain(), loader_of(23, 6), straight, units()))
 
 
 @STRATEGIES

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from modes import PROCESSES_2, SOLO, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from twin import Lines, State, compare, data, loader_of, mean_loss, model, sgd, steps, train, whole
+from twin import Lines, State, compare, data, loader_of, mean_loss, model, sgd, train, whole
 
 from unisono import Accelerator
 
@@ -176,57 +175,6 @@ def test_two_prepared_models_that_share_what_they_train_are_refused() -> None:
     assert accelerator.prepare(other) is not kept
 
 
-def recomputed(accelerator: Any, loader: DataLoader[Any]) -> State:
-    first, second = model(), model(1)
-    first, second, optimizer, loader = accelerator.prepare(
-        first, second, sgd([*first.parameters(), *second.parameters()]), loader
-    )
-    last = None
-    for batch in loader:
-        last = last or batch
-        inner = checkpoint(first, batch[0].requires_grad_(), use_reentrant=True).pow(2).mean()
-        accelerator.backward(inner + second(last[0]).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(first, second)
-
-
-@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
-def test_a_model_in_a_reentrant_checkpoint_keeps_its_own_batch_beside_that_of_another(mode: Mode) -> None:
-    compare(mode, recomputed, samples=UNEVEN)
-
-
-def by_formula(accelerator: Any, loader: DataLoader[Any]) -> State:
-    """Gradients are overwritten in each step, without a backward pass, and never zeroed."""
-    network = nn.Linear(5, 2, bias=False).double()
-    with torch.no_grad():
-        network.weight.fill_(0.1)
-    network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
-    for inputs, targets, _ in loader:
-        with torch.no_grad():
-            errors = network(inputs) - targets
-            network.weight.grad = errors.T @ inputs / len(inputs)
-        optimizer.step()
-    return network.state_dict()
-
-
-def by_function(accelerator: Any, network: Any, batch: Any) -> None:
-    def loss(own: Any) -> torch.Tensor:
-        return F.mse_loss(torch.func.functional_call(network, own, (batch[0],)), batch[1])
-
-    found = torch.func.grad(loss)({name: each.detach() for name, each in network.named_parameters()})
-    for name, each in network.named_parameters():
-        each.grad = found[name]
-
-
-@MODES
-@pytest.mark.parametrize("samples", [EVEN, UNEVEN])
-def test_gradients_by_a_formula_or_by_torch_func_are_reduced_with_the_weights_of_their_batch(
-    samples: int, mode: Mode
-) -> None:
-    compare(mode, {"formula": by_formula, "function": steps(by_function)}, samples=samples)
-
-
 @SEVERAL
 def test_a_closure_with_batches_that_count_differently_is_refused(mode: Mode) -> None:
     def body() -> None:
@@ -246,18 +194,3 @@ def test_a_closure_with_batches_that_count_differently_is_refused(mode: Mode) ->
 
     for said in mode.told(body, ValueError):
         assert "compute the loss of one batch in a closure" in said
-
-
-def test_inputs_that_another_open_loop_may_have_given_are_refused_where_its_batch_counts_otherwise() -> None:
-    def body() -> None:
-        accelerator, network = Accelerator(), model()
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        first, second = (accelerator.prepare(DataLoader(data(each), batch_size=1)) for each in (8, 9))
-        for one, other in zip(first, second, strict=True):
-            outputs = [network(one[0]), network(one[0] * 1.1), network(other[0])]
-            accelerator.backward(sum(each.pow(2).mean() for each in outputs))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with pytest.raises(ValueError, match="name the batch"):
-        THREADS_3.run(body)

@@ -106,9 +106,7 @@ def plain_replicas(ranks: int, make: Optimizers, k: int, options: DiLoCo, epochs
     ],
     ids=["adamw", "accumulating", "without state", "two optimizers"],
 )
-def test_each_step_of_each_rank_is_that_of_replicas_in_plain_code(
-    mode: Mode, make: Optimizers, k: int, options: DiLoCo
-) -> None:
+def test_each_step_is_that_of_replicas_in_plain_code(mode: Mode, make: Optimizers, k: int, options: DiLoCo) -> None:
     def body() -> list[State]:
         training = Training(options, make, gradient_accumulation_steps=k)
         return [state for _ in range(3) for state in training.epoch()]
@@ -188,7 +186,7 @@ def test_a_run_that_is_resumed_ends_as_the_one_that_was_saved(mode: Mode, make: 
     ],
     ids=str,
 )
-def test_checkpoints_load_on_other_numbers_of_ranks_and_under_other_strategies(
+def test_checkpoints_load_on_other_ranks_and_under_other_strategies(
     before: tuple[Mode, str], after: tuple[Mode, str], tmp_path: Path
 ) -> None:
     def saved() -> State:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, Mode
+from modes import PROCESSES_2, Mode, each_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -28,9 +28,7 @@ SEVERAL_BUCKETS = 0.002  # MB, less than a layer
 Gradients = list[torch.Tensor]
 
 
-@pytest.fixture(params=[PROCESSES_2, PROCESSES_4], ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+mode = each_of([PROCESSES_2, PROCESSES_4])
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:

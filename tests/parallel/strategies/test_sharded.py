@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, Mode
+from modes import PROCESSES_2, Mode, each_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from twin import assert_same_bits
 
-from unisono.parallel.strategies.sharded import (
-    SMALLEST_UNIT,
-    check_shardable,
-    clip_grad_norm,
-    shard,
-    units_of,
-)
+from unisono.parallel.strategies.sharded import SMALLEST_UNIT, check_shardable, clip_grad_norm, shard, units_of
 from unisono.strategies import FSDP
 from unisono.world import current_world
 
@@ -33,9 +27,7 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 Named = dict[str, torch.Tensor]
 
 
-@pytest.fixture(params=[PROCESSES_2, PROCESSES_4], ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
+mode = each_of([PROCESSES_2, PROCESSES_4])
 
 
 class Block(nn.Module):

@@ -128,9 +128,7 @@ def saved_under_each_strategy(mode: Mode) -> dict[tuple[str, str], Saved]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("savers", "loaders"), [(PROCESSES_2, PROCESSES_4), (PROCESSES_4, PROCESSES_2)], ids=str)
-def test_what_one_strategy_saves_is_the_plain_state_and_goes_on_under_each_other_one(
-    savers: Mode, loaders: Mode
-) -> None:
+def test_what_a_strategy_saves_is_the_plain_state_and_goes_on_under_each_other(savers: Mode, loaders: Mode) -> None:
     every = saved_under_each_strategy(savers)
     for (strategy, name), saved in every.items():
         print(f"saved by {strategy}, {name}")

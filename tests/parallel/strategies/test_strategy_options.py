@@ -15,7 +15,7 @@ from modes import PROCESSES_2, THREADS_2, Mode
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from twin import State, assert_all_are, compare, loader_of, seeded, sgd, steps
+from twin import Plain, State, assert_all_are, compare, loader_of, seeded, sgd, steps, straight, train
 
 from unisono import Accelerator, strategies
 from unisono.parallel.strategies.sharded import shard
@@ -71,35 +71,30 @@ def test_gradients_travel_in_pieces_of_the_size_that_was_asked_for(size_mb: floa
 
 
 def clipped_by_one(size: int) -> State:
-    network = seeded(wide())
-    optimizer, tensors = sgd(network.parameters()), loader_of(22, 3).dataset.tensors
-    for start in range(0, 22, size):
-        inputs, targets, _ = (each[start : start + size] for each in tensors)
-        optimizer.zero_grad()
-        F.mse_loss(network(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(network.parameters(), 0.1)
-        optimizer.step()
-    return network.state_dict()
+    def clipped(plain: Plain, network: nn.Module, batch: Any) -> None:
+        straight(plain, network, batch)
+        plain.clip_grad_norm_(network.parameters(), 0.1)
+
+    return train(Plain(), loader_of(22, size), clipped, seeded(wide()))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_that_lie_in_buckets_are_those_of_the_step_and_lie_there_still(accumulate: int) -> None:
-    def body() -> tuple[State, bool]:
+    def body() -> tuple[State, list[int]]:
         accelerator = Accelerator(
             strategy=DDP(gradient_as_bucket_view=True), gradient_accumulation_steps=accumulate, max_grad_norm=0.1
         )
-        network = seeded(wide())
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(22, 3))
-        for inputs, targets, _ in loader:
-            accelerator.backward(F.mse_loss(network(inputs), targets))
+        places: list[int] = []
+
+        def learn(accelerator: Any, network: Any, batch: Any) -> None:
+            straight(accelerator, network, batch)
             if accelerator.sync_gradients:
-                share = len({each.grad.untyped_storage().data_ptr() for each in network.parameters()}) == 1
-            optimizer.step()
-            optimizer.zero_grad()
-        return network.state_dict(), share
+                places.append(len({each.grad.untyped_storage().data_ptr() for each in network.parameters()}))
+
+        return train(accelerator, loader_of(22, 3), learn, seeded(wide())), places
 
     ranks = PROCESSES_2.run(body)
-    assert all(share for _, share in ranks)
+    assert all(set(places) == {1} for _, places in ranks)
     assert_all_are([state for state, _ in ranks], clipped_by_one(6 * accumulate))
 
 
@@ -108,33 +103,15 @@ def test_groups_of_ranks_that_have_all_parameters_train_as_one_and_clip_by_one_n
     def body() -> tuple[State, State, tuple[int, ...]]:
         chosen = FSDP(units=(nn.Linear,), replicas=2)
         accelerator = Accelerator(strategy=chosen, max_grad_norm=0.1)
-        network = seeded(wide())
-        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(22, 3))
-        for inputs, targets, _ in loader:
-            accelerator.backward(F.mse_loss(network(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-        state = accelerator.state_dict(network)
-        accelerator.load_state_dict(network, state)
-        own = network.module[0].weight.to_local()
-        return state, accelerator.state_dict(network), tuple(own.shape)
+        models: list[Any] = []
+        learn = lambda *given: (models.append(given[1]), straight(*given))  # noqa: E731
+        state = train(accelerator, loader_of(22, 3), learn, seeded(wide()))
+        accelerator.load_state_dict(models[0], accelerator.state_dict(models[0]))
+        return state, accelerator.state_dict(models[0]), tuple(models[0].module[0].weight.to_local().shape)
 
     ranks = Mode("processes", 4).run(body)
     assert_all_are([ranks[0][0], ranks[0][1]], clipped_by_one(12))
     assert [shape for _, _, shape in ranks] == [(3, 5), (2, 5)] * 2
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (lambda: FSDP(replicas=0), "replicas=0 is too small; pass a number of groups"),
-        (lambda: FSDP(replicas=True), "replicas=True is of type bool"),
-        (lambda: FSDP(reshard_after_forward="yes"), "reshard_after_forward='yes' is of type str"),
-    ],
-)
-def test_no_number_of_ranks_is_refused(wrong: Any, words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        wrong()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +139,7 @@ def world_of_four() -> Iterator[World]:
     ("kept", "of_unit", "of_model"),
     [(None, 2, 8), (True, 2, 2), (False, 8, 8), (2, 4, 4)],  # of eight rows
 )
-def test_a_unit_gives_back_after_its_forward_pass_what_it_is_told_to(
+def test_a_unit_gives_back_after_its_forward_pass_what_it_should(
     world_of_four: World, kept: Any, of_unit: int, of_model: int
 ) -> None:
     chosen = FSDP(units=(nn.Sequential,), reshard_after_forward=kept)
@@ -198,8 +175,8 @@ def test_units_of_fsdp_may_compute_in_a_narrower_type(casts: bool) -> None:
     ("mode", "strategy"), [(THREADS_2, DDP), (PROCESSES_2, DDP), (PROCESSES_2, ZeRO1), (PROCESSES_2, FSDP)]
 )
 def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: Mode, strategy: Any) -> None:
-    def body(shares: bool) -> torch.Tensor:
-        accelerator = Accelerator(strategy=strategy(broadcast_buffers=shares))
+    def body() -> torch.Tensor:
+        accelerator = Accelerator(strategy=strategy(broadcast_buffers=False))
         network = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(8, 2))
         for inputs, _, _ in loader:
@@ -209,29 +186,24 @@ def test_running_statistics_stay_each_ranks_own_where_they_are_not_shared(mode: 
         network(torch.zeros(1, 5, dtype=torch.float64))
         return accelerator.unwrap_model(network)[1].running_mean.clone()
 
-    apart = mode.run(lambda: body(False))
-    assert not torch.equal(apart[0], apart[1])
-    together = mode.run(lambda: body(True))
-    assert torch.equal(together[0], together[1])
+    assert not torch.equal(*mode.run(body))
 
 
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="bucket_cap_mb=0 is not a size; pass a positive number of MiB"):
-        DDP(bucket_cap_mb=0)
-    with pytest.raises(ValueError, match="comm_hook='fp4' does not exist; pass None, 'fp16', 'bf16', or a function"):
-        DDP(comm_hook="fp4")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        DDP().bucket_cap_mb = 3  # type: ignore[misc]
-    with pytest.raises(ValueError, match=r"scaler_options=.*are for mixed_precision='fp16', and it is 'no'"):
-        Accelerator(scaler_options={"init_scale": 2.0})
-    with pytest.raises(ValueError, match="scaler_options have no 'scale'; torch's GradScaler takes init_scale"):
-        Accelerator(mixed_precision="fp16", scaler_options={"scale": 2.0})
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    (DDP, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a size; pass a positive number of MiB"),
+    (DDP, {"comm_hook": "fp4"}, "comm_hook='fp4' does not exist; pass None, 'fp16', 'bf16', or a function"),
+    (FSDP, {"replicas": 0}, "replicas=0 is too small; pass a number of groups"),
+    (FSDP, {"replicas": True}, "replicas=True is of type bool"),
+    (FSDP, {"reshard_after_forward": "yes"}, "reshard_after_forward='yes' is of type str"),
+    (Accelerator, {"scaler_options": {"init_scale": 2.0}}, "are for mixed_precision='fp16', and it is 'no'"),
+    (Accelerator, {"mixed_precision": "fp16", "scaler_options": {"scale": 2.0}}, "have no 'scale'; torch's GradScaler"),
+]
 
 
-def test_the_scaler_begins_with_the_scale_that_was_asked_for() -> None:
-    scaler = Accelerator(mixed_precision="fp16", scaler_options={"init_scale": 1024.0, "growth_interval": 7}).scaler
-    assert scaler is not None
-    assert (scaler.get_scale(), scaler.get_growth_interval()) == (1024.0, 7)
+@pytest.mark.parametrize(("make", "options", "words"), BAD, ids=[str(options) for _, options, _ in BAD])
+def test_bad_options_are_refused(make: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make(**options)
 
 
 class Gathers(TorchDispatchMode):

@@ -3,105 +3,47 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, Mode, told
+from modes import PROCESSES_2, told
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from twin import State, assert_all_are, loader_of, model, sgd, straight, train, whole
+from twin import State, model, sgd
 
 from unisono import Accelerator
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
 
-@STRATEGIES
-def test_who_reduces_already_is_refused_and_the_model_inside_is_asked_for(strategy: str) -> None:
-    def body() -> list[str]:
-        wrapped = DistributedDataParallel(model())
-        accelerator = Accelerator(strategy=strategy)
-        made = wrapped, nn.Sequential(nn.Tanh(), wrapped), nn.DataParallel(model())
-        return [told(lambda m=m: accelerator.prepare(sgd(m.parameters()), m), ValueError) for m in made]
+def wrapped_already() -> dict[str, nn.Module]:
+    """By what is said of them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    for itself, part, threaded in PROCESSES_2.run(body):
-        assert "it is wrapped or sharded already (DistributedDataParallel), and so reduces gradients" in itself
-        assert "the Sequential cannot be prepared: its part '1' is wrapped or sharded already" in part
-        assert "it is wrapped or sharded already (DataParallel)" in threaded
-        assert all("pass the model inside it (its .module)" in each for each in (itself, part, threaded))
-
-
-@STRATEGIES
-def test_what_torch_has_sharded_is_refused_and_the_plain_model_is_asked_for(strategy: str) -> None:
-    def body() -> list[str]:
-        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-        first, second = model(), model()
-        fully_shard(first)
-        fully_shard(second[0])
-        third = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
-        accelerator = Accelerator(strategy=strategy)
-        return [told(lambda each=each: accelerator.prepare(each), ValueError) for each in (first, second, third)]
-
-    for itself, part, older in PROCESSES_2.run(body):
-        assert "it is wrapped or sharded already (FSDP" in itself
-        assert "its part '0' is wrapped or sharded already (FSDP" in part
-        assert "it is wrapped or sharded already (FullyShardedDataParallel)" in older
-        assert all(
-            "pass the model inside it (its .module), or as it was before sharding" in each
-            for each in (itself, part, older)
-        )
+    wrapped, sharded, in_part = DistributedDataParallel(model()), model(), model()
+    fully_shard(sharded)
+    fully_shard(in_part[0])
+    itself = "it is wrapped or sharded already"
+    return {
+        f"{itself} (DistributedDataParallel), and so reduces gradients": wrapped,
+        "its part '1' is wrapped or sharded already (DistributedDataParallel)": nn.Sequential(nn.Tanh(), wrapped),
+        f"{itself} (DataParallel)": nn.DataParallel(model()),
+        f"{itself} (FSDP": sharded,
+        "its part '0' is wrapped or sharded already (FSDP": in_part,
+        f"{itself} (FullyShardedDataParallel)": FullyShardedDataParallel(model(), device_id=torch.device("cpu")),
+    }
 
 
 @STRATEGIES
-def test_gradients_are_zeroed_between_forward_and_backward_by_whichever_line(strategy: str) -> None:
-    """Under fsdp whole parameters may stand in the module then."""
-
-    def body() -> tuple[State, State]:
-        module = model()
+def test_who_reduces_or_is_sharded_already_is_refused_and_the_model_inside_is_asked_for(strategy: str) -> None:
+    def body() -> dict[str, str]:
         accelerator = Accelerator(strategy=strategy)
-        network, optimizer, loader = accelerator.prepare(module, sgd(module.parameters()), loader_of(29, 3))
+        return {words: told(lambda m=m: accelerator.prepare(m), ValueError) for words, m in wrapped_already().items()}
 
-        def by_parameters() -> None:
-            for each in network.parameters():
-                each.grad = None
-
-        def in_place() -> None:
-            for each in module.parameters():
-                if each.grad is not None:
-                    each.grad.detach_().zero_()
-
-        lines = iter([optimizer.zero_grad, module.zero_grad, by_parameters, in_place, network.zero_grad])
-        for inputs, targets, _ in loader:
-            outputs = network(inputs)
-            next(lines)()
-            accelerator.backward(F.mse_loss(outputs, targets))
-            optimizer.step()
-        return whole(network), train(Accelerator(strategy=strategy), loader_of(29, 3))
-
-    between, after = PROCESSES_2.run(body)[0]
-    assert_all_are([between], after)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "strategy"),
-    [(SOLO, "ddp"), (THREADS_2, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "zero1"), (PROCESSES_2, "fsdp")],
-    ids=str,
-)
-def test_a_compiled_model_is_trained_as_it_is_and_has_its_state(mode: Mode, strategy: str) -> None:
-    def trained(network: Any) -> State:
-        accelerator, models = Accelerator(strategy=strategy), []
-        train(accelerator, loader_of(29, 3), lambda *each: (models.append(each[1]), straight(*each)), network)
-        return accelerator.state_dict(models[0])
-
-    def body() -> list[State]:
-        return [trained(each) for each in (model(), torch.compile(model(), backend="eager"))]
-
-    plain, compiled = mode.run(body)[0]
-    assert_all_are([compiled], plain)
+    for found in PROCESSES_2.run(body):
+        for words, said in found.items():
+            assert words in said
+            assert "pass the model inside it (its .module)" in said
 
 
 class Viewing(nn.Linear):
