@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 import warm_scripts
+from modes import by_value
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from unisono import DeviceLoader, terminal
 from unisono.launch.watching.output import LineMixer
+from unisono.report.run import read_run
+from unisono.timeline import REDUCE
 
 PATIENCE_S = 60
 FORMAT = "{desc} {n_fmt}/{total_fmt}"
@@ -248,6 +251,50 @@ def test_a_bar_over_a_loader_begins_one_epoch(kind: str, written: Callable[[], s
         assert shown.epoch == epoch
         assert [batch.tolist() for (batch,) in bar] == expected
         assert len(bar) == 4
+
+
+def train(directory: Path) -> None:
+    """With a bar in a log of its own; rank 1 is slow."""
+    accelerator = unisono.Accelerator(seed=0, split_batches=True, project_dir=directory)
+    accelerator.init_trackers("run")
+    model = torch.nn.Linear(4, 1)
+    loader = DataLoader(TensorDataset(torch.randn(240, 4)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    with (directory / f"bar-{accelerator.world.rank}").open("w") as file:
+        for (x,) in unisono.tqdm(loader, file=file, mininterval=0):
+            accelerator.backward(loss := model(x).square().mean())
+            time.sleep(0.08 * accelerator.world.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.log({"loss": loss.item()})
+
+
+def test_a_bar_over_a_loader_shows_what_the_run_is_doing_and_which_rank_it_waits_for(tmp_path: Path) -> None:
+    with by_value(train):
+        unisono.spawn(lambda _: train(tmp_path), nprocs=2, backend="cpu", output=unisono.Output(tmp_path / "logs"))
+    *lines, last = (tmp_path / "bar-0").read_text().splitlines()
+    assert any("% for rank 1" in line for line in lines)
+    assert re.search(r"^epoch 0: 100%.*60/60 .*, loss=[\d.e-]+, waits \d\d%.*samples/s, step 60\]", last)
+    assert (tmp_path / "bar-1").read_text() == ""
+    report = read_run(tmp_path / "logs").report
+    assert report.slowest == 1
+    assert report.ranks[0].share(REDUCE) > 0.5 > report.ranks[1].share(REDUCE), "DDP's waiting is no computing"
+
+
+@pytest.mark.parametrize(("columns", "live", "figures"), [(90, None, {1, 2}), (200, None, {3}), (200, False, {0})])
+def test_a_bar_shows_the_figures_for_which_there_is_room_unless_they_are_off(
+    columns: int, live: bool | None, figures: set[int], written: Callable[[], str]
+) -> None:
+    terminal.set_columns(columns)
+    loader = DeviceLoader(DataLoader(range(20), batch_size=5))
+    with unisono.tqdm(loader, live=live) as bar:
+        for _ in bar:
+            bar.set_postfix_str("own")
+    last = re.split(r"[\r\n]+", written())[-2]
+    found = re.findall(r"waits \d+%|samples/s|step 0", last)
+    assert ", own" in last
+    assert len(found) in figures
+    assert len(last) < columns
 
 
 @pytest.mark.parametrize("source", [DataLoader(range(22), batch_size=3, shuffle=True), list(torch.arange(22).split(3))])

@@ -14,8 +14,22 @@ from tqdm import auto as auto  # for `progress`
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.utils import disp_len
 
+from unisono.report.live import LiveFigures
+
 _MARK = len("[rank 0] ")
 _LOG_EVERY_S = 30.0
+
+
+class Bar(auto.tqdm):  # type: ignore[misc] # tqdm has no annotations
+    """tqdm's own bar, which also shows the live figures of the run."""
+
+    def __init__(self, *args: Any, figures: LiveFigures | None = None, **options: Any) -> None:
+        self._figures = figures  # first: tqdm draws in its __init__
+        super().__init__(*args, **options)
+
+    @property
+    def format_dict(self) -> Any:
+        return _with_figures(super().format_dict, self._figures, self.disable)
 
 
 class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
@@ -24,12 +38,14 @@ class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
 
     Args:
         columns: the width of the terminal that shows the line; 0 for a log.
+        figures: the live figures of the run to show.
     """
 
     # Without tqdm's monitor thread: it lowers miniters, which is 1 already.
     monitor_interval = 0
 
-    def __init__(self, *args: Any, columns: int = 0, **options: Any) -> None:
+    def __init__(self, *args: Any, columns: int = 0, figures: LiveFigures | None = None, **options: Any) -> None:
+        self._figures = figures
         self._is_redrawn, self._drawn = columns > 0, 0  # the columns of the current text
         self._written_at: float | None = None
         # After the prefix of the line; the last column would wrap.
@@ -37,6 +53,10 @@ class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
         if columns and options.get("disable", False) is None:  # "where there is no terminal"
             options["disable"] = False
         super().__init__(*args, **{"miniters": 1, **usual, **options})
+
+    @property
+    def format_dict(self) -> Any:
+        return _with_figures(super().format_dict, self._figures, self.disable)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         """Draw the bar, or `msg` in its place, if it is time for it. Returns False: tqdm has nothing left to do."""
@@ -57,3 +77,14 @@ class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
         """Erase the bar, for a line that takes its place; lines of a log stay."""
         if self._is_redrawn and not self.disable:
             self.display("")
+
+
+def _with_figures(drawn: Any, figures: LiveFigures | None, is_last: bool) -> Any:
+    """What tqdm draws, and those of the figures that there is room for; of a bar that has ended, those of its loop."""
+    if figures is not None:
+        used = disp_len(tqdm_asyncio.format_meter(**{**drawn, "ncols": 0})) + len("||")
+        for part in figures.parts(is_last):
+            used += len(f", {part}")
+            if drawn["ncols"] is None or used < drawn["ncols"]:
+                drawn["postfix"] = f"{drawn['postfix']}, {part}" if drawn["postfix"] else part
+    return drawn

@@ -30,6 +30,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.protocols import DeviceClock
@@ -232,9 +233,12 @@ class Timeline:
         self._idle: list[Track] = []
         self._clock: DeviceClock | None = None
         self.is_recorded = False
+        self.backward: Track | None = None  # of the loop that is in a recorded backward pass
         self.at_step: Callable[[int], None] | None = None  # called after each step, with the number of steps
         self.logged: deque[tuple[int, int | None, dict[str, Any]]] = deque(maxlen=MAX_LOGGED)
         """What the loop has logged, for the record of the rank: when, the step, and the values."""
+        self.last_logged: dict[str, Any] = {}
+        self.at_sample: Callable[[Path], None] | None = None  # called with the run's directory after each line of it
         self._of_thread = threading.local()
 
     def loop(self) -> Track:

@@ -247,6 +247,32 @@ def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
         load(tmp_path / "none", model=nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("mode", fitting(SOLO, PROCESSES_2), ids=str)
+def test_a_line_of_rank_zero_says_where_a_run_continues(tmp_path: Path, mode: Mode, capfd) -> None:
+    def body() -> None:
+        accelerator = Accelerator(project_dir=tmp_path)
+        model = nn.Linear(1, 1)
+        loader = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+        checkpointer = Checkpointer(tmp_path / "own", is_async=False, model=model, loader=loader)
+        accelerator.load_state(must_exist=False)
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).mean())
+            optimizer.step()
+            checkpointer.step()
+        for each in (accelerator.save_state, accelerator.load_state, checkpointer.save, checkpointer.load):
+            each()
+
+    mode.run(body)
+    steps, shown = 4 // mode.ranks, capfd.readouterr()
+    found = [line.removeprefix("[rank 0] ") for line in shown.err.splitlines() if "resumed" in line]
+    assert found == [
+        f"resumed from {tmp_path}/checkpoints/checkpoint_0: epoch 1, step {steps}",
+        f"resumed from {tmp_path}/own/checkpoint_{steps}: epoch 1, step {steps}",
+    ]
+    assert shown.out == ""
+
+
 def test_another_model_is_named_by_its_first_differences(tmp_path: Path) -> None:
     saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     save(tmp_path / "one", model=saved, optimizer=torch.optim.SGD(saved.parameters()))

@@ -120,7 +120,7 @@ def test_a_killed_rank_leaves_what_it_did_and_is_named(tmp_path: Path) -> None:
     os.utime(killed.path, (0, 0))
     assert killed.end is None
     assert any("rank 1: it has not recorded its end" in text for text in found.missing)
-    assert "silent for" in describe(found)
+    assert "silent for" in "\n".join(describe(found))
     assert page_data(found)["missing"] == found.missing
 
 
@@ -128,11 +128,13 @@ def test_a_restart_counts_and_what_is_cut_off_is_said(copied: Path) -> None:
     file = copied / "rank-0.jsonl"
     first = file.read_text().splitlines()[0]
     file.write_text(file.read_text() + first + "\n" + '{"t": 1')
+    assert read_run(copied).missing == [], "the line may be being written"
+    os.utime(file, (0, 0))
     found = read_run(copied).ranks[0]
     assert (found.restarts, found.samples, found.summary) == (1, [], None)
     assert "rank-0.jsonl is cut off" in found.cut[0]
     (copied / "rank-1.jsonl").unlink()
-    assert "rank 1 has left no record" in read_run(copied).missing
+    assert "rank 1 has left no record of the last attempt" in read_run(copied).missing
 
 
 def test_a_restart_after_a_kill_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
@@ -141,6 +143,29 @@ def test_a_restart_after_a_kill_in_the_middle_of_a_line_is_read(tmp_path: Path) 
     Recorder(replace(solo_world(), restart_count=1), tmp_path)
     found = read_run(tmp_path).ranks[0]
     assert (found.restarts, found.facts["restart"], found.cut) == (1, 1, ["line 2 of rank-0.jsonl is cut off"])
+
+
+def test_ranks_of_an_attempt_that_was_repeated_without_them_are_left_out(run: Run, copied: Path) -> None:
+    with (copied / "rank-0.jsonl").open("a") as file:
+        for line in [run.ranks[0].facts | {"restart": 1, "world_size": 1}, run.ranks[0].samples[-1]]:
+            file.write(json.dumps(line) + "\n")
+    found = read_run(copied)
+    assert [each.rank for each in found.ranks] == [0]
+    assert found.report.samples == 2 * STEPS
+    assert found.missing == []
+
+
+def test_the_ranks_of_a_machine_whose_clock_is_wrong_begin_with_the_others(run: Run, copied: Path) -> None:
+    beside = run.offset(run.ranks[1]) - run.offset(run.ranks[0])
+    for host, (late, offset) in {"vm": (0.0, beside), "other": (3600.0, 0.0), "third": (-3600.0, 0.0)}.items():
+        facts = run.ranks[1].facts | {"host": host, "began": run.ranks[1].facts["began"] + late}
+        facts["host"] = run.ranks[0].facts["host"] if host == "vm" else host
+        lines = (run.directory / "rank-1.jsonl").read_text().splitlines()
+        (copied / "rank-1.jsonl").write_text("\n".join([json.dumps(facts), *lines[1:]]) + "\n")
+        found = read_run(copied)
+        assert found.offset(found.ranks[1]) - found.offset(found.ranks[0]) == pytest.approx(offset, abs=0.5)
+        assert found.seconds < 600
+        assert (f"{host} cpu:1" in "\n".join(describe(found))) == (host != "vm")
 
 
 def test_a_long_run_that_writes_a_line_each_minute_is_not_silent(copied: Path) -> None:
@@ -179,7 +204,10 @@ def test_training_goes_on_where_the_record_cannot_be_written(tmp_path: Path, cap
         world.timeline.logged.append((0, None, {("no", "text"): 1}))
         other.end(None)
         other.end(None)
-    assert caplog.text.count("is incomplete from here on, the run continues") == 2
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "rank-0.jsonl").symlink_to("/dev/full")
+        Recorder(world, tmp_path / "full").end(None)
+    assert caplog.text.count("is incomplete from here on, the run continues") == 3
 
 
 def test_a_directory_without_records_is_an_error_that_says_what_writes_them(tmp_path: Path, capsys) -> None:

@@ -91,7 +91,7 @@ class Checkpointer:
 
     def load(self, path: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
         """Load a checkpoint: the one that `latest` in this directory names, or the one at `path`. Raises as
-        `Accelerator.load_state`. All ranks must call it.
+        `Accelerator.load_state`. All ranks must call it; rank zero says on stderr what was loaded.
 
         Args:
             path: a checkpoint, or a directory of checkpoints; None uses this Checkpointer's directory.
@@ -105,6 +105,7 @@ class Checkpointer:
         if restored is None:
             return None
         self.num_steps = restored.loaded.step
+        self._saver.say_resumed(restored.loaded, self._objects)
         return restored.loaded
 
     def wait(self) -> None:

@@ -105,6 +105,7 @@ class PreparedStates:
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
             resume_step(claims, restored.held, self._steps, self._prepared_engines())
+        self._saver.say_resumed(restored.loaded, self._named_objects())
         return restored.loaded
 
     def close(self) -> None:
@@ -237,7 +238,7 @@ class CheckpointMethods:
             return self._states.save(output_dir, score, is_async)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:
-        """Load what `save_state` has saved, on any number of ranks, under any strategy.
+        """Load what `save_state` has saved, on any number of ranks, under any strategy; rank zero says so on stderr.
 
         Every rank must call it, with the same things prepared and registered, in the same order.
 

@@ -11,6 +11,7 @@ Ownership: a `Saver` owns the host memory of its copies and the thread that writ
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ from unisono.checkpoint.serialization import as_plain
 from unisono.comm.operations import HOST
 from unisono.errors import CheckpointError, NoCheckpointError
 from unisono.launch.process_group import suppress_greetings
+from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.outcome import Outcome, add_note_once
 from unisono.parallel.strategies.sharded import SideGroup, is_sharded
 from unisono.parallel.strategies.states import broadcast_entries
@@ -289,6 +291,13 @@ class Saver:
 
     # Loading.
 
+    def say_resumed(self, loaded: Loaded, objects: Objects) -> None:
+        """Print on rank zero where the run continues."""
+        if self.world.rank == 0:
+            loaders = [each for each in objects.values() if isinstance(each, DeviceLoader | ParallelLoader)]
+            epoch = f"epoch {loaders[0].epoch}, " if loaders else ""
+            print(f"resumed from {loaded.path}: {epoch}step {loaded.step}", file=sys.stderr)
+
     def load(
         self,
         folder: Folder,
@@ -334,7 +343,5 @@ class Saver:
         restore(objects, contents.states if contents is not None else {}, others, own["states"], world)
         # After everything that may draw random numbers or run a graph.
         restore_generators([each["generators"] for each in ranks], world)
-        if world.rank == 0:
-            logger.info("loaded %s, of step %d", path, manifest.step)
         loaded = Loaded(path, manifest.step, len(ranks), manifest.score)
         return Restored(loaded, [each["extra"] for each in ranks], contents.held if contents is not None else None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -31,10 +33,19 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             found = read_run(arguments.run_directory)
         except OSError as error:
+            if is_live and (latest := Path(arguments.run_directory) / "latest").exists():  # workers are being started
+                print(f"\x1b[H\x1b[J{latest}: no rank has recorded anything yet", end="", flush=True)
+                time.sleep(1)
+                continue
             print(f"unisono top: {error}", file=sys.stderr)
             return 1
-        # From the top left corner of an empty screen: without flicker, and without a library.
-        print(("\x1b[H\x1b[J" if is_live else "") + describe(found), flush=True)
+        if is_live:
+            # Over the lines that are there, then erase the rest: no line is missing for a moment.
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in describe(found, columns)][: rows - 1]
+            print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J", end="", flush=True)
+        else:
+            print(*describe(found), sep="\n", flush=True)
         if arguments.once or not any(is_alive(each) for each in found.ranks):
             return 0
         time.sleep(1)

@@ -167,8 +167,9 @@ class Passes:
                     self._world.comm.size,
                 )
         timeline, before = self._world.timeline, None
-        if timeline.is_recorded:
-            before = timeline.loop().switch(BACKWARD)
+        track = timeline.backward = timeline.loop() if timeline.is_recorded else None
+        if track is not None:
+            before = track.switch(BACKWARD)
         if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
             self._is_checked = True
             if weight is None and is_summed(loss.grad_fn) and self._world.rank == 0:
@@ -189,8 +190,9 @@ class Passes:
             raise
         finally:
             self._is_called, self._given = False, None
-            if timeline.is_recorded:
-                timeline.loop().switch(before)
+            timeline.backward = None
+            if track is not None:
+                track.switch(before)
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""

@@ -1,22 +1,39 @@
-"""A run now: what each rank is doing, as text."""
+"""A run now, as text: what each rank is doing; and what rank zero itself knows, in a few words."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from unisono.report.diagnosis import diagnose
-from unisono.report.run import RankRecord, Run
-from unisono.report.summary import label
+from unisono.report.run import RankRecord, Run, summary_of
+from unisono.report.summary import CAUSES, PEERS, RankSummary, label, slowest_of, summarise
 from unisono.report.text import aligned
+from unisono.timeline import FETCH, REDUCE
+from unisono.world import World
+
+_EVERY_S = 1.0
+_NOTABLE = 0.1  # the share of the time from which a cause of waiting is named
+_TAIL = 262144  # bytes of a record: several lines, of at most some ten thousand
+_LINES = 11  # of them, over which the ranks are compared
+_PATIENCE = 200  # times as long as the last comparison took: when the next one is due
 
 _HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "cores", "MB", "device MB"]
 
 
-def describe(run: Run) -> str:
-    """The run now, as text."""
-    rows = [_HEADINGS, *map(_row, run.ranks)]
-    lines = [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", aligned(rows), "", diagnose(run)]
-    return "\n".join([*lines, *(f"missing: {text}" for text in run.missing)])
+def describe(run: Run, columns: int = 0) -> list[str]:
+    """The run now, as lines; sentences as wide as so many columns, or in a line each."""
+    rows = [_row(run, each) for each in run.ranks]
+    sentences = [diagnose(run), *(f"missing: {text}" for text in run.missing)]
+    folded = [line for each in sentences for line in (textwrap.wrap(each, columns) if columns else [each])]
+    table = aligned([_HEADINGS, *rows]).splitlines()
+    return [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", *table, "", *folded]
 
 
 def is_alive(record: RankRecord) -> bool:
@@ -24,7 +41,7 @@ def is_alive(record: RankRecord) -> bool:
     return record.end is None and not record.is_silent
 
 
-def _row(record: RankRecord) -> list[str]:
+def _row(run: Run, record: RankRecord) -> list[str]:
     """Of the last line, and the changes since the one before it; of a rank that has ended, since its beginning."""
     if not record.samples:
         return [str(record.rank), "", record.end or "begins", *[""] * (len(_HEADINGS) - 3)]
@@ -33,11 +50,11 @@ def _row(record: RankRecord) -> list[str]:
     before = record.samples[-2] if len(record.samples) > 1 and record.end is None else nothing
     passed = max(now["t"] - before["t"], 1e-3)
     rates = [(now[name] - before[name]) / passed for name in ("steps", "samples", "cpu_s")]
-    waited = now["seconds"].get("fetch", 0.0) - before["seconds"].get("fetch", 0.0)
+    waited = sum(now["seconds"].get(phase, 0.0) - before["seconds"].get(phase, 0.0) for phase in (FETCH, REDUCE))
     numbers = [f"{now['steps']:,}", f"{rates[0]:,.1f}", f"{rates[1]:,.0f}", f"{min(1.0, waited / passed):.0%}"]
     device = f"{now['memory'] / 1e6:,.0f}" if now.get("peak_memory") else ""
     use = [f"{max(0.0, rates[2]):.1f}", f"{now['rss'] / 1e6:,.0f}", device]
-    return [str(record.rank), now["device"], _state(record), *numbers, *use]
+    return [str(record.rank), run.device_of(record), _state(record), *numbers, *use]
 
 
 def _state(record: RankRecord) -> str:
@@ -47,3 +64,89 @@ def _state(record: RankRecord) -> str:
         return f"silent for {record.age_s:,.0f} s"
     now = record.samples[-1]
     return now["doing"] or (label(now["phase"]) if now["phase"] else "outside loops")
+
+
+class LiveFigures:
+    """What rank zero knows of the run while it goes on, from the counters of its own timeline.
+
+    *Threads:* the loop's; `_find_slowest` runs on the one that writes the record.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._first = self._last = summarise(world, is_own_thread=False)
+        self._next = time.monotonic() + _EVERY_S
+        self._parts: list[str] = []
+        self._slowest: int | None = None
+        self._compare_at = 0.0
+        world.timeline.at_sample = self._find_slowest
+
+    def parts(self, is_last: bool = False) -> list[str]:
+        """The figures of about the last second, the most important first; at last, those of the time since the
+        beginning. [] if there are none yet."""
+        if is_last or time.monotonic() >= self._next:
+            now = summarise(self._world, is_own_thread=False)
+            self._parts = self._describe(_between(self._first if is_last else self._last, now), now.steps)
+            self._last, self._next = now, time.monotonic() + _EVERY_S
+        if is_last:
+            self._world.timeline.at_sample = None
+        return self._parts
+
+    def _describe(self, passed: RankSummary, steps: int) -> list[str]:
+        if not passed.loop_seconds:
+            return []
+        logged, slowest = self._world.timeline.last_logged, self._slowest
+        loss = next((name for name in logged if "loss" in name.lower() and isinstance(logged[name], float)), None)
+        rate = passed.samples / passed.loop_seconds * self._world.world_size
+        waits = {cause: passed.waited(cause) / passed.loop_seconds for cause in CAUSES}
+        cause = max(waits, key=waits.__getitem__)
+        is_named = slowest and cause == PEERS  # rank zero does not wait for itself
+        what = f"rank {slowest}" if is_named else _WAITS[cause]
+        return [
+            *([] if loss is None else [f"{loss}={logged[loss]:.4g}"]),
+            f"waits {sum(waits.values()):.0%}" + (f" for {what}" if waits[cause] >= _NOTABLE else ""),
+            *([] if slowest is None or is_named else [f"rank {slowest} is slow"]),
+            f"{rate:,.0f} samples/s",
+            f"step {steps:,}",
+        ]
+
+    def _find_slowest(self, directory: Path) -> None:
+        """Compare the records of all ranks. Without all of them, as where machines do not share the directory, there is
+        no slowest one."""
+        if (began := time.monotonic()) < self._compare_at:
+            return
+        slowest = None
+        with contextlib.suppress(Exception):  # a rank that has not begun, a line that is cut off, a division by no time
+            own = {}
+            for rank in range(self._world.world_size):
+                passed = _between(*_ends_of(directory / f"rank-{rank}.jsonl"))
+                own[rank] = (passed.loop_seconds - passed.waited(PEERS)) / passed.loop_seconds
+            slowest = slowest_of(own)
+        self._slowest, self._compare_at = slowest, began + _PATIENCE * (time.monotonic() - began)
+
+
+_WAITS = dict(zip(CAUSES, ("data", "transfers", "other ranks"), strict=True))
+
+
+def _between(before: RankSummary, after: RankSummary) -> RankSummary:
+    """What has happened from one summary of a rank to a later one."""
+
+    def passed(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
+        return {name: value - first.get(name, 0.0) for name, value in then.items()}
+
+    return replace(
+        after,
+        samples=after.samples - before.samples,
+        seconds=passed(before.seconds, after.seconds),
+        waits=passed(before.waits, after.waits),
+    )
+
+
+def _ends_of(path: Path) -> tuple[RankSummary, RankSummary]:
+    """The first and the last line of the latest part of a record. Its errors are those of a record that has none."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        lines = file.read().split(b"\n")[1:-1]  # the first may be cut off, or has the facts; the last is being written
+    lines = lines[-_LINES:]
+    first, last = (summary_of(json.loads(line)) for line in (lines[0], lines[-1]))
+    return first, last

@@ -81,7 +81,7 @@ def _table(run: Run, phases: Sequence[str]) -> list[list[str]]:
         memory = max(sample["rss"] for sample in each.samples)
         end = each.end or "running"
         counts = [f"{found.steps:,}", f"{found.samples:,}", f"{rate:,.0f}", f"{memory / 1e6:,.0f} MB"]
-        rows.append([str(each.rank), found.device, *shares, *counts, end])
+        rows.append([str(each.rank), run.device_of(each), *shares, *counts, end])
     return rows
 
 

@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import sys
 import threading
 import time
@@ -63,6 +64,7 @@ class Recorder:
         self._write(
             began=time.time(),
             rank=world.rank,
+            host=platform.node(),
             world_size=world.world_size,
             restart=world.restart_count,
             command=sys.argv,
@@ -75,6 +77,8 @@ class Recorder:
         if now >= self._next_s and not self._is_broken:
             self._next_s = now + max(_INTERVAL_S, now / SLOWER)
             self._write_sample()
+            if (look := self._world.timeline.at_sample) is not None:
+                look(self._path.parent)
 
     def end(self, error: BaseException | None) -> None:
         """Write the last lines, and the spans."""

@@ -22,7 +22,7 @@ class RankRecord:
 
     Attributes:
         rank: its number.
-        facts: the first line: `began`, a time of day in seconds; `world_size`, `restart`, `command`, `cores`.
+        facts: the first line: `began`, a time of day in seconds; `host`, `world_size`, `restart`, `command`, `cores`.
         samples: the lines of each second, in order; `t` is in seconds since the beginning.
         end: "finished", or the error that has ended it; None if no end is recorded.
         restarts: the number of attempts before this one that the file has.
@@ -39,6 +39,11 @@ class RankRecord:
     cut: list[str] = field(default_factory=list)
 
     @property
+    def began(self) -> float:
+        """When it began, by the clock of its machine, as a time of day in seconds; 0 if the first line is missing."""
+        return float(self.facts.get("began", 0.0))
+
+    @property
     def age_s(self) -> float:
         """Seconds since the last line was written."""
         return max(0.0, time.time() - self.path.stat().st_mtime)
@@ -52,10 +57,7 @@ class RankRecord:
     @property
     def summary(self) -> RankSummary | None:
         """The numbers of the last line; None if there is none."""
-        if not self.samples:
-            return None
-        names = {each.name for each in fields(RankSummary)}
-        return RankSummary(**{name: value for name, value in self.samples[-1].items() if name in names})
+        return summary_of(self.samples[-1]) if self.samples else None
 
     def steps(self) -> list[tuple[float, float]]:
         """When each step ended, to the second, and how long it took, in seconds."""
@@ -88,6 +90,8 @@ class Run:
         """What was started, as a line."""
         first, *others = next((each.facts["command"] for each in self.ranks if each.facts.get("command")), ["a run"])
         name = Path(first).name
+        if name.startswith("ipykernel"):
+            return "a notebook"
         return " ".join(["unisono" if name == "__main__.py" else name, *others])
 
     @property
@@ -97,24 +101,40 @@ class Run:
 
     @property
     def began(self) -> float:
-        """When the first rank began, as a time of day in seconds."""
-        return min((each.facts["began"] for each in self.ranks if each.facts), default=0.0)
+        """When the first rank began, as a time of day in seconds, by the clock of the first machine."""
+        return self._began_beside(next((each for each in self.ranks if each.facts), self.ranks[0]))
 
     @property
     def seconds(self) -> float:
         """The time from the begin of the first rank to the last line of any."""
         return max((self.offset(each) + each.samples[-1]["t"] for each in self.ranks if each.samples), default=0.0)
 
+    def device_of(self, record: RankRecord) -> str:
+        """The device of a rank, and its machine if there are several; "" if the rank has not recorded a second."""
+        is_one = len({each.facts.get("host") for each in self.ranks}) == 1
+        device = record.samples[-1]["device"] if record.samples else ""
+        return device if is_one else f"{record.facts.get('host', '')} {device}"
+
     def offset(self, record: RankRecord) -> float:
-        """Seconds from the begin of the run to that of a rank's record."""
-        return float(record.facts.get("began", self.began)) - self.began
+        """Seconds from the begin of the run to that of a rank's record.
+
+        The clocks of machines may differ. Ranks begin as soon as all have joined the world, so the first rank of each
+        machine is placed at the begin of the run, and the others of the machine after it by their common clock.
+        """
+        return record.began - self._began_beside(record)
+
+    def _began_beside(self, record: RankRecord) -> float:
+        """When the first rank on the machine of this one began, by its clock."""
+        host = record.facts.get("host")
+        return min(each.began for each in self.ranks if each.facts.get("host") == host)
 
     @property
     def missing(self) -> list[str]:
         """What the records lack, in words."""
         size = max((each.facts.get("world_size", 0) for each in self.ranks), default=0)
         there = {each.rank for each in self.ranks}
-        found = [f"rank {rank} has left no record" for rank in range(size) if rank not in there]
+        what = " of the last attempt" if any(each.restarts for each in self.ranks) else ""
+        found = [f"rank {rank} has left no record{what}" for rank in range(size) if rank not in there]
         for each in self.ranks:
             found += [f"rank {each.rank}: {text}" for text in each.cut]
             if each.is_silent:
@@ -140,7 +160,16 @@ def read_run(path: str | Path) -> Run:
             "spawn(output=Output(log_dir)), "
             "or unisono run --log-dir, has written"
         )
-    return Run(files[0].parent, sorted(records, key=lambda each: each.rank))
+    last = max(each.facts.get("restart", 0) for each in records)
+    # A machine that was lost leaves records of an attempt that has been repeated without it.
+    kept = [each for each in records if each.facts.get("restart", last) == last]
+    return Run(files[0].parent, sorted(kept, key=lambda each: each.rank))
+
+
+def summary_of(sample: dict[str, Any]) -> RankSummary:
+    """The numbers of a line; TypeError if it is not one of a second."""
+    names = {each.name for each in fields(RankSummary)}
+    return RankSummary(**{name: value for name, value in sample.items() if name in names})
 
 
 def read_rank(path: Path) -> RankRecord:
@@ -148,6 +177,8 @@ def read_rank(path: Path) -> RankRecord:
     record = RankRecord(int(path.name.split(".")[0].removeprefix("rank-")), path)
     for number, line in enumerate(_lines(path), 1):
         found = _parsed(line)
+        if found is None and not line.endswith("\n") and record.end is None and not record.is_silent:
+            break  # it is being written
         if found is None:
             record.cut.append(f"line {number} of {path.name} is cut off")
         elif "began" in found:

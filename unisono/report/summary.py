@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -205,10 +205,7 @@ class Report:
 
         None unless that is over 10% more than any other rank's.
         """
-        own = {each.rank: each.loop_seconds - each.waited(PEERS) for each in self.ranks}
-        rank = max(own, key=own.__getitem__)
-        others = [seconds for each, seconds in own.items() if each != rank]
-        return rank if others and own[rank] > 1.1 * max(others) else None
+        return slowest_of({each.rank: each.loop_seconds - each.waited(PEERS) for each in self.ranks})
 
     @property
     def verdict(self) -> str:
@@ -240,6 +237,13 @@ class Report:
         shares = {name: sum(each.seconds.get(name, 0.0) for each in self.ranks) / total for name in self.named_phases}
         longest = max(shares, key=shares.__getitem__, default="")
         return f"; {shares[longest]:.0%} goes to {label(longest)}" if shares.get(longest, 0.0) >= _BOUND else ""
+
+
+def slowest_of(own: Mapping[int, float]) -> int | None:
+    """The rank that spent the most time on anything but waiting for peers, by over 10 %; None if there is none."""
+    rank = max(own, key=own.__getitem__)
+    others = [seconds for each, seconds in own.items() if each != rank]
+    return rank if others and own[rank] > 1.1 * max(others) else None
 
 
 def summarise(world: World | None = None, is_own_thread: bool = True) -> RankSummary:

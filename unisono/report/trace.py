@@ -32,7 +32,7 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
             for span in spans:
                 times = {"ts": offset + span.start / 1e3, "dur": (span.stop - span.start) / 1e3}
                 yield {"ph": "X", "name": label(span.phase), **common, **times}
-        yield from _profiled(record.path.with_suffix(".trace.json"), record.rank, 1e6 * run.began)
+        yield from _profiled(record.path.with_suffix(".trace.json"), record.rank, 1e6 * record.began - offset)
 
 
 def _profiled(path: Path, rank: int, began_us: float) -> Iterator[dict[str, Any]]:

@@ -119,6 +119,7 @@ class Tracked:
         with self.world.timeline.loop().named(LOG):
             plain, number = plain_values(values), plain_step(step)
             self.world.timeline.logged.append((time.perf_counter_ns(), number, plain))
+            self.world.timeline.last_logged = plain
             # A copy for each, which a user's tracker may modify.
             _for_each(self._trackers.found("log"), lambda tracker: tracker.log(dict(plain), number))
 

@@ -7,11 +7,12 @@ import re
 
 import pytest
 
-from unisono.launch.watching.log_directory import log_file, make_log_directory
+from unisono.launch.watching.log_directory import log_file, make_log_directory, name_run
 
 
 def test_a_run_is_named_by_time_and_process_and_latest_leads_to_the_last_one(tmp_path):
-    paths = [make_log_directory(tmp_path / "logs" / "here", name) for name in ("", "a", "")]
+    paths = [make_log_directory(tmp_path / "logs" / "here", name) for name in ("", name_run("a"), "")]
+    assert make_log_directory(tmp_path / "logs" / "here", paths[2].name) == paths[2], "of another machine of the run"
     assert len({*paths}) == 3
     assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d_\d{{6}}\.\d{{6}}_a_{os.getpid()}", paths[1].name)
     assert {path.parent for path in paths} == {tmp_path / "logs" / "here"}

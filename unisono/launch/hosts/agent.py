@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import platform
+import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -62,7 +63,7 @@ from unisono.launch.run_target import variables_set
 from unisono.launch.starting.marks import SECRET
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
-from unisono.launch.watching.log_directory import make_log_directory
+from unisono.launch.watching.log_directory import make_log_directory, name_run
 from unisono.outcome import Outcome, first_cause
 from unisono.torch_private import (
     MONITOR_WORKERS,
@@ -127,7 +128,6 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         UnisonoError: no agent serves the endpoint.
     """
     log_dir = job.options.output.log_dir
-    log_directory = None if log_dir is None else make_log_directory(log_dir, platform.node())
     warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
     _quieten()
     with contextlib.ExitStack() as stack, variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
@@ -135,6 +135,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         use_secret(options.secret)
         parameters = _parameters(options)
         backend, store = create_backend(parameters)
+        log_directory = None if log_dir is None else make_log_directory(log_dir, _agreed_name(store, options))
         handler = create_handler(store, SealedBackend(backend), parameters)
         spec = WorkerSpec(
             role="worker",
@@ -389,6 +390,14 @@ def _name_of(group: Any) -> str:
     if group.group_rank == 0:
         group.store.set(key, uuid4().hex)  # the store of this round
     return str(group.store.get(key).decode())
+
+
+def _agreed_name(store: Any, options: MachineOptions) -> str:
+    """The name of the run's log directory: that of the first agent which asks."""
+    own = name_run(platform.node())
+    agreed = store.compare_set(f"unisono/logs/{options.run_id}", "", own).decode()
+    # Nothing in the store is signed but what is loaded: this is no path to anywhere else.
+    return agreed if re.fullmatch(r"[\w.-]+_\d+", agreed) else own
 
 
 def _agreed_count(group: Any, own: int) -> int:

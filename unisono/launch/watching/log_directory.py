@@ -1,7 +1,7 @@
 """The directory that a run leaves in `log_dir`, `2026-11-21_174601.250113_4242`: what the workers wrote, and the
 tracebacks that ended them, in `rank-0.stdout`, `rank-0.stderr`, ...; and what each rank did when, in `rank-0.jsonl`,
-... (report/record.py). The link `latest` leads to the run that was
-begun last."""
+... (report/record.py). The link `latest` leads to the run that was begun last. The machines of a run agree on the name:
+where they share `log_dir`, they share the directory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from typing import Literal
 Stream = Literal["stdout", "stderr"]
 
 
+def name_run(host: str = "") -> str:
+    """A new name for the directory of a run."""
+    return "_".join(filter(None, [f"{datetime.now(UTC):%Y-%m-%d_%H%M%S.%f}", host, str(os.getpid())]))
+
+
 def make_log_directory(log_dir: str | os.PathLike[str], name: str = "") -> Path:
-    """Make a new directory for a run in `log_dir`, which is created if it is missing; `name` becomes a part of its
-    name. OSError if `log_dir` cannot hold it."""
+    """Make a directory for a run in `log_dir`, which is created if it is missing: a new one; or the one with this name,
+    which another machine may have made. OSError if `log_dir` cannot hold it."""
     parent = Path(log_dir).absolute()  # a later chdir must not change it
-    parts = [f"{datetime.now(UTC):%Y-%m-%d_%H%M%S.%f}", name, str(os.getpid())]
-    path = parent / "_".join(filter(None, parts))
+    path = parent / (name or name_run())
     try:
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=bool(name))
     except OSError as error:
         code = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno
         raise OSError(

@@ -31,6 +31,7 @@ from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.strategies import DDP
+from unisono.timeline import BACKWARD, REDUCE, Timeline
 from unisono.torch_private import (
     ACTIVE,
     BUILD_PARAMETERS,
@@ -91,7 +92,7 @@ class DDPEngine(Engine):
         )
         self._replicated.fill_buckets()
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
-        attach_hook(self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear)
+        attach_hook(self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self._world.timeline)
 
     def adapt(self) -> None:
         if any(each.requires_grad for each in self.module.parameters()):
@@ -169,6 +170,7 @@ def attach_hook(
     hook: str | Callable[[GradBucket], Any] | None,
     scale: Callable[[], float],
     finish: Callable[[], None] = lambda: None,
+    timeline: Timeline | None = None,
 ) -> None:
     """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`.
 
@@ -178,6 +180,7 @@ def attach_hook(
     Args:
         hook: as `DDP.comm_hook`.
         finish: called when the last bucket of a backward pass is sent.
+        timeline: what is spent here, and after it, in a recorded backward pass, is spent on reducing.
     """
     group = ddp.process_group  # `weighted` must not reference the DDP, whose C++ part references it
     size: int = group.size()
@@ -185,6 +188,10 @@ def attach_hook(
 
     def weighted(_: None, bucket: GradBucket) -> Any:
         nonlocal factor
+        # If this is another thread, of autograd's, the loop's waits for it: a track has one writer at a time.
+        track = None if timeline is None else timeline.backward
+        if track is not None:
+            track.switch(REDUCE)
         if bucket.index() == 0:
             factor = scale() * size
         gradients = bucket.buffer()
@@ -208,6 +215,8 @@ def attach_hook(
         # Sent, not reduced: DDP waits for the results when the backward pass ends.
         if bucket.is_last():
             finish()
+        elif track is not None:
+            track.switch(BACKWARD)
         return sent
 
     weighted.__annotations__ = {}  # which DDP would compare with classes, and which are strings here

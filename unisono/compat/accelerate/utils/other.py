@@ -29,6 +29,7 @@ from unisono.compat.accelerate.state import PartialState, joined_world
 from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
 from unisono.compat.left_out import refuse
 from unisono.errors import UnisonoError
+from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
 from unisono.parallel import collectives, out_of_memory
 from unisono.parallel.collectives import gather_nested, pad_nested, reduce_nested
@@ -297,19 +298,20 @@ def notebook_launcher(
     num_processes: int | None = None,
     mixed_precision: str = "no",
     max_restarts: int = 0,
+    output: Output | None = None,
     **options: Any,
 ) -> list[Any]:
     """What `function(*args)` returns in that many worker processes, by default one for each device: `unisono.spawn`.
 
-    `mixed_precision` is that of the Accelerators that the function creates. Options for several machines have no
-    effect.
+    `mixed_precision` is that of the Accelerators that the function creates. `output` is that of `spawn`: with
+    `Output("logs")`, `unisono top` shows the run. Options for several machines have no effect.
     """
 
     def work(_: int) -> Any:
         with patch_environment(accelerate_mixed_precision=mixed_precision):
             return function(*args)
 
-    return spawn(work, nprocs=num_processes, max_restarts=max_restarts)
+    return spawn(work, nprocs=num_processes, max_restarts=max_restarts, output=output or Output())
 
 
 @contextmanager
