@@ -98,7 +98,12 @@ POD = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0-0
 
 @pytest.mark.parametrize(
     ("environ", "options"),
-    [(POD, []), ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, []), ({**POD, "PET_NPROC_PER_NODE": "8"}, ["-n", "2"])],
+    [
+        (POD, []),
+        ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, []),
+        ({**POD, "PET_NPROC_PER_NODE": "8"}, ["-n", "2"]),
+        ({**POD, "PET_NNODES": "2"}, ["--nnodes", "1", "-n", "2"]),
+    ],
     ids=str,
 )
 def test_a_pod_has_the_workers_of_the_command_line_or_else_those_of_kubeflow(

@@ -17,14 +17,18 @@ ROOT = Path(__file__).parent.parent.parent
 TOY = Path(__file__).parent / "package"
 LAW = "tests/contract/test_backend.py"
 
-pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="the toy is built by g++"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the toy is built by g++"),
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]
 
 
 def run(*command: str, package: Path | None = None) -> str:
     """What an interpreter prints where the toy, and that package, are installed."""
     places = [package, TOY, ROOT] if package else [TOY, ROOT]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=99)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout
 

@@ -77,6 +77,7 @@ def _print_end(log_dir: str) -> None:
 
 def _run_here(parsed: argparse.Namespace, target: Target) -> None:
     from unisono.backends import pick_backend
+    from unisono.launch.hosts.environment import within
     from unisono.launch.run_target import run_worker_target, variables_of_machine, variables_of_run
     from unisono.launch.spawn import spawn
 
@@ -84,7 +85,9 @@ def _run_here(parsed: argparse.Namespace, target: Target) -> None:
     args = target, {**variables_of_run(parsed.rdzv_id, parsed.max_restarts or 0), **variables_of_machine()}
     # A single worker's stdout stays a terminal.
     prefix: Literal["several", False] = "several" if nproc > 1 and not parsed.no_prefix else False
-    spawn(run_worker_target, args, nproc, **_options_of(parsed, parsed.grace or 5.0, prefix))
+    # "One machine", said by hand, holds whatever a launcher's variables say.
+    with within() if parsed.standalone or parsed.nnodes is not None else contextlib.nullcontext():
+        spawn(run_worker_target, args, nproc, **_options_of(parsed, parsed.grace or 5.0, prefix))
 
 
 def _run_on_machines(parsed: argparse.Namespace, target: Target, machines: MachineOptions) -> None:
