@@ -29,10 +29,10 @@ def tqdm(
     in a log, it prints a line every 30 seconds (`mininterval=`), and one at the end. Over a loader that resumes in the
     middle of an epoch it begins at its position (`initial=`), and is called "epoch 3" unless it has a name (`desc=`).
 
-    With `live`, the bar also shows what the run is doing, since about a second ago: the loss, if `accelerator.log` has
-    got one; the step; samples per second of all ranks; the share of the time that the loop waits, and for what; and, if
-    the run has a log directory that all ranks share, the slowest rank. The line of a bar that has ended shows that of
-    the whole loop.
+    With `live`, the bar also shows what the run is doing, since about a second ago, in a log since the line before: the
+    loss, if `accelerator.log` has got one, after `init_trackers`; the step; samples per second of all ranks; the share
+    of the time that the loop waits, and for what; and, if the run has a log directory that all ranks share, the slowest
+    rank. The line of a bar that has ended shows that of the whole loop.
 
     Args:
         iterable, args, options: as for tqdm.

@@ -20,19 +20,41 @@ _MARK = len("[rank 0] ")
 _LOG_EVERY_S = 30.0
 
 
-class Bar(auto.tqdm):  # type: ignore[misc] # tqdm has no annotations
-    """tqdm's own bar, which also shows the live figures of the run."""
+class _WithFigures:
+    """A bar of tqdm that also shows the live figures of the run, if there is room for them."""
 
     def __init__(self, *args: Any, figures: LiveFigures | None = None, **options: Any) -> None:
         self._figures = figures  # first: tqdm draws in its __init__
         super().__init__(*args, **options)
+        if figures is not None and self.disable:  # type: ignore[attr-defined]
+            figures.close()
 
     @property
     def format_dict(self) -> Any:
-        return _with_figures(super().format_dict, self._figures, self.disable)
+        """What tqdm draws, and those of the figures that there is room for; of a bar that has ended, those of its
+        loop."""
+        drawn: Any = super().format_dict  # type: ignore[misc]
+        if self._figures is not None:
+            used = disp_len(tqdm_asyncio.format_meter(**{**drawn, "ncols": 0})) + len("||")
+            for part in self._figures.parts(self.disable):  # type: ignore[attr-defined]
+                used += len(f", {part}")
+                if drawn["ncols"] is None or used < drawn["ncols"]:
+                    drawn["postfix"] = f"{drawn['postfix']}, {part}" if drawn["postfix"] else part
+        return drawn
+
+    def close(self) -> None:
+        if disp_len is None:  # the interpreter ends, and has emptied this module: nothing can be drawn
+            return
+        super().close()  # type: ignore[misc]
+        if self._figures is not None:
+            self._figures.close()
 
 
-class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
+class Bar(_WithFigures, auto.tqdm):  # type: ignore[misc] # tqdm has no annotations
+    """tqdm's own bar."""
+
+
+class LineBar(_WithFigures, tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
     """One line that is redrawn in place, and erased with leave=False; or in a log a line from time to time, and one at
     the end, except with leave=False.
 
@@ -44,8 +66,7 @@ class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
     # Without tqdm's monitor thread: it lowers miniters, which is 1 already.
     monitor_interval = 0
 
-    def __init__(self, *args: Any, columns: int = 0, figures: LiveFigures | None = None, **options: Any) -> None:
-        self._figures = figures
+    def __init__(self, *args: Any, columns: int = 0, **options: Any) -> None:
         self._is_redrawn, self._drawn = columns > 0, 0  # the columns of the current text
         self._written_at: float | None = None
         # After the prefix of the line; the last column would wrap.
@@ -53,10 +74,6 @@ class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
         if columns and options.get("disable", False) is None:  # "where there is no terminal"
             options["disable"] = False
         super().__init__(*args, **{"miniters": 1, **usual, **options})
-
-    @property
-    def format_dict(self) -> Any:
-        return _with_figures(super().format_dict, self._figures, self.disable)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         """Draw the bar, or `msg` in its place, if it is time for it. Returns False: tqdm has nothing left to do."""
@@ -77,14 +94,3 @@ class LineBar(tqdm_asyncio):  # type: ignore[misc] # tqdm has no annotations
         """Erase the bar, for a line that takes its place; lines of a log stay."""
         if self._is_redrawn and not self.disable:
             self.display("")
-
-
-def _with_figures(drawn: Any, figures: LiveFigures | None, is_last: bool) -> Any:
-    """What tqdm draws, and those of the figures that there is room for; of a bar that has ended, those of its loop."""
-    if figures is not None:
-        used = disp_len(tqdm_asyncio.format_meter(**{**drawn, "ncols": 0})) + len("||")
-        for part in figures.parts(is_last):
-            used += len(f", {part}")
-            if drawn["ncols"] is None or used < drawn["ncols"]:
-                drawn["postfix"] = f"{drawn['postfix']}, {part}" if drawn["postfix"] else part
-    return drawn

@@ -238,7 +238,8 @@ class Timeline:
         self.logged: deque[tuple[int, int | None, dict[str, Any]]] = deque(maxlen=MAX_LOGGED)
         """What the loop has logged, for the record of the rank: when, the step, and the values."""
         self.last_logged: dict[str, Any] = {}
-        self.at_sample: Callable[[Path], None] | None = None  # called with the run's directory after each line of it
+        self.last_saved = ""  # where the last checkpoint is
+        self.at_sample: list[Callable[[Path], None]] = []  # called with the run's directory after each line of it
         self._of_thread = threading.local()
 
     def loop(self) -> Track:

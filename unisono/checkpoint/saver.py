@@ -253,6 +253,7 @@ class Saver:
                 write()
             else:
                 commit(place, write, manifest, mark)
+                self.world.timeline.last_saved = str(place.folder.location)
         except OSError as error:  # its own message names no path if the disk is full
             add_note_once(error, f"while writing {place.folder}; the checkpoint before it is as it was")
             raise

@@ -27,6 +27,7 @@ _FIGURE = re.compile(
 )
 _CASE = re.compile(r"(?P<case>.+); torch \S+, .*")
 _MUST_AGREE = ("machine", "processor", "cores")
+_FEW = 5  # pairs: of fewer, the quartiles tell nothing
 _KEY = ("device", "script", "case", "name")
 _PACKAGES = ("unisono", "torch", "torch-xla", "accelerate", "lightning-fabric", "torchdata")
 
@@ -81,9 +82,16 @@ def _run_suite(arguments: argparse.Namespace) -> int:
     jobs = [(device, script) for device in devices for script in _scripts_for(device, arguments)]
     output = Path(arguments.output or "bench.json")
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.touch()  # before the measuring, which takes long
     figures: list[dict[str, Any]] = []
-    seconds, failed = {}, []
+    seconds: dict[str, float] = {}
+    failed = []
+
+    def keep() -> None:
+        text = json.dumps({"facts": facts, "seconds": seconds, "figures": figures})
+        text = text.replace("}, {", "},\n{").replace(', "figures": ', ',\n"figures":\n')  # a line each
+        output.write_text(text + "\n")
+
+    keep()  # an error of the file comes before the measuring, which takes long
     for device, script in jobs:
         print(f"\n# {script} on {device}", flush=True)
         start = time.monotonic()
@@ -94,8 +102,7 @@ def _run_suite(arguments: argparse.Namespace) -> int:
         if process.returncode:
             failed.append(f"{script.stem} on {device}")
         seconds[f"{device} {script.stem}"] = round(time.monotonic() - start, 1)
-    text = json.dumps({"facts": facts, "seconds": seconds, "figures": figures})
-    output.write_text(text.replace("}, {", "},\n{").replace(', "figures": ', ',\n"figures":\n') + "\n")  # a line each
+        keep()
     print(output)
     if failed:
         print(f"unisono bench: failed: {', '.join(failed)}", file=sys.stderr)
@@ -184,6 +191,10 @@ def read_results(path: Path) -> dict[str, Any]:
             raise ValueError("it is empty")
         if any(each["ratio"] <= 0 for each in found["figures"]):
             raise ValueError("a ratio is 0 or less")
+        if lacking := {name for name in _MUST_AGREE if name not in found["facts"]} | {
+            name for each in found["figures"] for name in (*_KEY, "low", "high", "pairs") if name not in each
+        }:
+            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no result of `unisono bench` ({error}): run that, and pass the file it writes"
@@ -210,8 +221,8 @@ def _pairs(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, dic
 
 
 def _is_clear(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether the change is beyond the quartiles of both."""
-    return bool(old["high"] < new["low"] or new["high"] < old["low"])
+    """Whether the change is beyond the quartiles of both, which a few pairs do not have."""
+    return min(old["pairs"], new["pairs"]) >= _FEW and bool(old["high"] < new["low"] or new["high"] < old["low"])
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -262,6 +273,6 @@ def draw(old: dict[str, Any], new: dict[str, Any], path: Path) -> list[Path]:
             f"{device}: {facts['devices'][device]}, {facts['processor']}, {facts['cores']} cores", fontsize=9
         )
         axes.set_xlabel("old / new: above 1 the new version is better; gray: within the quartiles")
-        drawn.append(path.with_stem(f"{path.stem}-{device}").absolute())
+        drawn.append(path.with_name(f"{path.stem}-{device}{path.suffix or '.png'}").absolute())
         figure.savefig(drawn[-1], dpi=130)
     return drawn

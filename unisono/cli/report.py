@@ -41,11 +41,17 @@ def run(arguments: argparse.Namespace) -> int:
         if found.report.ranks:
             print(table_of(found.report))
         print(diagnose(found))
-        for text in found.missing:
-            print(f"missing: {text}", file=sys.stderr)
-        print(f"page: {write_page(found, arguments.output or found.directory / 'report.html')}")
-        if arguments.trace:
-            print(f"trace: {write_trace(found, arguments.trace)}")
+        if found.restarts:
+            print(f"after {found.restarts} restart(s): the numbers are those of the last attempt")
+        try:
+            print(f"page: {write_page(found, arguments.output or found.directory / 'report.html')}")
+            if arguments.trace:
+                print(f"trace: {write_trace(found, arguments.trace)}")
+        except OSError as error:
+            raise OSError(f"{error}; choose another place for the page by -o FILE, for the trace by --trace") from None
+        finally:  # it is known once all files were read
+            for text in found.missing:
+                print(f"missing: {text}", file=sys.stderr)
     except OSError as error:
         print(f"unisono report: {error}", file=sys.stderr)
         return 1

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
+import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.cli import run_options
@@ -32,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
+    began = time.monotonic()
     is_here = parsed.standalone or (parsed.nnodes in (None, (1, 1)) and endpoint_of(parsed) is None)
     if not (is_here and parsed.nproc == 1) and parsed.start_method in (None, "zygote"):
         warm_early()  # it imports torch while this process does
@@ -55,22 +59,26 @@ def run(parsed: argparse.Namespace) -> int:
             _run_on_machines(parsed, target, machines)
     except Exception as error:
         return _print_failure(error) if _has_run(error) else _print_refusal(parsed, error)
-    if parsed.log_dir is not None:
-        _print_end(parsed.log_dir)
+    from unisono.launch.watching.log_directory import made
+
+    if made:  # not by a launcher's worker
+        _print_end(made[-1], time.monotonic() - began)
     return 0
 
 
-def _print_end(log_dir: str) -> None:
-    """What the run was, in a line."""
+def _print_end(directory: Path, seconds: float) -> None:
+    """What the run was, in a line; without numbers, where a record is not whole."""
     from unisono.report.run import read_run
 
     with contextlib.suppress(OSError):  # nothing is recorded: a full disk, which was reported
-        run = read_run(log_dir)
-        ranks = run.report.ranks
-        steps, rate = max((each.steps for each in ranks), default=0), run.report.samples_per_second if ranks else 0.0
+        run = read_run(directory)
+        what = "its record is incomplete"
+        if not run.missing and all(each.end is not None for each in run.ranks):
+            steps, rate = max(each.steps for each in run.report.ranks), run.report.samples_per_second
+            what = f"{steps:,} steps, {rate:,.0f} samples/s{' in the last attempt' if run.restarts else ''}"
+        saved = next((f"checkpoint {each.checkpoint}; " for each in run.ranks if each.checkpoint), "")
         print(
-            f"unisono run: finished in {run.seconds:,.1f} s, {steps:,} steps, {rate:,.0f} samples/s; "
-            f"{run.directory.resolve()} (unisono report {log_dir})",
+            f"unisono run: finished in {seconds:,.1f} s, {what}; {saved}unisono report {shlex.quote(str(directory))}",
             file=sys.stderr,
         )
 

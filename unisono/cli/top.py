@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+_PATIENCE_S = 60.0  # with workers that are being started
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
@@ -29,15 +31,17 @@ def run(arguments: argparse.Namespace) -> int:
     from unisono.report.run import read_run
 
     is_live = sys.stdout.isatty() and not arguments.once
+    began = time.monotonic()
     while True:
         try:
             found = read_run(arguments.run_directory)
         except OSError as error:
-            if is_live and (latest := Path(arguments.run_directory) / "latest").exists():  # workers are being started
+            latest, is_new = Path(arguments.run_directory) / "latest", time.monotonic() - began < _PATIENCE_S
+            if is_live and is_new and latest.exists():  # workers are being started
                 print(f"\x1b[H\x1b[J{latest}: no rank has recorded anything yet", end="", flush=True)
                 time.sleep(1)
                 continue
-            print(f"unisono top: {error}", file=sys.stderr)
+            print("\n" * is_live + f"unisono top: {error}", file=sys.stderr)
             return 1
         if is_live:
             # Over the lines that are there, then erase the rest: no line is missing for a moment.

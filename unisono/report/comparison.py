@@ -18,7 +18,7 @@ def compare(first: Run, second: Run) -> str:
     for name, number_of, form in [*_NUMBERS, *((label(phase), _share(phase), "{:.1%}") for phase in own)]:
         one, other = number_of(first), number_of(second)
         ratio = f"{other / one:.3f}" if one and not np.isnan(other / one) else ""
-        rows.append([name, form.format(one), form.format(other), ratio])
+        rows.append([name, *("" if np.isnan(each) else form.format(each) for each in (one, other)), ratio])
     return aligned(rows)
 
 

@@ -79,7 +79,7 @@ class LiveFigures:
         self._parts: list[str] = []
         self._slowest: int | None = None
         self._compare_at = 0.0
-        world.timeline.at_sample = self._find_slowest
+        world.timeline.at_sample.append(self._find_slowest)
 
     def parts(self, is_last: bool = False) -> list[str]:
         """The figures of about the last second, the most important first; at last, those of the time since the
@@ -88,9 +88,12 @@ class LiveFigures:
             now = summarise(self._world, is_own_thread=False)
             self._parts = self._describe(_between(self._first if is_last else self._last, now), now.steps)
             self._last, self._next = now, time.monotonic() + _EVERY_S
-        if is_last:
-            self._world.timeline.at_sample = None
         return self._parts
+
+    def close(self) -> None:
+        """No longer read the records of the ranks; may be called again."""
+        with contextlib.suppress(ValueError):
+            self._world.timeline.at_sample.remove(self._find_slowest)
 
     def _describe(self, passed: RankSummary, steps: int) -> list[str]:
         if not passed.loop_seconds:

@@ -48,23 +48,22 @@ def page_data(run: Run) -> dict[str, Any]:
     phases = [*LOOP_PHASES, *report.named_phases]
     colours = _COLOURS | {phase: _NAMED[place % len(_NAMED)] for place, phase in enumerate(report.named_phases)}
     began = datetime.fromtimestamp(run.began, UTC)
-    restarts = max((each.restarts for each in run.ranks), default=0)
     facts = [
         f"began {began:%Y-%m-%d %H:%M:%S} UTC",
         f"{run.seconds:,.1f} s",
         f"{len(run.ranks)} rank(s)",
         f"{report.samples:,} samples, {report.samples_per_second:,.0f} per second" if report.ranks else "no loop",
-        f"{restarts} restart(s)",
+        f"{run.restarts} restart(s)",
         *sorted({f"rank {each.rank} ended by {each.end}" for each in run.ranks if each.end not in (None, "finished")}),
     ]
     return {
         "facts": facts,
         "verdict": diagnose(run),
-        "missing": run.missing,
         "seconds": run.seconds,
         "phases": [[label(phase), colours[phase]] for phase in phases],
         "table": _table(run, phases),
         "ranks": [_timeline_of(run, each, phases) for each in run.ranks],
+        "missing": run.missing,  # after the timelines, which are read for them
         "charts": list(filter(None, _charts(run))),
     }
 

@@ -77,7 +77,7 @@ class Recorder:
         if now >= self._next_s and not self._is_broken:
             self._next_s = now + max(_INTERVAL_S, now / SLOWER)
             self._write_sample()
-            if (look := self._world.timeline.at_sample) is not None:
+            for look in list(self._world.timeline.at_sample):
                 look(self._path.parent)
 
     def end(self, error: BaseException | None) -> None:
@@ -87,7 +87,8 @@ class Recorder:
                 "the run has ended before the last step to be profiled: there is no trace of rank %d", self._world.rank
             )
         self._write_sample()
-        self._write(end="finished" if error is None else f"{type(error).__name__}: {error}")
+        end = "finished" if error is None else f"{type(error).__name__}: {error}"
+        self._write(end=end, checkpoint=self._world.timeline.last_saved)
         tracks = {f"{track.name} {number}": track for number, track in enumerate(self._world.timeline.tracks())}
         spans = {"restart": self._world.restart_count} | {name: self._spans_of(each) for name, each in tracks.items()}
         self._write_to(self._spans, json.dumps(spans) + "\n")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from unisono.report.record import SLOWER
 from unisono.report.summary import RankSummary, Report
@@ -25,6 +28,7 @@ class RankRecord:
         facts: the first line: `began`, a time of day in seconds; `host`, `world_size`, `restart`, `command`, `cores`.
         samples: the lines of each second, in order; `t` is in seconds since the beginning.
         end: "finished", or the error that has ended it; None if no end is recorded.
+        checkpoint: the place of the last one that the rank has saved; "" if it has ended without any.
         restarts: the number of attempts before this one that the file has.
         cut: what is missing, in words.
         path: the file.
@@ -35,6 +39,7 @@ class RankRecord:
     facts: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     end: str | None = None
+    checkpoint: str = ""
     restarts: int = 0
     cut: list[str] = field(default_factory=list)
 
@@ -55,6 +60,17 @@ class RankRecord:
         return self.end is None and self.age_s > _SILENT_S + seconds / SLOWER
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the rank is silent; or has not ended, and was a process of this machine that is no longer there."""
+        last = self.samples[-1] if self.samples and self.end is None else {}
+        return self.is_silent or (last.get("host") == platform.node() and not psutil.pid_exists(last["pid"]))
+
+    @property
+    def host(self) -> str:
+        """The name of its machine; "" if neither the first line nor one of a second is there."""
+        return str(self.facts.get("host") or (self.samples[-1]["host"] if self.samples else ""))
+
+    @property
     def summary(self) -> RankSummary | None:
         """The numbers of the last line; None if there is none."""
         return summary_of(self.samples[-1]) if self.samples else None
@@ -64,11 +80,14 @@ class RankRecord:
         return [(each["t"], seconds) for each in self.samples for seconds in each["step_seconds"]]
 
     def spans(self) -> dict[str, list[Span]]:
-        """The latest spans of each thread, in nanoseconds since the beginning; {} if the rank came to no end."""
+        """The latest spans of each thread, in nanoseconds since the beginning; {} if the rank came to no end. A cut
+        line is added to `cut`."""
         path = self.path.with_suffix(".spans.jsonl")
-        for line in reversed(path.read_text().splitlines() if path.exists() else []):
+        for line in reversed(path.read_text().splitlines() or [""] if path.exists() else []):
             found = _parsed(line)
-            if found is not None and found.pop("restart") == self.facts.get("restart"):
+            if found is None:
+                self.cut.append(f"{path.name} is cut off")
+            elif found.pop("restart") == self.facts.get("restart"):
                 return {
                     track: [
                         Span(phase, round(start * 1e9), round((start + length) * 1e9)) for phase, start, length in spans
@@ -109,11 +128,16 @@ class Run:
         """The time from the begin of the first rank to the last line of any."""
         return max((self.offset(each) + each.samples[-1]["t"] for each in self.ranks if each.samples), default=0.0)
 
+    @property
+    def restarts(self) -> int:
+        """The number of attempts before the last one, of which alone the numbers are."""
+        return max((each.restarts for each in self.ranks), default=0)
+
     def device_of(self, record: RankRecord) -> str:
         """The device of a rank, and its machine if there are several; "" if the rank has not recorded a second."""
-        is_one = len({each.facts.get("host") for each in self.ranks}) == 1
+        is_one = len({each.host for each in self.ranks}) == 1
         device = record.samples[-1]["device"] if record.samples else ""
-        return device if is_one else f"{record.facts.get('host', '')} {device}"
+        return device if is_one else f"{record.host} {device}"
 
     def offset(self, record: RankRecord) -> float:
         """Seconds from the begin of the run to that of a rank's record.
@@ -133,12 +157,15 @@ class Run:
         """What the records lack, in words."""
         size = max((each.facts.get("world_size", 0) for each in self.ranks), default=0)
         there = {each.rank for each in self.ranks}
-        what = " of the last attempt" if any(each.restarts for each in self.ranks) else ""
+        what = " of the last attempt" if self.restarts else ""
         found = [f"rank {rank} has left no record{what}" for rank in range(size) if rank not in there]
         for each in self.ranks:
-            found += [f"rank {each.rank}: {text}" for text in each.cut]
-            if each.is_silent:
-                found.append(f"rank {each.rank}: it has not recorded its end: it was killed, or its machine was lost")
+            found += [f"rank {each.rank}: {text}" for text in dict.fromkeys(each.cut)]
+            if each.is_lost:
+                found.append(
+                    f"rank {each.rank}: it has not recorded its end: it was killed, its machine was lost, or the disk "
+                    "was full"
+                )
         return found
 
 
@@ -177,7 +204,7 @@ def read_rank(path: Path) -> RankRecord:
     record = RankRecord(int(path.name.split(".")[0].removeprefix("rank-")), path)
     for number, line in enumerate(_lines(path), 1):
         found = _parsed(line)
-        if found is None and not line.endswith("\n") and record.end is None and not record.is_silent:
+        if found is None and not line.endswith("\n") and record.end is None and not record.is_lost:
             break  # it is being written
         if found is None:
             record.cut.append(f"line {number} of {path.name} is cut off")
@@ -185,7 +212,7 @@ def read_rank(path: Path) -> RankRecord:
             record.restarts += bool(record.facts)
             record.facts, record.samples, record.end = found, [], None
         elif "end" in found:
-            record.end = found["end"]
+            record.end, record.checkpoint = found["end"], found.get("checkpoint", "")
         else:
             record.samples.append(found)
     return record

@@ -219,11 +219,14 @@ class Report:
                 "computes where its graph is cut, so computing counts as reducing and stepping"
             )
         if peers >= max(source, transfer, _PEER_BOUND if self.slowest is None else _BOUND):
-            slowest = "" if self.slowest is None else f"; rank {self.slowest} is the slowest"
-            return f"peer-bound: {peers:.0%} of the step goes to reducing and to waiting for other ranks{slowest}"
+            lever = "larger batches, or accumulation, would help"
+            if self.slowest is not None:
+                lever = f"rank {self.slowest} is the slowest: look at its data, and at what else its machine does"
+            return f"peer-bound: {peers:.0%} of the step goes to reducing and to waiting for other ranks; {lever}"
         if max(source, transfer) < _BOUND:
             others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
-            return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}{self._longest_named()}"
+            lever = self._longest_named() or "; mixed precision, compile=True or more devices would help"
+            return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}{lever}"
         if source >= transfer:
             return f"input-bound: {source:.0%} of the step waits for the dataset; more loader workers would help"
         return (

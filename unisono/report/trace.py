@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unisono.report.run import Run
+from unisono.report.run import RankRecord, Run
 from unisono.report.summary import label
 
 
 def write_trace(run: Run, path: str | Path) -> Path:
     """Write the spans of all ranks; return the absolute path. Times are in microseconds since the begin of the run.
+    What cannot be read is left out, and added to `run.missing`.
 
     The format is that of "Trace Event Format" (Google, 2016): complete events ("X"), and names ("M").
     """
@@ -32,15 +33,20 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
             for span in spans:
                 times = {"ts": offset + span.start / 1e3, "dur": (span.stop - span.start) / 1e3}
                 yield {"ph": "X", "name": label(span.phase), **common, **times}
-        yield from _profiled(record.path.with_suffix(".trace.json"), record.rank, 1e6 * record.began - offset)
+        yield from _profiled(record, 1e6 * record.began - offset)
 
 
-def _profiled(path: Path, rank: int, began_us: float) -> Iterator[dict[str, Any]]:
+def _profiled(record: RankRecord, began_us: float) -> Iterator[dict[str, Any]]:
     """The events of torch.profiler of a rank, if it was asked for: its processes become ones of the rank."""
+    path = record.path.with_suffix(".trace.json")
     if not path.exists():
         return
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        record.cut.append(f"{path.name} is cut off")
+        return
     base_us = found.get("baseTimeNanoseconds", 0) / 1e3
     for event in found["traceEvents"]:
         moved = {"ts": event["ts"] + base_us - began_us} if "ts" in event else {}
-        yield {**event, **moved, "pid": f"rank {rank}: {event.get('pid', '')}"}
+        yield {**event, **moved, "pid": f"rank {record.rank}: {event.get('pid', '')}"}

@@ -14,6 +14,9 @@ from typing import Literal
 
 Stream = Literal["stdout", "stderr"]
 
+made: list[Path] = []
+"""The directories of the runs of this process, in their order."""
+
 
 def name_run(host: str = "") -> str:
     """A new name for the directory of a run."""
@@ -41,6 +44,7 @@ def make_log_directory(log_dir: str | os.PathLike[str], name: str = "") -> Path:
             fresh.replace(parent / "latest")
         except OSError:
             fresh.unlink()
+    made.append(path)
     return path
 
 
