@@ -281,6 +281,23 @@ def test_a_bar_over_a_loader_shows_what_the_run_is_doing_and_which_rank_it_waits
     assert report.ranks[0].share(REDUCE) > 0.5 > report.ranks[1].share(REDUCE), "DDP's waiting is no computing"
 
 
+def test_nested_disabled_and_erased_bars_leave_the_outer_one_its_comparison_of_ranks() -> None:
+    looks = unisono.current_world().timeline.at_sample
+    before = list(looks)
+
+    def loader() -> DeviceLoader:
+        return DeviceLoader(DataLoader(range(4)))
+
+    for number, _ in enumerate(outer := unisono.tqdm(loader(), file=io.StringIO())):
+        own = looks[len(before)]
+        for options in ({}, {"leave": False}, {"disable": True}):
+            for _ in unisono.tqdm(loader(), file=io.StringIO(), **options):
+                assert len(looks) == len(before) + 2 - ("disable" in options)
+        assert looks == [*before, own], number
+    outer.close()
+    assert looks == before
+
+
 @pytest.mark.parametrize(("columns", "live", "figures"), [(90, None, {1, 2}), (200, None, {3}), (200, False, {0})])
 def test_a_bar_shows_the_figures_for_which_there_is_room_unless_they_are_off(
     columns: int, live: bool | None, figures: set[int], written: Callable[[], str]

@@ -18,7 +18,7 @@ sys.path.insert(0, {blocks!r})
 from blocks import options, show
 DEVICES = ("cpu", "cuda")
 blocks = options(__doc__, DEVICES, blocks=9).blocks
-show(f"a step in {{blocks}} blocks", {{"ours": {ours}, "theirs": [2.0, 2.0, 2.0, 2.0]}})
+show(f"a step in {{blocks}} blocks", {{"ours": {ours}, "theirs": [2.0] * len({ours})}})
 """
 BLOCKS = str(Path(__file__).parent.parent.parent / "bench")
 
@@ -27,17 +27,17 @@ def measure(directory: Path, name: str, ours: list[float]) -> Path:
     (directory / "suite").mkdir(exist_ok=True)
     (directory / "suite" / "steps.py").write_text(SCRIPT.format(blocks=BLOCKS, ours=ours))
     (directory / "suite" / "graphs.py").write_text('DEVICES = ("mps",)')
-    assert main(["bench", "--suite", str(directory / "suite"), "--blocks", "4", "-o", str(directory / name)]) == 0
+    assert main(["bench", "--suite", str(directory / "suite"), "--blocks", "5", "-o", str(directory / name)]) == 0
     return directory / name
 
 
 @pytest.mark.usefixtures("fonts")
 def test_what_the_scripts_print_is_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
-    old = measure(tmp_path, "old.json", [2.0, 2.0, 2.0, 2.2])
+    old = measure(tmp_path, "old.json", [2.0, 2.0, 2.0, 2.0, 2.2])
     assert "left out on cpu, which they cannot use: graphs" in capsys.readouterr().out
-    new = measure(tmp_path, "new.json", [1.0, 1.0, 1.0, 1.1])
+    new = measure(tmp_path, "new.json", [1.0, 1.0, 1.0, 1.0, 1.1])
     (kept,) = json.loads(new.read_text())["figures"]
-    assert [kept[name] for name in ("device", "script", "case")] == ["cpu", "steps", "a step in 4 blocks"]
+    assert [kept[name] for name in ("device", "script", "case")] == ["cpu", "steps", "a step in 5 blocks"]
     assert [kept[name] for name in ("name", "ratio", "ours", "theirs", "unit")] == ["ours / theirs", 0.5, 1.0, 2.0, "s"]
     capsys.readouterr()
     picture = tmp_path / "there" / "change.svg"
@@ -45,6 +45,19 @@ def test_what_the_scripts_print_is_kept_and_compared(tmp_path: Path, capsys: Any
     line = capsys.readouterr().out.splitlines()[1].split()
     assert line[-4:] == ["1.000", "0.500", "2.000", "*"]
     assert "<svg" in picture.with_stem("change-cpu").read_text()
+    few = measure(tmp_path, "few.json", [1.0])
+    assert main(["bench", "compare", str(old), str(few)]) == 0
+    assert capsys.readouterr().out.split()[-1] == "2.000", "one pair has no quartiles"
+
+
+def test_what_is_measured_is_kept_though_a_later_script_is_interrupted(tmp_path: Path) -> None:
+    suite = tmp_path / "suite"
+    suite.mkdir()
+    (suite / "first.py").write_text(SCRIPT.format(blocks=BLOCKS, ours=[1.0]))
+    (suite / "second.py").write_text("import os, signal\nDEVICES = ('cpu',)\nos.kill(os.getppid(), signal.SIGINT)")
+    output = tmp_path / "bench.json"
+    assert main(["bench", "--suite", str(suite), "-o", str(output)]) == 130
+    assert [each["script"] for each in json.loads(output.read_text())["figures"]] == ["first"]
 
 
 def test_results_of_unlike_machines_are_refused(tmp_path: Path, capsys: Any) -> None:
@@ -65,6 +78,7 @@ def test_results_of_unlike_machines_are_refused(tmp_path: Path, capsys: Any) -> 
         (["--suite", BLOCKS, "--only", "xla"], "--device cpu: none of xla can use it"),
         (["--suite", BLOCKS, "--blocks", "0"], "--blocks 0: pass 1 or more"),
         (["--suite", BLOCKS, "--device", "cdua"], "backend 'cdua' does not exist"),
+        (["--suite", BLOCKS, "-o", "/dev/full"], "No space left"),
         (["compare", "a.json", "b.json"], "a.json"),
     ],
 )

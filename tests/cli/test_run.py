@@ -314,6 +314,39 @@ def test_only_the_chosen_ranks_are_shown_and_all_are_kept(run, script, tmp_path)
     assert kept == ["from 0\n", "from 1\n"]
 
 
+CLOSING = """
+import os, pathlib, resource, sys, unisono
+if unisono.rank() == 0:
+    (pathlib.Path("logs") / "link").symlink_to("of another run")
+    (pathlib.Path("logs") / "link").replace("logs/latest")
+    if "full" in sys.argv:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+if "again" in sys.argv:
+    if not unisono.current_world().restart_count:
+        raise SystemExit(3)
+    unisono.Checkpointer("a").save()
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("whole", "0 steps, 0 samples/s; unisono report {log}"),
+        ("full", "its record is incomplete; unisono report {log}"),
+        ("again", "0 steps, 0 samples/s in the last attempt; checkpoint {here}/a/checkpoint_0; unisono report {log}"),
+    ],
+)
+def test_the_last_line_is_of_this_run_whatever_latest_is_and_has_numbers_if_they_are_whole(
+    run, script, tmp_path, case, words
+):
+    options = ["-n", "2", "--backend", "cpu", "--log-dir", "logs", "--max-restarts", "1"]
+    code, _, errors = run(*options, script(CLOSING), case)
+    assert code == 0, errors
+    (own,) = [each for each in (tmp_path / "logs").iterdir() if not each.is_symlink()]
+    last = errors.splitlines()[-1]
+    assert re.fullmatch(r"unisono run: finished in \d+\.\d s, " + re.escape(words.format(here=tmp_path, log=own)), last)
+
+
 # What it ends with.
 
 

@@ -137,6 +137,31 @@ def test_a_restart_counts_and_what_is_cut_off_is_said(copied: Path) -> None:
     assert "rank 1 has left no record of the last attempt" in read_run(copied).missing
 
 
+def test_a_rank_whose_process_is_gone_is_not_writing_its_last_line(copied: Path) -> None:
+    file = copied / "rank-0.jsonl"
+    *lines, last, _ = file.read_text().splitlines()
+    for text, missing in ((last[:50], 2), (f"{last}\n", 1)):
+        file.write_text("\n".join([*lines, last, text]))
+        assert len(read_run(copied).missing) == missing
+    file.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"pid": os.getpid()}), "{"]))
+    assert read_run(copied).missing == [], "it is here, and may be writing"
+
+
+def test_what_is_cut_off_of_spans_and_of_the_profile_is_left_out_and_said(copied: Path, tmp_path: Path, capsys) -> None:
+    spans = copied / "rank-0.spans.jsonl"
+    spans.write_text(spans.read_text()[:100])
+    (copied / "rank-1.trace.json").write_text('{"traceEvents": [')
+    assert main(["report", str(copied), "--trace", str(tmp_path / "trace.json")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    names = ["rank-0.spans.jsonl", "rank-1.trace.json"]
+    assert said == [f"missing: rank {rank}: {name} is cut off" for rank, name in enumerate(names)]
+    assert {each["pid"] for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {0, 1}
+    assert main(["report", str(copied), "-o", "/dev/full"]) == 1
+    full = capsys.readouterr().err
+    assert "-o FILE" in full
+    assert "rank-0.spans.jsonl is cut off" in full
+
+
 def test_a_restart_after_a_kill_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.jsonl"
     file.write_text('{"began": 1.0, "rank": 0}\n{"t": 1')
@@ -147,7 +172,8 @@ def test_a_restart_after_a_kill_in_the_middle_of_a_line_is_read(tmp_path: Path) 
 
 def test_ranks_of_an_attempt_that_was_repeated_without_them_are_left_out(run: Run, copied: Path) -> None:
     with (copied / "rank-0.jsonl").open("a") as file:
-        for line in [run.ranks[0].facts | {"restart": 1, "world_size": 1}, run.ranks[0].samples[-1]]:
+        facts = run.ranks[0].facts | {"restart": 1, "world_size": 1}
+        for line in [facts, run.ranks[0].samples[-1], {"end": "finished"}]:
             file.write(json.dumps(line) + "\n")
     found = read_run(copied)
     assert [each.rank for each in found.ranks] == [0]
@@ -171,7 +197,7 @@ def test_the_ranks_of_a_machine_whose_clock_is_wrong_begin_with_the_others(run: 
 def test_a_long_run_that_writes_a_line_each_minute_is_not_silent(copied: Path) -> None:
     file = copied / "rank-0.jsonl"
     *lines, last, _ = file.read_text().splitlines()
-    file.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"t": 600_000.0})]) + "\n")
+    file.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"t": 600_000.0, "pid": os.getpid()})]) + "\n")
     os.utime(file, (time.time() - 55, time.time() - 55))
     found = read_run(copied)
     assert found.missing == []

@@ -167,15 +167,18 @@ def a_rank(rank: int, waits: tuple[float, float, float], reducing: float = 0.0, 
         ),
         (
             [a_rank(0, (0, 0, 0.36), reducing=0.1, computing=0.54), a_rank(1, (0, 0, 0), computing=1.0)],
-            "peer-bound: 23% of the step goes to reducing and to waiting for other ranks; rank 1 is the slowest",
+            "peer-bound: 23% of the step goes to reducing and to waiting for other ranks; rank 1 is the slowest: "
+            "look at its data, and at what else its machine does",
         ),
         (
             [a_rank(rank, (0, 0, 0), reducing=0.13, computing=0.87) for rank in range(2)],
-            "compute-bound: 0% of the step waits for data, 13% for other ranks",
+            "compute-bound: 0% of the step waits for data, 13% for other ranks; mixed precision, "
+            "compile=True or more devices would help",
         ),
         (
             [a_rank(rank, (0, 0, 0), reducing=0.4, computing=0.6) for rank in range(2)],
-            "peer-bound: 40% of the step goes to reducing and to waiting for other ranks",
+            "peer-bound: 40% of the step goes to reducing and to waiting for other ranks; larger batches, or "
+            "accumulation, would help",
         ),
     ],
     ids=["input", "transfer", "peers, in the loader and in reducing", "some reducing", "much reducing"],
@@ -246,7 +249,7 @@ def test_a_loop_that_waits_because_anothers_lane_is_full_is_peer_bound() -> None
     assert ranks[0].waits[PEERS] < 0.1 * ranks[1].waits[PEERS]
     assert report.slowest == 0
     assert report.verdict.startswith("peer-bound: ")
-    assert report.verdict.endswith("; rank 0 is the slowest")
+    assert "; rank 0 is the slowest" in report.verdict
 
 
 # Shown.

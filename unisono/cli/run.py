@@ -61,7 +61,7 @@ def run(parsed: argparse.Namespace) -> int:
         return _print_failure(error) if _has_run(error) else _print_refusal(parsed, error)
     from unisono.launch.watching.log_directory import made
 
-    if made:  # not by a launcher's worker
+    if parsed.log_dir is not None and made:  # a launcher's worker makes none
         _print_end(made[-1], time.monotonic() - began)
     return 0
 
