@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import devices
+from modes import PROCESSES_2, devices
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from unisono.precision import is_reduced_precision, to_full_precision, to_reduced_precision
@@ -161,6 +162,15 @@ def test_batch_norm_stays_full_and_takes_reduced_inputs(dtype, is_training):
     assert network[1].weight.grad.dtype is torch.float32
     twin(x.detach().float())
     assert torch.allclose(network[1].running_mean, twin[1].running_mean, atol=1e-3)
+
+
+def test_sharded_parameters_convert_with_their_shards():
+    def body() -> torch.dtype:
+        network = nn.Linear(4, 4)
+        fully_shard(network)
+        return to_reduced_precision(network)(torch.ones(2, 4, dtype=torch.bfloat16)).dtype
+
+    assert PROCESSES_2.run(body) == [torch.bfloat16] * 2
 
 
 def test_a_module_keeps_its_parameters_ties_gradients_and_other_types():

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import LBFGS, Optimizer
 
+from unisono.torch_private import APPLY
 from unisono.tree import leaves, tree_map
 
 T = TypeVar("T")
@@ -127,20 +128,32 @@ def _convert_all(x: T, source: frozenset[torch.dtype], target: torch.dtype, word
         if part.tensor.dtype not in source:
             raise ValueError(f"{part}: it is in {word} precision already, and nothing has been converted")
     whole = leaves(x)
-    for part in [part for leaf in whole if isinstance(leaf, nn.Module) for part in _module_parts(leaf)]:
-        # Reading `.grad` warns unless the tensor is a leaf.
-        for each in (part.tensor, part.tensor.grad if part.tensor.is_leaf else None):
-            if each is not None and each.dtype in source:
-                each.data = each.data.to(target)  # a parameter keeps its identity
-    modules = [each for leaf in whole if isinstance(leaf, nn.Module) for each in leaf.modules()]
-    for rnn in [each for each in modules if isinstance(each, nn.RNNBase)]:
-        rnn.flatten_parameters()  # cuDNN wants all weights in one piece of memory
+    for module in [leaf for leaf in whole if isinstance(leaf, nn.Module)]:
+        _convert_module(module, source, target)
     for optimizer in [leaf for leaf in whole if isinstance(leaf, Optimizer)]:  # after the modules: it follows them
-        for part in _state_parts(optimizer):
-            part.tensor.data = part.tensor.data.to(part.owners_dtype)
+        _convert_state(optimizer)
 
     def convert(leaf: Any) -> Any:
         is_source = isinstance(leaf, torch.Tensor | PackedSequence) and leaf.data.dtype in source
         return leaf.to(target) if is_source else leaf
 
     return tree_map(convert, x)  # type: ignore[no-any-return]
+
+
+def _convert_module(module: nn.Module, source: frozenset[torch.dtype], target: torch.dtype) -> None:
+    own = [part.tensor for part in _module_parts(module)]
+    # This also calls the function for gradients. Reading `.grad` warns unless the tensor is a leaf.
+    gradients = [each.grad for each in own if each.is_leaf and each.grad is not None]
+    changing = {id(each) for each in [*own, *gradients]}
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(target) if id(tensor) in changing and tensor.dtype in source else tensor
+
+    getattr(module, APPLY)(convert)
+
+
+def _convert_state(optimizer: Optimizer) -> None:
+    dtypes = {id(part.tensor): part.owners_dtype for part in _state_parts(optimizer)}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            state[key] = tree_map(lambda leaf: leaf.to(dtypes[id(leaf)]) if id(leaf) in dtypes else leaf, value)

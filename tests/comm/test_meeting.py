@@ -108,7 +108,7 @@ def test_several_departures_are_told_together():
     meeting = Meeting(4, LONG)
     for rank in (3, 2, 2):
         meeting.leave(rank)
-    with pytest.raises(BrokenWorldError, match="ranks 2, 3 have left this world: end loops"):
+    with pytest.raises(BrokenWorldError, match="ranks 2, 3 have left this world: let all ranks"):
         exchange(meeting, 0)
 
 

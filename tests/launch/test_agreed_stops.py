@@ -82,7 +82,7 @@ def wait_for(condition):
     deadline = time.monotonic() + SOON_S
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.001)
 
 
 DEAF = """

@@ -79,7 +79,7 @@ def start_of(ranks: int) -> Begun:
     return Begun(0, StreamPosition("stride").cut_for(ranks, 1).to_state(0), iter(()))
 
 
-def deliveries_of(rank: int, batches: Sequence[Any], mark: int = 7, by: Any = "stride") -> list[Delivery]:
+def deliveries_of(rank: int, batches: Sequence[Any], mark: int = 7, by: Any = "worker") -> list[Delivery]:
     """What the lane of a rank with one loader worker gives: each batch with what it has read."""
     taken = itertools.accumulate(map(len, batches))
     return [
@@ -306,7 +306,7 @@ def test_ranks_that_cut_in_different_ways_are_refused():
     ranks.shelves[1]._deliveries = deliveries_of(1, [[1]], by="dataset")
     for _, error in ranks.ends():
         assert type(error) is RuntimeError
-        assert "cut in different ways (stride for 1 worker(s), dataset for 1 worker(s))" in str(error)
+        assert "cut in different ways (worker for 1 worker(s), dataset for 1 worker(s))" in str(error)
     ranks = Ranks(numbered([[1], [1]]))
     for rank, shelf in enumerate(ranks.shelves):  # streams of the ranks' own may differ
         shelf._deliveries = deliveries_of(rank, [[1]], by="dataset", mark=rank + 1)

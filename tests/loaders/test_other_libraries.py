@@ -53,14 +53,17 @@ def delivered(
     return sorted(sample for each in mode.run(body) for sample in each)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffles", [False, True])
-def test_what_is_split_by_node_in_processes_is_cut_once(urls, shuffles):
-    found = delivered(PROCESSES_2, urls, 2, shuffles, nodesplitter=webdataset.split_by_node)
+def test_what_is_split_by_node_in_processes_is_cut_once(urls, workers, shuffles):
+    found = delivered(PROCESSES_2, urls, workers, shuffles, nodesplitter=webdataset.split_by_node)
     assert found == list(range(COUNT))
-    options = {"nodesplitter": webdataset.split_by_node, "already_sharded": True}
-    assert delivered(PROCESSES_2, urls, 0, shuffles, **options) == list(range(COUNT))
-    with pytest.raises(RuntimeError, match="pass already_sharded=True if each has its own part"):
-        delivered(PROCESSES_2, urls, 0, shuffles, nodesplitter=webdataset.split_by_node)
+
+
+def test_a_rank_without_a_shard_takes_nothing_from_the_others(urls):
+    options = {"nodesplitter": webdataset.split_by_node, "empty_check": False}
+    first = urls.replace(f"{{0..{SHARDS - 1}}}", "0")
+    assert delivered(PROCESSES_2, first, 0, False, **options) == list(range(0, COUNT, SHARDS))
 
 
 def test_what_has_no_nodesplitter_is_cut_by_loader_workers(urls):

@@ -7,6 +7,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -62,6 +63,13 @@ def test_asking_for_the_workers_too_late_is_an_error():
         passes(SOLO, AsksTooLate, None, workers=2)
 
 
+class Unequal(Stream):
+    """The same numbers, but more of them on one rank."""
+
+    def __init__(self, *counts: int) -> None:
+        super().__init__(counts[rank()])
+
+
 def with_one_label() -> Stream:
     return ShuffledPrivately(lambda number: (float(number), 0))
 
@@ -78,6 +86,8 @@ def later() -> Stream:
         *((with_one_label, *how) for how in ((SOLO, 2), (THREADS_2, 0), (THREADS_2, 1))),
         (Fractions, THREADS_2, 0),
         (later, THREADS_2, 0),
+        *((partial(Unequal, *counts), THREADS_2, 0) for counts in ((25, 23), (22, 24), (23, 0), (0, 23))),
+        (partial(Unequal, 10, 20), THREADS_2, 1),
     ],
 )
 def test_streams_that_differ_wherever_they_do_are_refused(dataset, mode, workers):

@@ -28,7 +28,9 @@ def run(*command: str, package: Path | None = None) -> str:
     """What an interpreter prints where the toy, and that package, are installed."""
     places = [package, TOY, ROOT] if package else [TOY, ROOT]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout
 

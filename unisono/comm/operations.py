@@ -158,7 +158,10 @@ def left(rank: int, call: Call) -> BrokenWorldError:
 def departure(ranks: Sequence[int]) -> str:
     """Describe that ranks have left."""
     has = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-    return f"{has} left this world: end loops on all ranks, and call nothing for all ranks under `if is_rank_zero():`"
+    return (
+        f"{has} left this world: let all ranks leave a loop together, and call on every rank what concerns all of them "
+        "(prepared models and loaders, steps, saves, reductions), not under `if is_main_process:`"
+    )
 
 
 def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None = None) -> CollectiveMismatchError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -122,6 +123,9 @@ def _send_pulses(
 ) -> None:
     """Body of the pulse's thread."""
     reported: Pulse | None = None
+    # A signal that this thread takes does not wake the main one, in which its handler runs. The kernel chooses another
+    # thread if the main one has yet to take one: SIGTERM, then Ctrl-C at once.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     # The first one at once: until then, the supervisor does not count this rank.
     while True:
         pulse = take_pulse(world)

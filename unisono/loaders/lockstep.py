@@ -59,7 +59,7 @@ class Lockstep:
         self._lane, self._world, self._rule, self._dim, self._ahead = lane, world, rule, dim, ahead
         self._offset: int = begun.position["offset"]  # the same on every rank
         self._taken = StreamPosition.of_state(begun.position)  # the same, but for the states of the rank's own parts
-        self._same = SameStream(self._taken.here)
+        self._same, self._slack = SameStream(self._taken.here), begun.slack
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[_Ready | None]] = deque()
         self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
@@ -116,6 +116,7 @@ class Lockstep:
             for _, read in offer.batches:
                 self._same.compare(read)
         if not going:
+            self._same.check_ends(self._taken, self._slack)
             raise EndOfChannel
         if len(going) < len(offers) and self._rule.tail == "drop":
             self._leave_rest()

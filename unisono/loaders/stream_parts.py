@@ -148,6 +148,14 @@ class StreamPosition(NamedTuple):
         )
 
 
+_DIFFERENT = (
+    "the ranks or loader workers read different streams, so cutting them by stride would lose samples and repeat "
+    "others; shuffle by the epoch (set_epoch), or with the global generators in loader workers (num_workers=1), which "
+    "are seeded alike; or let the dataset cut itself, by get_worker_info() or shard(num_shards, index); or pass "
+    "already_sharded=True if each has its own part"
+)
+
+
 class SameStream:
     """Compares the marks of parts that are read from one stream, at the same number of samples."""
 
@@ -160,14 +168,17 @@ class SameStream:
         position = read.position if read.position.taken >= _ALIKE else read.position._replace(rest=0)
         place = self._here.row_of(read.by, read.part).start, position.taken
         if self._marks.setdefault(place, position).is_of_another(position):
-            raise RuntimeError(
-                "the ranks or loader workers read different streams, so cutting them by stride would lose samples and "
-                "repeat others; shuffle by the epoch (set_epoch), or with the global generators in loader workers "
-                "(num_workers=1), which are seeded alike; or let the dataset cut itself, by "
-                "get_worker_info() or shard(num_shards, index); or pass already_sharded=True if each has its own part"
-            )
+            raise RuntimeError(_DIFFERENT)
         if len(self._marks) > _REMEMBERED:
             del self._marks[next(iter(self._marks))]
+
+    def check_ends(self, ended: StreamPosition, slack: int) -> None:
+        """Check, at the end of all parts, that the streams that they were cut from by stride were of one length. Parts
+        take turns, so the first ones have one sample more, or, if incomplete batches are dropped, any has `slack`."""
+        taken = [each.taken for each in ended.here.parts]
+        is_in_turn = taken == sorted(taken, reverse=True) or slack > 1
+        if ended.by == "stride" and not (is_in_turn and max(taken) - min(taken) <= slack):
+            raise RuntimeError(_DIFFERENT)
 
 
 Made = tuple[Any, int | None, Read]
@@ -280,7 +291,9 @@ class PartSamples:
     def samples(self) -> Iterator[Any]:
         while True:
             if self._asked is not None:  # until the first one is read, all parts are seeded alike
-                seed = self._seed if self._by in (None, "stride") else self._own_seed
+                # A stream that goes on is cut as it was.
+                by = self._by or (self._reader.taken.by if self._reader.taken.is_begun else None)
+                seed = self._seed if by in (None, "stride") else self._own_seed
                 seed_all(mixed(seed, self.seen[0][0]))
             if (sample := next(self._source, _END)) is _END:
                 break

@@ -64,6 +64,8 @@ class StreamSource(Source):
         before = StreamPosition.of_state(position) if offset else None
         dataset, by = self._cut_by_rank(loader.dataset, rule, before)
         start = taken = (before or StreamPosition(by)).cut_for(self._ranks, self._workers)
+        if by in ("caller", "dataset"):  # what cuts the others is known only with their first sample
+            taken.check_cut(by)
         if offset and any(taken.here.parts[part].state is None for part in taken.parts_of(self._rank)):
             words = (
                 "rank %d resumes the stream by reading and discarding what was delivered before: no state_dict of it"
@@ -78,6 +80,7 @@ class StreamSource(Source):
                 )
             size //= self._ranks
         drop_last = loader.drop_last or rule.tail == "drop"
+        slack = size if drop_last and size else 1
         init = loader.worker_init_fn
         reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
         made, full = self._make_batches(loader, reader, epoch), size if rule.tail == "pad" else None
@@ -91,13 +94,15 @@ class StreamSource(Source):
                     same.compare(read)
                     taken = taken.after([read])
                 yield unlisted(batch), None if samples is None else num_rows(batch, samples, self._dim)
+            if not self.is_uneven:
+                same.check_ends(taken, slack)
 
         def behind(offset: int, *_: int) -> Any:
             return read if self.is_uneven else taken.to_state(offset)
 
         # The ranks' rounds are made in lockstep.
         pieces = rounds_of_loaded(loaded(), Rule() if self.is_uneven else rule, self._dim, offset, behind, full)
-        return Begun(epoch, start.to_state(offset), pieces, full)
+        return Begun(epoch, start.to_state(offset), pieces, full, slack)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """As in `Source`: the position says how much was read of each part."""
@@ -121,7 +126,7 @@ class StreamSource(Source):
         # An epoch begun by stride goes on by stride: parts that the dataset cuts hold other samples.
         if ranks == 1 or (before is not None and before.by == "stride"):
             return dataset, "stride"
-        if getattr(dataset, "_distributed", None) is not None or _is_cut_by_mosaic(dataset, rank, ranks):
+        if getattr(dataset, "_distributed", None) is not None or _cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"  # by datasets.distributed.split_dataset_by_node, or by itself
         if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
             by_node: Any = import_module("datasets.distributed")  # `shard` would leave ranks empty if files are few
@@ -152,9 +157,14 @@ def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
     return makes_batches_alike(loader) and isinstance(loader.dataset, IterableDataset)
 
 
-def _is_cut_by_mosaic(dataset: Any, rank: int, ranks: int) -> bool:
-    """Whether it is a dataset of mosaicml-streaming that has found the rank. It cannot be noticed otherwise: in loader
-    workers it would cut what is cut again, and each rank would miss samples."""
+def _cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
+    """Whether it is a webdataset pipeline that splits its shards by node, or a dataset of mosaicml-streaming, which has
+    found the rank. It cannot be noticed otherwise: cut again, each rank would miss samples."""
+    stages = getattr(dataset, "pipeline", ())
+    if type(dataset).__module__.startswith("webdataset.") and isinstance(stages, list | tuple):
+        webdataset: Any = import_module("webdataset")
+        splits = any(stage is webdataset.split_by_node for stage in stages)
+        return splits and webdataset.utils.pytorch_worker_info()[:2] == (rank, ranks)
     if not any(kind.__module__.startswith("streaming.base.") for kind in type(dataset).__mro__):
         return False
     seen: Any = import_module("streaming.base.world").World.detect()

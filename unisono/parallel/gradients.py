@@ -114,9 +114,9 @@ def check_presence(parameters: Sequence[torch.Tensor]) -> None:
     """
     if parameters and all(each.grad is None for each in parameters):
         raise RuntimeError(
-            f"none of the optimizer's {len(parameters)} parameters has a gradient, on any rank; call loss.backward() "
-            "before the step, on a loss that depends on them, and zero_grad() after it. (Create the optimizer after "
-            "model.to(device), which on some devices, such as XLA's, replaces the parameters by new ones.)"
+            f"none of the optimizer's {len(parameters)} parameters has a gradient; call loss.backward() before the "
+            "step, on every rank, on a loss that depends on them, and zero_grad() after it. (Create the optimizer "
+            "after model.to(device), which on some devices, such as XLA's, replaces the parameters by new ones.)"
         )
 
 

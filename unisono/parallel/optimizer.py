@@ -232,8 +232,7 @@ def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
     is_expected = world.state.part(ByHand).brings_batches or not world.state.deliveries.is_unused
     if world.rank == 0 and world.world_size > 1 and not is_expected:
         logger.warning(
-            "%s on %d ranks: a plain DataLoader gives each rank all of the data, and batches of no loader of this "
-            "package count equally; %s",
+            "%s on %d ranks without batches of a prepared loader: a plain DataLoader gives each rank all data; %s",
             called,
             world.world_size,
             way_out,

@@ -110,7 +110,7 @@ def test_a_rank_that_calls_something_else_is_named_with_the_call(
 
 @engines
 def test_a_rank_that_has_returned_is_named(mode: Mode, strategy: str) -> None:
-    assert "rank 1 has left this world: end loops" in lost(mode, "returns", strategy)
+    assert "rank 1 has left this world: let all ranks" in lost(mode, "returns", strategy)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
@@ -129,7 +129,7 @@ def test_who_catches_what_the_others_departure_raises_reads_our_words(strategy: 
         return "nothing"
 
     told, _ = PROCESSES_2.run(body)
-    assert "rank 1 has left this world: end loops" in told
+    assert "rank 1 has left this world: let all ranks" in told
     assert "gloo" not in told
 
 
