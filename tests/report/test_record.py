@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import SOON_S, stand_still
 from modes import HOST, by_value
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -110,6 +111,21 @@ def test_commands_show_it_and_write_a_page_and_a_trace(run: Run, tmp_path: Path,
     assert main(["report", str(run.directory), str(run.directory)]) == 0
     assert "samples/s" in capsys.readouterr().out
     assert "1.000" in compare(run, run)
+
+
+def test_without_a_name_top_shows_the_runs_that_go_on(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    running = spawn(lambda _: stand_still(), nprocs=2, backend="cpu", output=Output(tmp_path / "mine"), join=False)
+    try:
+        deadline = time.monotonic() + SOON_S
+        while len([*tmp_path.glob("mine/latest/rank-?.jsonl")]) < 2:
+            assert time.monotonic() < deadline
+        assert main(["top", "--once"]) == 0
+    finally:
+        running.stop()
+    shown = capsys.readouterr().out
+    assert str((tmp_path / "mine" / "latest").resolve()) in shown
+    assert shown.count("outside loops") + shown.count("begins") >= 2
 
 
 def test_a_killed_rank_leaves_what_it_did_and_is_named(tmp_path: Path) -> None:

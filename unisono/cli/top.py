@@ -1,13 +1,17 @@
-"""`unisono top`: what each rank of a run is doing, once a second, from the records that the ranks write anyway."""
+"""`unisono top`: what each rank of the user's runs is doing, once a second, from the records that they keep anyway."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _PATIENCE_S = 60.0  # with workers that are being started
 
@@ -16,11 +20,13 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "top",
-        help="what each rank of a run is doing now",
+        help="what each rank of your runs is doing now",
         description="Shows each rank of a run with a log directory, once a second, until the run ends or Ctrl-C. It "
         "reads files, also those of other machines in a shared directory, and costs the run nothing.",
     )
-    parser.add_argument("run_directory", metavar="RUN", nargs="?", default="logs", help="default: logs")
+    parser.add_argument(
+        "run_directory", metavar="RUN", nargs="?", help="default: your runs on this machine; without one, logs"
+    )
     parser.add_argument("--once", action="store_true", help="print one table, and end")
     parser.set_defaults(parser=parser, run=run)
 
@@ -32,24 +38,44 @@ def run(arguments: argparse.Namespace) -> int:
 
     is_live = sys.stdout.isatty() and not arguments.once
     began = time.monotonic()
+    shown: dict[Path, None] = {} if arguments.run_directory is None else {Path(arguments.run_directory): None}
     while True:
-        try:
-            found = read_run(arguments.run_directory)
-        except OSError as error:
-            latest, is_new = Path(arguments.run_directory) / "latest", time.monotonic() - began < _PATIENCE_S
-            if is_live and is_new and latest.exists():  # workers are being started
-                print(f"\x1b[H\x1b[J{latest}: no rank has recorded anything yet", end="", flush=True)
+        if arguments.run_directory is None:
+            shown |= dict.fromkeys(_running())
+        found, failed = [], {}
+        for each in shown or [Path("logs")]:
+            try:
+                found.append(read_run(each))
+            except OSError as error:
+                failed[each] = error
+        if not found:
+            directory, failure = next(iter(failed.items()))
+            is_new = time.monotonic() - began < _PATIENCE_S
+            is_known = arguments.run_directory is None and directory in shown
+            if is_live and is_new and (is_known or (directory / "latest").exists()):  # workers are being started
+                print(f"\x1b[H\x1b[J{directory}: no rank has recorded anything yet", end="", flush=True)
                 time.sleep(1)
                 continue
-            print("\n" * is_live + f"unisono top: {error}", file=sys.stderr)
+            print("\n" * is_live + f"unisono top: {failure}", file=sys.stderr)
             return 1
+        columns, rows = shutil.get_terminal_size() if is_live else (0, 0)
+        lines = [line for each in found for line in (*describe(each, columns), "")][:-1]
         if is_live:
             # Over the lines that are there, then erase the rest: no line is missing for a moment.
-            columns, rows = shutil.get_terminal_size()
-            lines = [line[:columns] for line in describe(found, columns)][: rows - 1]
-            print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J", end="", flush=True)
+            cut = [line[:columns] for line in lines][: rows - 1]
+            print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in cut) + "\x1b[J", end="", flush=True)
         else:
-            print(*describe(found), sep="\n", flush=True)
-        if arguments.once or not any(is_alive(each) for each in found.ranks):
+            print(*lines, sep="\n", flush=True)
+        if arguments.once or not any(is_alive(rank) for each in found for rank in each.ranks):
             return 0
         time.sleep(1)
+
+
+def _running() -> list[Path]:
+    """The directories of this user's runs on this machine: who has started one keeps the files of its output open."""
+    found = set()
+    for process in psutil.process_iter(["uids", "open_files"]):
+        if process.info["uids"] is not None and process.info["uids"].real == os.getuid():
+            paths = [Path(each.path) for each in process.info["open_files"] or ()]
+            found |= {path.parent for path in paths if re.fullmatch(r"rank-\d+\.stderr", path.name)}
+    return sorted(found)
