@@ -33,10 +33,12 @@ def run(arguments: argparse.Namespace) -> int:
     from unisono.report.text import table_of
     from unisono.report.trace import write_trace
 
+    if arguments.other is not None and (arguments.output or arguments.trace):
+        arguments.parser.error("-o and --trace are for one run: two are compared as text")
     try:
         found = read_run(arguments.run_directory)
         if arguments.other is not None:
-            print(compare(found, read_run(arguments.other)))
+            print(compare(found, read_run(arguments.other), (arguments.run_directory, arguments.other)))
             return 0
         if found.report.ranks:
             print(table_of(found.report))

@@ -44,6 +44,8 @@ def run(parsed: argparse.Namespace) -> int:
     from unisono.launch.run_target import Target, check_target
 
     target = Target(parsed.target, tuple(parsed.arguments), parsed.module)
+    if parsed.nproc is None and {"-n", "--nproc-per-node"} & {*parsed.arguments}:
+        print(f"unisono run: {parsed.target} gets -n, which stands behind it; ours stands before", file=sys.stderr)
     try:
         check_target(target)
         place = announced_agent()

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from unisono.report.diagnosis import diagnose
 from unisono.report.run import Run
 from unisono.report.summary import LOOP_PHASES, label
 from unisono.report.text import OWN_NAMED, aligned
 
 
-def compare(first: Run, second: Run) -> str:
-    """A table of both runs, and the ratio of the second to the first."""
-    rows = [["", first.directory.resolve().name, second.directory.resolve().name, "ratio"]]
+def compare(first: Run, second: Run, names: Sequence[str] = ("first", "second")) -> str:
+    """A table of both runs, under these names, and the ratio of the second to the first; then the verdict on each."""
+    rows = [["", *names, "ratio"]]
     own = [phase for phase in OWN_NAMED if phase in {*first.report.named_phases, *second.report.named_phases}]
     for name, number_of, form in [*_NUMBERS, *((label(phase), _share(phase), "{:.1%}") for phase in own)]:
         one, other = number_of(first), number_of(second)
         ratio = f"{other / one:.3f}" if one and not np.isnan(other / one) else ""
         rows.append([name, *("" if np.isnan(each) else form.format(each) for each in (one, other)), ratio])
-    return aligned(rows)
+    verdicts = [f"{name}: {diagnose(run)}" for name, run in zip(names, (first, second), strict=True)]
+    return "\n".join([aligned(rows), "", *verdicts])
 
 
 def _share(phase: str) -> Callable[[Run], float]:

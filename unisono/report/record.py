@@ -87,7 +87,7 @@ class Recorder:
                 "the run has ended before the last step to be profiled: there is no trace of rank %d", self._world.rank
             )
         self._write_sample()
-        end = "finished" if error is None else f"{type(error).__name__}: {error}"
+        end = "finished" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
         self._write(end=end, checkpoint=self._world.timeline.last_saved)
         tracks = {f"{track.name} {number}": track for number, track in enumerate(self._world.timeline.tracks())}
         spans = {"restart": self._world.restart_count} | {name: self._spans_of(each) for name, each in tracks.items()}

@@ -52,6 +52,7 @@ CAUSES = SOURCE, TRANSFER, PEERS = Waits._fields
 """What a loop can wait for; the keys of `RankSummary.waits`."""
 
 _PEER_BOUND = 0.3  # the threshold if all peers are equally fast: some reducing is part of every step
+_TOO_SHORT_S = 0.01
 _BOUND = 0.1  # the fraction of the loops' time from which a cause of waiting counts as the bottleneck
 
 
@@ -212,6 +213,8 @@ class Report:
         """One sentence: what the run waited for, and what would help."""
         if not any(each.loop_seconds for each in self.ranks):
             return "it is unknown what the run waited for: there was no loop over a loader of this package"
+        if max(each.loop_seconds for each in self.ranks) < _TOO_SHORT_S:
+            return "it is unknown what the run waited for: its loops took no time"
         source, transfer, peers = [self.waited(cause) for cause in CAUSES]
         if self.counters and max(source, transfer) < _BOUND:
             return (
@@ -235,11 +238,15 @@ class Report:
         )
 
     def _longest_named(self) -> str:
-        """Name the longest named phase, if it took enough time to matter."""
+        """Name the longest named phase, if it took enough time to matter; where the model's passes are known, perhaps
+        the lines around them."""
         total = sum(each.loop_seconds for each in self.ranks)
-        shares = {name: sum(each.seconds.get(name, 0.0) for each in self.ranks) / total for name in self.named_phases}
+        names = [*self.named_phases, *([COMPUTE] if FORWARD in self.named_phases else [])]
+        shares = {name: sum(each.seconds.get(name, 0.0) for each in self.ranks) / total for name in names}
         longest = max(shares, key=shares.__getitem__, default="")
-        return f"; {shares[longest]:.0%} goes to {label(longest)}" if shares.get(longest, 0.0) >= _BOUND else ""
+        what = "lines around the model: name them, with unisono.phase(...)" if longest == COMPUTE else label(longest)
+        is_model = longest in ("", FORWARD, BACKWARD)
+        return "" if is_model or shares[longest] < _BOUND else f"; {shares[longest]:.0%} goes to {what}"
 
 
 def slowest_of(own: Mapping[int, float]) -> int | None:
