@@ -181,8 +181,8 @@ def test_lines_of_many_workers_are_never_mixed(shown, run):
     assert len(lines) == 4 * 3000
 
 
-def test_progress_bars_move_and_the_last_state_is_remembered(shown):
-    output = WorkerOutput(options.Output(), None, *shown.fds)
+def test_progress_bars_move_and_the_last_state_is_remembered_and_saved(shown, run):
+    output = WorkerOutput(options.Output(), run, *shown.fds)
     code = """
         import os
         for percent in range(0, 101, 50):
@@ -194,6 +194,7 @@ def test_progress_bars_move_and_the_last_state_is_remembered(shown):
     mark = b"[rank 0] "
     assert shown.stderr == mark + b"  0%\r" + mark + b" 50%\r" + mark + b"100%\n" + mark + b"done\r\n"
     assert output.tail(0) == ["100%", "done"]
+    assert log_file(run, 0, "stderr").read_bytes() == b"100%\ndone\n"
 
 
 def test_a_question_is_shown_before_its_line_is_over(pipe, shown):

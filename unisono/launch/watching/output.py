@@ -142,6 +142,7 @@ class _Source:
     shown_on: _CallersStream | None  # None: not shown
     path: Path | None  # the file that it is saved to
     log: int = -1  # that file's descriptor
+    unsaved: bytes = b""  # of a line that is overwritten in place
     tail: bytes = b""
     release_at: float | None = None  # when to show what is held
     splitter: LineSplitter = field(default_factory=LineSplitter)
@@ -166,6 +167,16 @@ class _Source:
             prefix = self.prefix if self.is_marked_alone or len(self.shown_on.writers) > 1 else b""
             self.shown_on.is_marked |= bool(prefix)
             self.shown_on.write(b"".join(self.shown_on.mixer.add(self, prefix, each) for each in pieces))
+
+    def to_save(self, data: bytes) -> bytes:
+        """What the file gets of `data`, b"" at the end: of a line overwritten in place ("\\r"), its last content."""
+        held = self.unsaved + data
+        self.unsaved = b""
+        if b"\r" not in held:
+            return held
+        *lines, rest = held.split(b"\n") if data else (held, b"")
+        self.unsaved = b"\r".join(rest.split(b"\r")[-2:])
+        return b"".join(line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in lines)
 
     def close_log(self) -> None:
         if self.log >= 0:
@@ -292,7 +303,8 @@ class WorkerOutput:
 
     def _read(self, source: _Source) -> bool:
         """Read once and pass it on; False at the end of the stream."""
-        data = kept = os.read(source.fd, _CHUNK)
+        data = os.read(source.fd, _CHUNK)
+        kept = source.to_save(data) if source.log >= 0 else b""
         while kept and source.log >= 0:
             try:
                 kept = kept[os.write(source.log, kept) :]
