@@ -300,8 +300,8 @@ class Soak:
 
 
 def files_here() -> set[str]:
-    """In /dev/shm, where it is this program's own, and in the directory for temporary files; without the half-made
-    semaphores (sem.8nwmOE) that a process leaves which is killed within glibc's sem_open: nobody can know whose they are."""
+    """In /dev/shm, where it is this program's own, and in the directory for temporary files. Without the half-made
+    semaphores (sem.8nwmOE) of processes that were killed within glibc's sem_open: nobody can know whose they are."""
     places = [os.environ["TMPDIR"], *(["/dev/shm"] if HAS_MOUNTS else [])]
     found = {os.path.join(place, name) for place in places for name in os.listdir(place)}
     return {each for each in found if not re.fullmatch(r"/dev/shm/sem\.\w{6}", each)}
