@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 _PATIENCE_S = 60.0  # with workers that are being started
 
 
@@ -73,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _running() -> list[Path]:
     """The directories of this user's runs on this machine: who has started one keeps the files of its output open."""
+    import psutil  # here: `unisono doctor` runs also without it
+
     found = set()
     for process in psutil.process_iter(["uids", "open_files"]):
         if process.info["uids"] is not None and process.info["uids"].real == os.getuid():
