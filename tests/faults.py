@@ -32,7 +32,7 @@ import warm_scripts
 # happens, or only by a fallback.
 PROMISE_S = 20.0  # what a run leaves is gone by then, plus the grace where it applies
 SOON_S = 30.0  # before the fallbacks that the tests set, which are a minute away and more
-PATIENCE_S = 60.0  # for what must come: a hang, and not a slow machine, fails the test
+PATIENCE_S = 100.0  # for what must come: a hang, and not a slow machine, fails the test
 
 
 RICH = """
