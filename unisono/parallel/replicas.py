@@ -17,16 +17,19 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import call
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from unisono.comm.thread_start import start_threads
 from unisono.errors import BusyError
 from unisono.outcome import Outcome
 from unisono.preemption import serving
+
+_LOOK_S = 0.2  # a signal that another thread took, or that came just before the wait, does not end the wait
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,9 @@ class ReplicaThreads:
                     deque(map(call, orders), maxlen=0)  # one call of C: an interrupt comes before or after it
                 with serving(made.news):
                     while not made.is_over:  # not by counting signals, which an interrupt may lose
-                        if (order := made.news.get()) is not None:
-                            order()
+                        with suppress(Empty):
+                            if (order := made.news.get(timeout=_LOOK_S)) is not None:
+                                order()
                 break
             except BaseException as error:
                 if interrupt is not None or not has_begun:
