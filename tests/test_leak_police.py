@@ -5,6 +5,7 @@ from __future__ import annotations
 import leak_police
 import pytest
 
+WORLD = "a world, of this thread or of the process"
 LEAKS = {
     "a named thread": (
         "gate = threading.Event(); started = threading.Thread(target=gate.wait, name='unisono-reader', daemon=True)\n"
@@ -24,8 +25,8 @@ LEAKS = {
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
         "an initialised default process group",
     ),
-    "a process's world": ("set_process_world(solo_world())", "the process's world"),
-    "a thread's world": ("held.append(use_world(solo_world())); held[-1].__enter__()", "this thread's world"),
+    "a process's world": ("set_process_world(solo_world())", WORLD),
+    "a thread's world": ("held.append(use_world(solo_world())); held[-1].__enter__()", WORLD),
 }
 
 HEAD = """

@@ -6,13 +6,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from epochs import join_own_threads
 
 from unisono.backends.cpu import CpuBackend
 from unisono.comm import shutdown
@@ -28,6 +28,8 @@ NEVER_S = 3600.0  # between two looks of the watch's own: the tests look themsel
 class Gpu(CpuBackend):
     """A device that comes to a mark when it is told to."""
 
+    watch: DeviceWatch
+
     def __init__(self) -> None:
         self.at = 0
         self.submitted = 0
@@ -42,9 +44,14 @@ class Gpu(CpuBackend):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    watch = partial(DeviceWatch, look_s=NEVER_S, patience_s=0)
+    gpu = Gpu()
+
+    def watch(*args: Any) -> DeviceWatch:
+        gpu.watch = DeviceWatch(*args, look_s=NEVER_S, patience_s=0)
+        return gpu.watch
+
     monkeypatch.setattr("unisono.comm.processes.DeviceWatch", watch)
-    return Gpu()
+    return gpu
 
 
 @pytest.fixture
@@ -60,9 +67,8 @@ def store(tmp_path: Path) -> Iterator[dist.Store]:
 @contextmanager
 def rank_on(gpu: Gpu, store: dist.Store) -> Iterator[tuple[ProcessCommunicator, DeviceWatch]]:
     comm = ProcessCommunicator(CPU, store, backend=gpu)
-    assert comm._watch is not None
     try:
-        yield comm, comm._watch
+        yield comm, gpu.watch
     finally:
         comm.leave()
 
@@ -149,8 +155,7 @@ def test_a_watch_ends_with_an_error_of_its_device_which_the_rank_meets_itself(gp
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     watch = DeviceWatch(Failed(), CPU, lambda: 0, lambda: False, look_s=0)
-    watch._thread.join(20)
-    assert not watch._thread.is_alive()
+    join_own_threads()
     watch.close()
 
 
@@ -164,7 +169,7 @@ class Ends:
         self.called: list[str] = []
         self.let_go = threading.Event()
         self.alarms: list[int] = []
-        monkeypatch.setattr(shutdown, "_END_S", 0.05)
+        monkeypatch.setattr(shutdown, "END_S", 0.05)
         monkeypatch.setattr(signal, "alarm", self.alarms.append)
         monkeypatch.setattr(dist, "destroy_process_group", lambda: self._wait("destroy"))
         monkeypatch.setattr(shutdown, "abort_process_group", lambda: self._abort())
@@ -200,5 +205,5 @@ def test_a_broken_group_is_aborted_at_once(ends):
 def test_a_process_whose_group_cannot_be_ended_ends_all_the_same(ends, caplog):
     ends.abort_ends = False
     shutdown.end_group(is_broken=True, waits_for_device=True)
-    assert ends.alarms == [shutdown._LAST_S]
+    assert ends.alarms == [shutdown.LAST_S]
     assert "could not be shut down within" in caplog.text

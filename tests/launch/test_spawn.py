@@ -186,7 +186,7 @@ def test_a_forked_child_of_the_caller_spawns_from_a_zygote_of_its_own(line, ear)
         try:
             line.say(spawn(lambda index: index, nprocs=2), zygote_pid())
         finally:
-            zygote_client._close()
+            zygote_client.close_all()
             os._exit(0)
     assert ear.hear()[:2] == ["[0,", "1]"]
     os.waitpid(child, 0)

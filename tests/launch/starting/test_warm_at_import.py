@@ -17,7 +17,7 @@ import sys, types
 {before}
 import unisono
 started = sys.modules.get("unisono.launch.starting.zygote_client")
-print(started is not None and bool(started._clients), "torch" in sys.modules)
+print(started is not None and bool(started.clients), "torch" in sys.modules)
 """
 NOTEBOOK = "sys.modules['ipykernel'] = types.ModuleType('ipykernel')"
 
@@ -42,7 +42,7 @@ def test_one_that_cannot_be_started_is_left_to_the_first_spawn(monkeypatch):
     def refuse(*_, **__):
         raise OSError("no more processes")
 
-    zygote_client._close()
+    zygote_client.close_all()
     monkeypatch.setattr(zygote_client, "Popen", refuse)
     warm_early()
     assert zygote_pid() is None

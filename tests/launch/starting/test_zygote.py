@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import warm_scripts
-from faults import SOON_S, Script, grandchild, in_child, stand_still, survivors
+from faults import SOON_S, Script, grandchild, in_child, stand_still, survivors, until
 from zygotes import zygote_pid
 
 from unisono.errors import ClosedError, UnisonoError, WorkerDiedError
@@ -25,9 +25,9 @@ from unisono.world import current_world
 @pytest.fixture
 def new_zygote():
     """The next spawn starts a zygote, and the test's own does not serve the tests after it."""
-    zygote_client._close()
+    zygote_client.close_all()
     yield
-    zygote_client._close()
+    zygote_client.close_all()
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_workers_find_what_was_preloaded_also_after_the_zygote_was_killed(preloa
     first = zygote_pid()
     assert spawn(look, nprocs=2) == [[first] * 2] * 2
     os.kill(first, signal.SIGKILL)
-    zygote_client._clients["zygote"]._process.wait()
+    until(lambda: zygote_pid() is None)
     warm()
     assert spawn(look, nprocs=2) == [[zygote_pid()] * 2] * 2
     assert zygote_pid() != first
