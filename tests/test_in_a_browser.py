@@ -1,14 +1,9 @@
-"""What people look at, in a real browser: the search of the site, and the page of a large run."""
+"""The page of a large run, in a real browser."""
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,6 @@ import pytest
 from unisono.report.page import write_page
 from unisono.report.run import read_run
 
-ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 RANKS, STEPS = 8, 10_000
 
@@ -28,86 +22,14 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt install chromium"),
 ]
 
-SEARCHES = {
-    "learning rate": "schedules",
-    "save best model": "checkpoints",
-    "fp16": "training",
-    "nccl": "troubleshooting",
-    "gradient clipping": "training",
-    "resume": "quickstart",
-    "oom": "troubleshooting",
-    "early stopping": "evaluation",
-    "slurm": "several_machines",
-    "tensorboard": "quickstart",
-    "hang": "hangs",
-    "batchnorm": "faq",
-    "model.module": "coming_from",
-    "state_dict": "reference/training",
-}
-"""Words, and the page that is among the first two."""
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with sync_api.sync_playwright() as started:
-        yield started
-
 
 @pytest.fixture
-def browser(driver: Any) -> Iterator[Any]:
-    started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-    yield started
-    started.close()
-
-
-class Silent(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pytest.importorskip("mkdocs", reason="make docs installs it")
-    directory = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(directory)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=200, capture_output=True)
-    handler = functools.partial(Silent, directory=str(directory))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
-
-
-def test_the_search_finds_the_right_page_among_the_first_two(browser: Any, site: str) -> None:
-    page, wrong = browser.new_page(), {}
-    for words, expected in SEARCHES.items():
-        page.goto(site)
-        page.click("input.md-search__input")
-        page.keyboard.type(words)
-        first = "document.querySelector('.md-search-result__meta')?.textContent.match(/[0-9]+ match|No match/)"
-        page.wait_for_function(first, timeout=60_000)
-        page.wait_for_function("document.querySelectorAll('.md-search-result__link').length > 0", timeout=60_000)
-        links = page.eval_on_selector_all(".md-search-result__link", "all => all.map(one => one.getAttribute('href'))")
-        pages = list(dict.fromkeys(each.split("?")[0].removeprefix(site).strip("/.") for each in links))
-        if expected not in pages[:2]:
-            wrong[words] = pages[:3]
-    assert wrong == {}
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_first_page_shows_code_and_both_outputs_above_the_fold(
-    browser: Any, site: str, width: int, scheme: str
-) -> None:
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page.goto(site)
-    outputs = page.locator("td pre")
-    assert outputs.count() == 2
-    assert all(each.bounding_box()["y"] + each.bounding_box()["height"] < 900 for each in outputs.all())
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with sync_api.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
 
 
 def test_the_page_of_a_large_run_opens_within_two_seconds_and_holds_its_numbers(browser: Any, tmp_path: Path) -> None:

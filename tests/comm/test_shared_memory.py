@@ -114,26 +114,6 @@ def test_ranks_without_memory_in_common_say_why_once_and_send_messages(capfd):
     assert capfd.readouterr().err.count("have no memory in common, and send messages, which is slower ([Errno 27]") == 1
 
 
-def test_calls_that_differ_are_an_error_on_all_ranks_with_their_places():
-    def work(index: int) -> str:
-        try:
-            if index == 2:
-                dist.all_reduce(torch.ones(3))
-            else:
-                dist.broadcast(torch.ones(3), 0)
-        except CollectiveMismatchError as error:
-            told = str(error)
-        with pytest.raises(dist.DistNetworkError, match="the group is broken"):
-            dist.barrier()
-        return told
-
-    first, *others = spawn(work, nprocs=3)
-    assert others == [first, first]
-    place = rf'in work \("{__file__}", line \d+\)'
-    assert re.match(rf"ranks \[0, 1\] called broadcast\(float32\[3\], 0\) {place} while ", first)
-    assert re.search(rf"rank 2 called all_reduce\(float32\[3\], 'sum'\) {place}; ", first)
-
-
 @pytest.mark.parametrize("length", [1, 20_000_000])
 def test_who_waits_for_a_rank_that_is_killed_gets_an_error_soon(length):
     def work(index: int) -> None:
