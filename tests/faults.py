@@ -28,6 +28,8 @@ from uuid import uuid4
 import psutil
 import warm_scripts
 
+from unisono.launch.starting import zygote_client
+
 # No test measures how fast a machine is: bench/ does. These bounds separate what happens by itself from what never
 # happens, or only by a fallback.
 PROMISE_S = 20.0  # what a run leaves is gone by then, plus the grace where it applies
@@ -175,6 +177,12 @@ def in_child(work: Callable[[], object]) -> int:
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def zygote_pid(start_method: str = "zygote") -> int | None:
+    """The pid of the running zygote for that start method; None if there is none."""
+    client = zygote_client.clients.get(start_method)
+    return client.process.pid if client is not None and client.is_alive() else None
 
 
 def survivors(pids: list[int], within_s: float = PROMISE_S) -> list[str]:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 ELSEWHERE = {
-    "README.md": "test_readme.py",
+    "README.md": "test_quickstart.py",
     "docs/training.md": "test_training_page.py",
     "docs/checkpoints.md": "test_checkpoints_page.py",
     "docs/quickstart.md": "test_quickstart.py",

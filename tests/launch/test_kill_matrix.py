@@ -142,7 +142,7 @@ def test_eighty_groups_leave_no_trace(tmp_path: Path, ear: Ear) -> None:
     source = """
 import gc, json, tempfile, time
 from modes import preload
-from zygotes import zygote_pid
+from faults import zygote_pid
 
 def footprint():
     gc.collect()

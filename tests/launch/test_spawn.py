@@ -14,9 +14,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from faults import survivors
+from faults import survivors, zygote_pid
 from modes import preload
-from zygotes import zygote_pid
 
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import ClosedError

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import NUM_PROCESSES, RICH, Script
-from zygotes import zygote_pid
+from faults import NUM_PROCESSES, RICH, Script, zygote_pid
 
 from unisono.launch.spawn import spawn
 from unisono.world import current_world
