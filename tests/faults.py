@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import psutil
 import warm_scripts
 
 from unisono.launch.starting import zygote_client
+from unisono.outcome import Outcome
 
 # No test measures how fast a machine is: bench/ does. These bounds separate what happens by itself from what never
 # happens, or only by a fallback.
@@ -151,6 +152,27 @@ class Gate:
 
 def _write(descriptor: int, data: bytes) -> None:
     assert os.write(descriptor, data) == len(data)
+
+
+class Rank(threading.Thread):
+    """A rank whose part is a function; its outcome is there when it has ended."""
+
+    def __init__(self, part: Callable[[], Any]) -> None:
+        super().__init__(name="rank", daemon=True)
+        self.part = part
+        self.outcome: Outcome[Any] | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.outcome = Outcome.capture(self.part)
+
+    def ended(self) -> Outcome[Any]:
+        self.join(SOON_S)
+        assert self.outcome is not None, "the rank still waits"
+        return self.outcome
+
+    def result(self) -> Any:
+        return self.ended().unwrap()
 
 
 def stand_still() -> NoReturn:

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from unisono import DeviceLoader, terminal
-from unisono.launch.watching.output import LineMixer
 from unisono.report.run import read_run
 from unisono.timeline import REDUCE
 
@@ -193,19 +192,6 @@ def test_a_log_tells_of_progress_when_it_is_time(written: Callable[[], str]) -> 
         bar.set_postfix(loss=number)  # which draws each time, where bars move
     bar.close()
     assert written() == "often 0/3\noften 1/3\noften 2/3\noften 3/3\noften 3/3\nrarely 1000/1000, loss=999\n"
-
-
-def test_a_bar_that_is_erased_or_makes_room_leaves_no_mark(written: Callable[[], str]) -> None:
-    terminal.set_columns(60)
-    for _ in unisono.tqdm(range(2), desc="outer", mininterval=0, bar_format=FORMAT):
-        with unisono.tqdm(total=1, desc="inner", leave=False, bar_format=FORMAT) as inner:
-            inner.write("a line")
-    pieces = re.findall(r"[^\r\n]*[\r\n]", written())
-    mixer = LineMixer()
-    mixed = b"".join(mixer.add("worker", b"[rank 0] ", piece.encode()) for piece in pieces)
-    assert re.findall(r"\[rank 0\] *[\r\n]", mixed.decode()) == []
-    after = mixed + mixer.add("other", b"[rank 1] ", b"of another\n")
-    assert screen(after.decode().replace("\n", "\r\n"))[-2:] == ["[rank 0] outer 2/2", "[rank 1] of another"]
 
 
 @pytest.mark.parametrize("columns", [30, 60, 200])

@@ -21,7 +21,6 @@ from unisono.backends import get_backend
 from unisono.backends.cuda import CudaBackend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.threads import ThreadCommunicator
-from unisono.errors import NoWorldError
 from unisono.outcome import this_process
 from unisono.timeline import Timeline
 from unisono.world import current_world, set_process_world, solo_world, thread_worlds, use_world
@@ -74,16 +73,6 @@ def test_the_world_is_the_thread_s_else_the_process_s_else_the_group_s_else_that
         finally:
             set_process_world(None)
     assert current_world() is alone
-
-
-def test_an_announced_world_that_nobody_made_is_an_error_with_both_ways_out(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NoWorldError) as refusal:
-        current_world()
-    message = str(refusal.value)
-    assert message.startswith("WORLD_SIZE=2 is set, as torchrun does, but no process group is initialised")
-    assert "torch.distributed.init_process_group()" in message
-    assert "unisono.spawn(fn)" in message
 
 
 @pytest.mark.parametrize("announced", ["1", "0", "", "many"])
