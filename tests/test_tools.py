@@ -232,7 +232,7 @@ def reports_of(directory: Path) -> dict[str, str]:
         [sys.executable, "-m", "pytest", *options], cwd=directory, env=environ, capture_output=True, text=True
     )
     found = re.split(r"^_+ ((?:ERROR at teardown of )?test_\w+)(?:\.py)? _+$", run.stdout, flags=re.MULTILINE)
-    return {"": run.stdout, **dict(zip(found[1::2], found[2::2], strict=True))}
+    return {"": run.stdout + run.stderr, **dict(zip(found[1::2], found[2::2], strict=True))}
 
 
 @pytest.mark.slow
