@@ -563,15 +563,6 @@ def test_a_collective_of_rank_zero_alone_names_the_ranks_that_returned_and_soon(
     assert waited_s < SOON_S
 
 
-def test_calls_that_agree_pass_the_check(peers):
-    def agree(comm):
-        for call in calls_of(comm).values():
-            call()
-        return comm.all_reduce(torch.ones(1, dtype=torch.int16)).item()
-
-    assert peers.run(agree) == [peers.size] * peers.size
-
-
 # Broken worlds.
 
 

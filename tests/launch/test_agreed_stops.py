@@ -189,9 +189,6 @@ def train(index):
         if should_stop():
             return step
 
-def plain(index):
-    return index
-
 """
 
 
