@@ -34,9 +34,11 @@ def batches() -> Iterator[list[torch.Tensor]]:
 
 
 @pytest.fixture
-def handled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the main thread had handled SIGTERM; this process has no handler."""
-    monkeypatch.setattr(preemption, "_is_handled", True)
+def handled() -> Iterator[None]:
+    """SIGTERM is handled, as the main thread has asked for."""
+    with preemption.scope():
+        preemption.handle()
+        yield
 
 
 @pytest.mark.any_family
