@@ -150,6 +150,24 @@ class Gate:
             os.close(descriptor)
 
 
+@dataclass(frozen=True)
+class Door:
+    """Between two processes or threads: `wait` and `open` return when the other side has called the other one."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> Door:
+        os.mkfifo(path)
+        return cls(path)
+
+    def wait(self) -> None:
+        os.close(os.open(self.path, os.O_RDONLY))  # opening a named pipe waits for the other end
+
+    def open(self) -> None:
+        os.close(os.open(self.path, os.O_WRONLY))
+
+
 def _write(descriptor: int, data: bytes) -> None:
     assert os.write(descriptor, data) == len(data)
 

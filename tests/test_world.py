@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+from faults import Rank
 
 from unisono.backends import get_backend
 from unisono.backends.cuda import CudaBackend
@@ -24,14 +23,6 @@ from unisono.comm.threads import ThreadCommunicator
 from unisono.outcome import this_process
 from unisono.timeline import Timeline
 from unisono.world import current_world, set_process_world, solo_world, thread_worlds, use_world
-
-
-def in_new_thread(fn: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(fn()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +45,7 @@ def test_a_plain_process_has_the_world_of_one_always_the_same():
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (0, 1, 0, 1, 0)
     assert isinstance(world.comm, ThreadCommunicator)
     assert current_world() is world
-    assert in_new_thread(current_world) is world
+    assert Rank(current_world).result() is world
 
 
 def test_the_world_is_the_thread_s_else_the_process_s_else_the_group_s_else_that_of_one(tmp_path):
@@ -68,7 +59,7 @@ def test_the_world_is_the_thread_s_else_the_process_s_else_the_group_s_else_that
                     assert current_world() is inner
                     raise LookupError
                 assert current_world() is outer
-                assert in_new_thread(current_world) is of_process
+                assert Rank(current_world).result() is of_process
             assert current_world() is of_process
         finally:
             set_process_world(None)
@@ -97,7 +88,7 @@ def test_an_initialised_group_is_adopted(tmp_path, backend):
         assert (world.rank, world.world_size, world.backend.name) == (0, 1, "cpu")
         assert world.comm.all_reduce(torch.ones(2), "mean").tolist() == [1, 1]
         assert current_world() is world
-        assert in_new_thread(current_world) is world
+        assert Rank(current_world).result() is world
         world.comm.leave()
         assert dist.is_initialized(), "it stays its owner's"
 
