@@ -190,10 +190,7 @@ def test_the_script_for_torchs_own_ddp_runs_as_it_is(directory: Path) -> None:
     )
     script = prelude + DIFFS["DistributedDataParallel"][0]
     (directory / "train.py").write_text(script)
-    (directory / "launch.py").write_text(warm_scripts.COMMAND)
-    code, _, errors = warm_scripts.complete(
-        directory / "launch.py", "run", "-n", "2", "--backend", "cpu", "train.py", directory=directory
-    )
+    code, _, errors = warm_scripts.launch(directory, "run", "-n", "2", "--backend", "cpu", "train.py")
     assert code == 0, errors
     assert (directory / "model.pt").exists()
 

@@ -11,17 +11,17 @@ from test_code_blocks import ROOT, blocks_of
 
 BLOCKS = list(blocks_of(ROOT / "docs" / "quickstart.md"))
 CHANGED = (ROOT / "examples" / "quickstart.py").read_text().partition('"""\n\n')[2]
-SCRIPTS = {"train.py": next(block.text for block in BLOCKS if block.title), "quickstart.py": CHANGED}
+README = (ROOT / "README.md").read_text()
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+OUTPUTS = re.findall(r"```text\n\$ .*?\n(.*?)```", README, re.DOTALL)
+SCRIPTS = {"train.py": next(block.text for block in BLOCKS if block.title), "quickstart.py": CHANGED, "README": EXAMPLE}
 (SHOWN,) = (block.text for block in BLOCKS if block.language == "text")
 
 
 def run(directory: Path, script: str, *options: str) -> list[str]:
     """The lines that it prints, as `unisono run` with these options."""
     (directory / "train.py").write_text(SCRIPTS[script])
-    (directory / "unisono.py").write_text(warm_scripts.COMMAND)
-    code, output, errors = warm_scripts.complete(
-        directory / "unisono.py", "run", "--backend", "cpu", *options, "train.py", directory=directory
-    )
+    code, output, errors = warm_scripts.launch(directory, "run", "--backend", "cpu", *options, "train.py")
     assert code == 0, errors
     return [re.sub(r"^\[rank 0\] ", "", line) for line in output.splitlines()]
 
@@ -67,21 +67,10 @@ def test_the_changes_lead_from_the_first_script_to_the_last() -> None:
     assert sorted(line for line in lines if not line.startswith("from unisono")) == sorted(ours)
 
 
-README = Path(__file__).parent.parent / "README.md"
-OUTPUTS = re.findall(r"```text\n\$ .*?\n(.*?)```", README.read_text(), re.DOTALL)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_example_prints_what_the_page_shows_on_one_device_and_on_two(devices: int, tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (tmp_path / "train.py").write_text(example)
-    (tmp_path / "unisono.py").write_text(warm_scripts.COMMAND)
-    code, output, errors = warm_scripts.complete(
-        tmp_path / "unisono.py", "run", "--backend", "cpu", "-n", str(devices), "train.py", directory=tmp_path
-    )
-    assert code == 0, errors
-    lines = re.sub(r"^\[rank 0\] ", "", output, flags=re.MULTILINE).splitlines()
+    lines = run(tmp_path, "README", "-n", str(devices))
     shown = OUTPUTS[devices - 1].splitlines()
     assert len(lines) == len(shown)
     assert all(map(is_close, lines, shown)), lines

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 from faults import Rank
+from modes import default_group
 
 from unisono.backends import get_backend
 from unisono.backends.cuda import CudaBackend
@@ -29,15 +27,6 @@ from unisono.world import current_world, set_process_world, solo_world, thread_w
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-
-
-@contextmanager
-def default_group(store: Path, backend: str | None = "gloo") -> Iterator[object]:
-    dist.init_process_group(backend, store=dist.FileStore(str(store), 1), rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_plain_process_has_the_world_of_one_always_the_same():
@@ -103,10 +92,9 @@ def test_a_group_that_is_initialised_again_is_adopted_anew(tmp_path):
 
 
 def test_an_adopted_group_is_not_kept_alive(tmp_path):
-    with default_group(tmp_path / "store") as group:
+    with default_group(tmp_path / "store"):
         current_world()
-        watched = weakref.ref(group)
-        del group
+        watched = weakref.ref(dist.group.WORLD)
     gc.collect()
     assert watched() is None
 
@@ -134,8 +122,8 @@ def activations_of_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.dev
 def test_an_adopted_world_has_the_device_that_its_group_is_bound_to(monkeypatch, tmp_path):
     activated = activations_of_eight_gpus(monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with default_group(tmp_path / "store", "cpu:gloo,cuda:fake") as group:
-        group.bound_device_id = torch.device("cuda", 6)
+    with default_group(tmp_path / "store", "cpu:gloo,cuda:fake"):
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 6)
         world = current_world()
         assert activated == [world.device] == [torch.device("cuda", 6)]
         world.comm.barrier()

@@ -159,6 +159,12 @@ def complete(
         return process.wait(), output, errors
 
 
+def launch(directory: Path, *arguments: str, **options: Any) -> tuple[int, str, str]:
+    """`unisono` with these arguments, in that directory, to its end, as `complete`."""
+    (directory / "launch.py").write_text(COMMAND)
+    return complete(directory / "launch.py", *arguments, directory=directory, **options)
+
+
 def server_pid() -> int | None:
     """Of the interpreter that scripts are forked from, if it runs."""
     return _server[0] if _server is not None else None

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import warm_scripts
 from epochs import join_own_threads
+from modes import default_group
 
 from unisono.backends.cpu import CpuBackend
 from unisono.comm import shutdown
@@ -58,11 +59,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[dist.Store]:
     """That of a default process group of one, which the test may end."""
-    made = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=made, rank=0, world_size=1)
-    yield made
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with default_group(tmp_path / "store") as made:
+        yield made
 
 
 @contextmanager

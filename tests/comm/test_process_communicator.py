@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+from modes import default_group
 
 from unisono import spawn
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
@@ -22,18 +22,6 @@ from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.outcome import Outcome
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@contextmanager
-def default_group(path: Path, backend: str = "gloo") -> Iterator[dist.Store]:
-    """The store of a default process group of one, which the test may destroy."""
-    made = dist.FileStore(str(path), 1)
-    dist.init_process_group(backend, store=made, rank=0, world_size=1)
-    try:
-        yield made
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -95,8 +95,7 @@ def test_a_run_ends_and_leaves_nothing_whatever_signal_hits_its(victim: str, tmp
             with _named(f"{victim}, {signum.name}"):
                 _hit_and_watch(script, ear, victim, signum)
         assert script.end()[0] == 0
-        assert script.survivors() == []
-        assert script.leftovers() == []
+        assert script.survivors() == [] == script.leftovers()
 
 
 def _hit_and_watch(script: Script, ear: Ear, victim: str, signum: signal.Signals) -> None:
