@@ -112,7 +112,7 @@ class _MergedUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self._tensor = cache(lambda slot: _tensor_in(whole, *slot))  # a tensor that occurs twice stays one
 
-    def persistent_load(self, slot: _Slot) -> torch.Tensor:
+    def persistent_load(self, slot: _Slot) -> Any:
         return self._tensor(slot)
 
 
