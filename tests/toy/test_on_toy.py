@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, by_value, told
+from modes import FAMILY, told
 from torch import nn
 
 from unisono import Accelerator, DeviceLoader, spawn
@@ -139,11 +139,12 @@ def test_workers_have_a_device_each_and_a_group_for_it_after_the_parent_has_used
     assert spawn(work, nprocs=2, backend="toy") == [(rank, "cpu:gloo,toy:toycl", [3.0, 3.0]) for rank in range(2)]
 
 
-def test_sharding_over_gloo_is_refused_where_torch_would_crash() -> None:
+def test_sharding_over_gloo_is_refused_where_torch_would_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(index: int) -> str:
-        return told(lambda: Accelerator(strategy="fsdp").prepare(nn.Linear(2, 2)), ValueError)
+        accelerator = Accelerator(strategy="fsdp")
+        monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,toy:gloo")
+        return told(lambda: accelerator.prepare(nn.Linear(2, 2)), ValueError)
 
-    with by_value(prepare):
-        for found in spawn(prepare, nprocs=2, backend="toy", process_group="gloo"):
-            assert found.startswith("ValueError: strategy='fsdp' on toy:")
-            assert "a group of toycl, or use strategy='zero1' or 'ddp'" in found
+    for found in spawn(prepare, nprocs=2, backend="toy"):
+        assert found.startswith("ValueError: strategy='fsdp' on toy:")
+        assert "a group of toycl, or use strategy='zero1' or 'ddp'" in found
