@@ -18,7 +18,7 @@ import torch
 
 from unisono.backends import CPU
 from unisono.checkpoint.directory import STATE, Manifest, find, shard_name, verify
-from unisono.checkpoint.folders import Folder, Location, replace_file, write_file, write_tensors
+from unisono.checkpoint.folders import Folder, Location, replace_file, write_file
 from unisono.checkpoint.objects import joined_state
 from unisono.errors import CheckpointError, DamagedCheckpointError
 
@@ -89,7 +89,7 @@ def export(folder: Folder, out: Path, name: str | None = None, file_format: Form
 def write_state(state: Any, out: Path, file_format: Format, name: str) -> None:
     """Write a state on the CPU as one file, complete or not at all; `name` is for errors, those of `export`."""
     if file_format == "torch":
-        replace_file(out, lambda new: write_tensors(new, state))
+        replace_file(out, lambda new: write_file(new, state))
         return
     try:
         save = import_module("safetensors.torch").save

@@ -40,7 +40,7 @@ from unisono.checkpoint.folders import (
     checksum_of,
     make_directories,
     sync,
-    write_tensors,
+    write_file,
 )
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
 from unisono.checkpoint.objects import (
@@ -282,13 +282,13 @@ class Saver:
             sync(path)
             if path.is_file() and (name := path.relative_to(directory).as_posix()) not in files:
                 files[name] = checksum_of(path)
-        files[STATE] = write_tensors(directory / STATE, contents)
+        files[STATE] = write_file(directory / STATE, contents)
         return files
 
     def _write_part(self, folder: Folder, part: dict[str, Any], mark: str) -> Checksum:
         path = folder.draft(mark) / shard_name(self.world.rank)
         make_directories(path.parent)
-        return write_tensors(path, part)
+        return write_file(path, part)
 
     # Loading.
 
