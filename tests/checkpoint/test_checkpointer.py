@@ -193,7 +193,7 @@ def test_what_is_no_checkpoint_stays_and_does_not_count(root: Any) -> None:
     checkpointer.num_steps = 1
     with pytest.raises(FileExistsError, match="checkpoint_1 is no checkpoint"):
         checkpointer.save()
-    with pytest.raises(FileExistsError, match=r"holds numbered checkpoints.*/best"):
+    with pytest.raises(FileExistsError, match=r"is no checkpoint.*/best"):
         save(root, model=nn.Linear(2, 2))
 
 

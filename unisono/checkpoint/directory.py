@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -74,12 +74,16 @@ class Manifest:
     @property
     def directory(self) -> str:
         """The directory of the files, in the checkpoint."""
-        return str(next((PurePosixPath(name).parent for name in self.files if PurePosixPath(name).name == STATE), ""))
+        return next(iter(self.files), "").partition("/")[0]
 
     def to_bytes(self) -> bytes:
         """The contents of its file."""
         known = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps({**known, "crc": _crc(known)}, indent=1).encode()
+        return json.dumps({**known, "crc": self._crc(known)}, indent=1).encode()
+
+    @staticmethod
+    def _crc(known: Mapping[str, Any]) -> int:
+        return zlib.crc32(json.dumps(known, sort_keys=True).encode())
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Manifest:
@@ -90,15 +94,15 @@ class Manifest:
             is_ours = isinstance(known, dict) and known.get("format") == FORMAT
         except ValueError:
             is_ours = False
-        if not is_ours or known.pop("crc", None) != _crc(known):
+        if not is_ours or known.pop("crc", None) != cls._crc(known):
             raise DamagedCheckpointError(f"{path}: its {MANIFEST} is not what was written ({len(data)} bytes)")
         if known["version"] > VERSION:
             raise CheckpointVersionError(
-                f"{path} has version {known['version']} of the format, and this version of unisono reads up to "
-                f"version {VERSION}: load it with unisono {known.get('versions', {}).get('unisono')}, which wrote it"
+                f"{path} has version {known['version']} of the format, and this unisono reads up to version {VERSION}: "
+                f"load it with unisono {known['versions'].get('unisono')}, which wrote it"
             )
-        for name in known["files"]:  # a forged manifest could otherwise name files outside the checkpoint
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        for name in known["files"]:
+            if name.startswith("/") or ".." in name.split("/"):  # forged
                 raise DamagedCheckpointError(f"{path}: its {MANIFEST} names {name!r}, which is not in the checkpoint")
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
@@ -125,9 +129,8 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
-    """Read the whole checkpoint, if it is in a store into that directory, and compare it with its manifest. Returns the
-    directory that has its files, and the manifest. DamagedCheckpointError names the file that is not what was written.
-    """
+    """Read the whole checkpoint, from a store into that directory, and compare it with its manifest. Returns where its
+    files are, and the manifest. DamagedCheckpointError names the file that is not what was written."""
     manifest = read_manifest(folder)
     local = folder.fetch(manifest.files, into)
     for name, (size, crc) in manifest.files.items():
@@ -136,15 +139,8 @@ def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
         except OSError as error:
             raise DamagedCheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
         if found != Checksum(size, crc):
-            raise DamagedCheckpointError(
-                f"{folder}: {name} has other contents than those written: {found.size} bytes of {size}, or another "
-                "CRC-32"
-            )
+            raise DamagedCheckpointError(f"{folder}: {name} has other contents than those written")
     return local / manifest.directory, manifest
-
-
-def _crc(known: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(known, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
@@ -168,17 +164,14 @@ def choose_place(place: Place | Callable[[], Place], score: float | None) -> Pla
     chosen = place() if callable(place) else place
     folder = chosen.folder
     if not _is_ours(folder):
-        what = "holds numbered checkpoints" if list(numbered_in(folder)) else "is no checkpoint"
         raise FileExistsError(
-            f"{folder} {what}, and a checkpoint would replace it; pass an unused path, or that of a checkpoint, such "
-            f"as {folder / 'best'}"
+            f"{folder} is no checkpoint, and one would replace it; pass an unused path, such as {folder / 'best'}"
         )
-    if score is None:
-        return chosen
     known = None
     with suppress(CheckpointError):
-        known = read_manifest(folder).score  # nothing more is read, since the loop is waiting
-    return chosen if not math.isnan(score) and (known is None or score > known) else None
+        known = None if score is None else read_manifest(folder).score
+    is_worse = score is not None and (math.isnan(score) or (known is not None and score <= known))
+    return None if is_worse else chosen
 
 
 def _is_ours(folder: Folder) -> bool:
@@ -256,23 +249,18 @@ def newest_first(root: Folder) -> list[Folder]:
         number, folder = pair
         try:
             return read_manifest(folder).created, number
-        except DamagedCheckpointError:
-            return 0.0, number
-        except CheckpointError:  # of a newer version: not a reason to remove it
-            return math.inf, number
+        except CheckpointError as error:  # one of a newer version is not to be removed for that
+            return 0.0 if isinstance(error, DamagedCheckpointError) else math.inf, number
 
     return [folder for _, folder in sorted(numbered_in(root), key=age, reverse=True)]
 
 
 def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
     """Find the checkpoint at a place; among numbered ones, the one that `latest` names, or else the newest. Returns it
-    with what `check` has read of it.
-
-    Damaged ones are skipped with a warning each, if there is another one.
+    with what `check` has read of it. Damaged ones are skipped with a warning each, if there is another one.
 
     Raises:
-        NoCheckpointError: there is no checkpoint.
-        DamagedCheckpointError: all are damaged.
+        NoCheckpointError, DamagedCheckpointError: there is no checkpoint; or all are damaged.
         CheckpointVersionError: it was written by a newer unisono.
     """
     damaged: list[str] = []
@@ -287,12 +275,7 @@ def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
         return candidate, checked
     if damaged:
         raise DamagedCheckpointError(f"no checkpoint at {folder} is intact: {'; '.join(damaged)}")
-    text = f"there is no checkpoint at {folder}"
-    for each in (folder, *(each for _, each in numbered_in(folder))):
-        if is_unfinished(each):
-            text += f"; {each} has no {MANIFEST}: its save was interrupted"
-            logger.warning("%s has no %s: its save was interrupted", each, MANIFEST)
-    raise NoCheckpointError(text)
+    raise NoCheckpointError(f"there is no checkpoint at {folder}, which has no {MANIFEST}")
 
 
 def _candidates(folder: Folder) -> list[Folder]:

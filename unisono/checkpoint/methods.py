@@ -17,14 +17,13 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.checkpoint.agreement import agree_on
 from unisono.checkpoint.checkpointer import check_count
 from unisono.checkpoint.contents import Format, write_state
 from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import kind_of, meet, user_module
-from unisono.checkpoint.saver import Loaded, Saver
+from unisono.checkpoint.saver import Loaded, Saver, agree_on
 from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
 from unisono.parallel.prepared.prepared_objects import PreparedObjects

@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from unisono.checkpoint.agreement import agree_on, encode_error, raise_any, raise_together
-from unisono.checkpoint.background import HostMemory, Writer, host_view
+from unisono.checkpoint.background import HostMemory, host_view, start_save
 from unisono.checkpoint.contents import Contents, read_contents
 from unisono.checkpoint.directory import (
     STATE,
@@ -71,6 +71,33 @@ logger = logging.getLogger(__name__)
 SMALL = 256 << 20  # bytes of parameters: up to this size rank zero writes everything
 
 
+def agree_on(ask: Callable[[], Any], world: World) -> Any:
+    """Call `ask` on rank zero, and return its result on all ranks; or raise its error on all of them. A collective."""
+    outcome: Outcome[Any] = Outcome.capture(ask) if world.rank == 0 else Outcome()
+    if outcome.error is not None and not isinstance(outcome.error, Exception):
+        raise outcome.error
+    found, failed = world.comm.broadcast_object((outcome.value, encode_error(outcome.error)))
+    raise_any([failed], outcome.error)
+    return found if world.rank else outcome.value
+
+
+def encode_error(error: BaseException | None) -> bytes | None:
+    """Encode an error for the other ranks, even if it cannot be pickled."""
+    return None if error is None else Outcome.failure(error).to_bytes()
+
+
+def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
+    """Raise, on all ranks, an error that one has reported; on that rank, the original error."""
+    for each in failed:
+        if each is not None:
+            Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
+
+
+def raise_together(own: BaseException | None, world: World) -> None:
+    """Raise, on all ranks, the error of the first rank that has one. A collective."""
+    raise_any(world.comm.all_gather_object(encode_error(own)), own)
+
+
 class Loaded(NamedTuple):
     """What was loaded.
 
@@ -109,7 +136,8 @@ class Saver:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._memory, self._writer = HostMemory(), Writer()
+        self._memory = HostMemory()
+        self._save: Future[None] | None = None  # the last asynchronous one
         self._group: SideGroup | None = None  # of the threads that write
         self._is_writing = False  # on some rank, perhaps; the same on all
 
@@ -120,24 +148,31 @@ class Saver:
         collective until the save has ended on all of them, and nothing from then on."""
         if self._is_writing:
             self.world.comm.announce("a step during a save")
-            own = torch.tensor([self._writer.is_writing, self._writer.has_failed], dtype=torch.int32, device=HOST)
+            is_done = self._save is None or self._save.done()
+            failure = self._save.exception() if self._save is not None and is_done else None
+            own = torch.tensor([not is_done, failure is not None], dtype=torch.int32, device=HOST)
             is_writing, has_failed = self.world.comm.all_reduce(own, "max").tolist()
             self._is_writing = bool(is_writing or has_failed)
             if has_failed:
-                raise_together(self._writer.take_failure(), self.world)
+                self._save = None if is_done else self._save
+                raise_together(failure, self.world)
 
     def wait(self) -> None:
         """Wait for the save in progress, and raise its error on all ranks if it failed. A collective."""
-        self._writer.wait()
-        self._is_writing = False
-        raise_together(self._writer.take_failure(), self.world)
+        raise_together(self._end_save(), self.world)
 
     def close(self) -> None:
         """Wait for the save in progress, and raise its error if it failed on this rank; release the host memory."""
-        self._writer.wait()
-        self._memory, self._is_writing = HostMemory(), False
-        if (failure := self._writer.take_failure()) is not None:
+        failure = self._end_save()
+        self._memory = HostMemory()
+        if failure is not None:
             raise failure
+
+    def _end_save(self) -> BaseException | None:
+        """Wait for the save in progress; returns its error."""
+        failure = None if self._save is None else self._save.exception()
+        self._save, self._is_writing = None, False
+        return failure
 
     # Saving.
 
@@ -190,7 +225,7 @@ class Saver:
         else:
             self._is_writing = True
             if contents is not None or part is not None:
-                self._writer.start(write, f"saving {chosen.folder} at step {step}")
+                self._save = start_save(write, f"saving {chosen.folder} at step {step}")
         return chosen.folder.location
 
     def _copy_states(
