@@ -243,7 +243,7 @@ def test_states_keep_types_layout_and_values(tmp_path: Path, is_async: bool) -> 
 
 def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
     assert load(tmp_path / "none", must_exist=False, model=nn.Linear(2, 2)) is None
-    with pytest.raises(NoCheckpointError, match=r"no checkpoint at .*none; to begin without one, pass must_exist"):
+    with pytest.raises(NoCheckpointError, match=r"no checkpoint at .*none, .*; to begin without one, pass must_exist"):
         load(tmp_path / "none", model=nn.Linear(2, 2))
 
 
@@ -293,7 +293,7 @@ def test_another_model_is_named_by_its_first_differences(tmp_path: Path) -> None
 
 def rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, version: int, files: dict[str, list[int]]) -> None:
     """Replace a manifest by one of that version that names those files."""
-    manifest = Manifest(1, None, 1, 0.0, {}, {}, files)
+    manifest = Manifest(1, None, 1, {}, 0.0, {}, files)
     with monkeypatch.context() as patched:
         patched.setattr("unisono.checkpoint.directory.VERSION", version)
         (path / "manifest.json").write_bytes(manifest.to_bytes())
@@ -442,7 +442,7 @@ def test_the_state_of_an_optimizer_of_another_class_is_refused(other: Any, tmp_p
     saved, made = torch.optim.AdamW(model.parameters(), lr=0.5), other(model.parameters(), lr=0.1)
     saved.step()
     save(tmp_path / "one", model=model, optimizer=saved)
-    with pytest.raises(CheckpointMismatchError, match=rf"the state of AdamW, and this is {other.__name__}, .* AdamW"):
+    with pytest.raises(CheckpointMismatchError, match=rf"the state of AdamW, and this is {other.__name__}; make AdamW"):
         load(tmp_path / "one", model=model, optimizer=made)
     assert made.param_groups[0]["lr"] == 0.1
     _, prepared = accelerator.prepare(model, made)

@@ -28,8 +28,7 @@ Format = Literal["torch", "safetensors"]
 @dataclass
 class Contents:
     """The contents of a checkpoint: of each object its kind and class, and its state in plain form, on the host; of
-    each rank that has saved, "states" of its loaders, "generators", "extra", and the gradients that it held of an
-    unfinished step (None between steps)."""
+    each rank, "states" of its loaders, "generators", "extra", and its gradients of an unfinished step, if any."""
 
     path: Location
     manifest: Manifest
@@ -40,8 +39,7 @@ class Contents:
 
 
 def read_contents(folder: Folder) -> Contents:
-    """Read the checkpoint at that place, or the latest one in that folder; all of it is verified. Raises as
-    `directory.find`."""
+    """Read and verify the checkpoint at that place, or the latest one in that folder. Raises as `directory.find`."""
     with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
         found, (local, manifest) = find(folder, lambda each: verify(each, Path(directory) / each.name))
         saved = _load(local / STATE)
@@ -91,10 +89,7 @@ def write_state(state: Any, out: Path, file_format: Format, name: str) -> None:
     if file_format == "torch":
         replace_file(out, lambda new: write_file(new, state))
         return
-    try:
-        save = import_module("safetensors.torch").save
-    except ImportError as error:
-        raise ImportError("safetensors is not installed; pip install 'unisono[export]'") from error
+    save = import_module("safetensors.torch").save
     if not isinstance(state, Mapping) or not all(isinstance(each, torch.Tensor) for each in state.values()):
         raise CheckpointError(f"{name} has more than tensors, and safetensors files hold tensors only; use torch's")
     seen: set[int] = set()

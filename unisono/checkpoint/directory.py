@@ -8,12 +8,9 @@ which have neither renames nor links.
 
     runs/checkpoints/
         latest                            "checkpoint_200"
-        checkpoint_100/manifest.json      names the files, with their checksums
+        checkpoint_100/manifest.json      names the files, with their checksums; has one of its own
         checkpoint_100/save-3f2a91c05b7e/ state.pt, and for large sharded states shards/
         checkpoint_200/
-
-The manifest is a JSON file with the names, sizes and checksums of the other files, facts for people and tools, and a
-checksum of its own, so that a flipped bit in it is detected, too.
 
 *Threads:* one at a time for each directory; one process of a run writes.
 
@@ -39,8 +36,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch
-
 from unisono.checkpoint.folders import MANIFEST, Checksum, Folder, checksum_of
 from unisono.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, NoCheckpointError
 
@@ -60,15 +55,15 @@ Write = Callable[[], dict[str, Checksum]]
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint consists of: its training step, as the caller counts it, the score and the number of ranks that
-    it was saved with, seconds since 1970; the kind and class of each object, versions of unisono and torch; of each
-    file, by its path in the checkpoint, size and CRC-32."""
+    it was saved with; the kind and class of each object; seconds since 1970; versions; of each file, by its path in the
+    checkpoint, size and CRC-32."""
 
     step: int
     score: float | None
     world_size: int
-    created: float
     objects: Mapping[str, list[str]]
-    versions: Mapping[str, str]
+    created: float = field(default_factory=time.time)
+    versions: Mapping[str, str] = field(default_factory=lambda: {each: version(each) for each in ("torch", "unisono")})
     files: Mapping[str, list[int]] = field(default_factory=dict)
 
     @property
@@ -112,12 +107,6 @@ def shard_name(rank: int) -> str:
     return f"shards/{rank}.pt"
 
 
-def new_manifest(step: int, score: float | None, world_size: int, objects: dict[str, list[str]]) -> Manifest:
-    """Make a manifest, complete except for its files."""
-    versions = {"torch": str(torch.__version__), "unisono": version("unisono")}
-    return Manifest(step, score, world_size, time.time(), objects, versions)
-
-
 def read_manifest(folder: Folder) -> Manifest:
     """Read the manifest of a checkpoint, without checking its other files. Raises as `Manifest.from_bytes`; and OSError
     if it cannot be read: a store that does not answer has not damaged its checkpoints."""
@@ -145,17 +134,17 @@ def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is saved: its folder; and if that is one of several in its directory, which has a `latest`,
-    how many are kept, including this one; None keeps all."""
+    """Where a checkpoint is saved: its folder; and if that is one of several in a `root`, which has a `latest`, how
+    many are kept, including this one; None keeps all."""
 
     folder: Folder
+    root: Folder | None = None
     keep: int | None = None
-    is_numbered: bool = False
 
     @classmethod
     def numbered(cls, root: Folder, number: int, keep: int | None) -> Place:
         """The place of the checkpoint of that number."""
-        return cls(root / f"checkpoint_{number}", keep, True)
+        return cls(root / f"checkpoint_{number}", root, keep)
 
 
 def choose_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
@@ -206,16 +195,19 @@ def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
             if mark not in _files_of(folder):
                 folder.discard(mark)
         raise
-    if place.is_numbered:
-        folder.parent.write(LATEST, folder.name.encode())
+    if place.root is not None:
+        place.root.write(LATEST, folder.name.encode())
     try:
         for name in folder.entries():
             if name != mark and (_OF_A_SAVE.fullmatch(name) or name in replaced):
                 folder.remove(name)
-        for each in outdated(place):
-            each.parent.remove(each.name)
+        if place.root is not None and place.keep is not None:
+            older = [each for each in newest_first(place.root) if _is_ours(each)][place.keep :]
+            # Never the new one, even if the clock was set back, or newer versions, which sort first, leave no room.
+            for each in [each for each in older if each != folder]:
+                place.root.remove(each.name)
     except OSError as error:
-        logger.warning("what is no longer needed at %s cannot be removed: %s", folder.parent, error)
+        logger.warning("what is no longer needed at %s cannot be removed: %s", folder, error)
 
 
 def _files_of(folder: Folder) -> set[str]:
@@ -223,15 +215,6 @@ def _files_of(folder: Folder) -> set[str]:
     with suppress(CheckpointError):
         return {name.partition("/")[0] for name in read_manifest(folder).files}
     return set()
-
-
-def outdated(place: Place) -> list[Folder]:
-    """The checkpoints that are not to be kept once this one has been saved."""
-    if not place.is_numbered or place.keep is None:
-        return []
-    older = [each for each in newest_first(place.folder.parent) if _is_ours(each)][place.keep :]
-    # Never the new one, even if the clock was set back, or newer versions, which sort first, leave no room for it.
-    return [each for each in older if each != place.folder]
 
 
 def numbered_in(root: Folder) -> Iterator[tuple[int, Folder]]:

@@ -34,8 +34,7 @@ _PIECE = 1 << 22  # bytes per read
 
 @dataclass(frozen=True)
 class Folder:
-    """A directory, which need not exist; `url` is its absolute path, or the URL of a `RemoteFolder`, without a slash at
-    the end."""
+    """A directory, which need not exist; `url` is its absolute path, or a store's URL, without a slash at the end."""
 
     url: str
 
@@ -49,11 +48,6 @@ class Folder:
     def name(self) -> str:
         """The last part of its path."""
         return self.url.rpartition("/")[2]
-
-    @property
-    def parent(self) -> Self:
-        """The folder that contains it."""
-        return type(self)(self.url.rpartition("/")[0])
 
     @property
     def location(self) -> Location:

@@ -28,7 +28,6 @@ from unisono.checkpoint.directory import (
     Place,
     choose_place,
     commit,
-    new_manifest,
     new_mark,
     shard_name,
 )
@@ -122,13 +121,9 @@ class Restored(NamedTuple):
     held: Sequence[Mapping[str, torch.Tensor]] | None
 
 
-class _Copied(NamedTuple):
-    """What is to be written, in main memory: this rank's own state; on rank zero the contents of `state.pt`; if all
-    ranks write concurrently, this rank's part."""
-
-    own: dict[str, Any]
-    contents: dict[str, Any]
-    part: dict[str, Any] | None = None
+_Copied = tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]
+# What is to be written, in main memory: this rank's own state; on rank zero the contents of `state.pt`; if all ranks
+# write concurrently, this rank's part.
 
 
 class Saver:
@@ -188,9 +183,8 @@ class Saver:
         choose: Callable[[Path], Objects] | None = None,
     ) -> Location | None:
         """Save the objects, and the `facts` and `held` gradients of this rank; returns and raises as
-        `Checkpointer.save`, on all ranks. A collective. `place` may be a function, which rank zero calls. `choose` is
-        called on all ranks with a directory, rank zero's, whose files become part of the checkpoint, and returns the
-        objects to save in place of all."""
+        `Checkpointer.save`, on all ranks. A collective. Rank zero calls `place`, if it is a function. All call `choose`
+        with a directory, rank zero's, whose files become part of the checkpoint; it returns the objects to save."""
         world = self.world
         world.comm.announce(f"save_state at step {step}")
         self.wait()
@@ -218,7 +212,7 @@ class Saver:
             if world.rank == 0 and choose is not None:
                 chosen.folder.discard(mark)
             raise
-        manifest = new_manifest(step, score, world.world_size, kinds_of(objects))
+        manifest = Manifest(step, score, world.world_size, kinds_of(objects))
         write = partial(self._write_checkpoint, chosen, contents, part, manifest, mark)
         if not is_async:
             raise_together(Outcome.capture(write).error, world)
@@ -245,11 +239,11 @@ class Saver:
             rest = {name: each for name, each in objects.items() if name not in states}
             contents |= {"states": whole_states(rest, world, copy), "is_divided": True}
             held = {name: copy(each) for name, each in (held or {}).items()}
-            return _Copied(own, contents, {"states": states, "held": held})
+            return own, contents, {"states": states, "held": held}
         if held is not None:
             contents["held"] = self._gather_held(held, copy)
         contents["states"] = whole_states(objects, world, copy)
-        return _Copied(own, contents)
+        return own, contents, None
 
     def _gather_held(self, held: Mapping[str, torch.Tensor], copy: Copy) -> list[dict[str, torch.Tensor]]:
         """Gather the gradients accumulated on each rank, on rank zero. A collective."""
@@ -270,7 +264,7 @@ class Saver:
 
     def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The contents of `state.pt`, on rank zero, and this rank's part; raises on all ranks if one could not copy."""
-        own = outcome.value and outcome.value.own
+        own = outcome.value and outcome.value[0]
         found = self.world.comm.all_gather_object((encode_error(outcome.error), own))
         raise_any([failed for failed, _ in found], outcome.error)
         own, contents, part = outcome.unwrap()
@@ -311,7 +305,7 @@ class Saver:
         if lost := [name for name in files if not (directory / name).exists()]:
             raise CheckpointError(
                 f"another machine has written {lost[0]}, which is not in {directory} here; pass a directory on a file "
-                "system that all machines share, or a URL, to which rank zero alone writes"
+                "system that all machines share, or a URL"
             )
         for path in sorted(directory.rglob("*")):  # parts, and files of hooks
             sync(path)
@@ -341,8 +335,8 @@ class Saver:
         must_exist: bool = True,
         choose: Callable[[str], Objects] | None = None,
     ) -> Restored | None:
-        """Load the objects. A collective. Rank zero's folder counts. Raises as `Checkpointer.load`. `choose` is called
-        with the place of the files that were found, and returns the objects to load in place of all."""
+        """Load the objects from rank zero's folder. A collective. Raises as `Checkpointer.load`. `choose` is called
+        with the place of the files, and returns the objects to load."""
         world = self.world
         world.comm.announce("load_state")
         self.wait()
