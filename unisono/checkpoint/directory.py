@@ -48,9 +48,6 @@ LATEST = "latest"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OF_A_SAVE = re.compile(rf"save-[0-9a-f]{{12}}|\.{MANIFEST}\.new")
 
-Write = Callable[[], dict[str, Checksum]]
-"""Writes a checkpoint's files into its draft; returns their checksums, by name."""
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -177,9 +174,9 @@ def new_mark() -> str:
     return f"save-{uuid4().hex[:12]}"
 
 
-def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
-    """Write the checkpoint, completely or not at all; an OSError leaves what was there before intact. The manifest is
-    complete except for its files; `mark` is from `new_mark`."""
+def commit(place: Place, write: Callable[[], dict[str, Checksum]], manifest: Manifest, mark: str) -> None:
+    """Write the checkpoint, completely or not at all; an OSError leaves what was there before intact. `write` writes
+    its files into the draft `mark`, which is from `new_mark`; the manifest is complete except for them."""
     folder = place.folder
     try:
         files = {f"{mark}/{name}": list(checksum) for name, checksum in write().items()}

@@ -65,7 +65,6 @@ class Folder:
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file, completely or not at all."""
-        make_directories(Path(self.url))
         replace_file(Path(self.url, name), lambda new: write_file(new, data))
 
     def remove(self, name: str) -> None:
@@ -204,7 +203,8 @@ class _CheckedFile:
 
 
 def write_file(path: Path, content: Any) -> Checksum:
-    """Create a file, on disk: bytes as they are, anything else as `torch.save` writes it."""
+    """Create a file, on disk, in a directory that need not exist: bytes, or anything else as `torch.save` writes it."""
+    make_directories(path.parent)
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         file: Any = _CheckedFile(opened)

@@ -87,11 +87,6 @@ def meet(each: Any, saves: bool = False) -> None:
         each.engine.meet(saves)
 
 
-def modules_of(objects: Objects) -> list[nn.Module]:
-    """The models among the objects."""
-    return [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
-
-
 # Saving.
 
 

@@ -37,7 +37,6 @@ from unisono.checkpoint.folders import (
     Location,
     RemoteFolder,
     checksum_of,
-    make_directories,
     sync,
     write_file,
 )
@@ -47,11 +46,12 @@ from unisono.checkpoint.objects import (
     Objects,
     check_fit,
     divided_states,
+    kind_of,
     kinds_of,
     meet,
-    modules_of,
     own_states,
     restore,
+    user_module,
     whole_states,
 )
 from unisono.checkpoint.serialization import as_plain
@@ -256,7 +256,7 @@ class Saver:
 
     def _is_divided(self, objects: Objects) -> bool:
         """Whether ranks write their shards concurrently. The same on all ranks."""
-        modules = modules_of(objects)
+        modules = [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
         are_divided = any(map(is_sharded, modules)) or any(map(is_divided, objects.values()))
         if not are_divided or not self.world.takes_engines:
             return False
@@ -294,7 +294,7 @@ class Saver:
         files: dict[str, Checksum] = {}
         if part is not None and self._group is not None:
             # All ranks meet here, whatever happens to one: in the threads that write, so in a group of their own.
-            outcome = Outcome.capture(self._write_part, folder, part, mark)
+            outcome = Outcome.capture(lambda: write_file(folder.draft(mark) / shard_name(self.world.rank), part))
             written = encode_error(outcome.error), outcome.value
             found = self._group.all_gather_object(written, self.world.world_size)
             raise_any([failed for failed, _ in found], outcome.error)
@@ -313,11 +313,6 @@ class Saver:
                 files[name] = checksum_of(path)
         files[STATE] = write_file(directory / STATE, contents)
         return files
-
-    def _write_part(self, folder: Folder, part: dict[str, Any], mark: str) -> Checksum:
-        path = folder.draft(mark) / shard_name(self.world.rank)
-        make_directories(path.parent)
-        return write_file(path, part)
 
     # Loading.
 
