@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from unisono.backends import CPU
-from unisono.checkpoint.directory import STATE, Manifest, find, shard_name, verify
+from unisono.checkpoint.directory import SHARD, STATE, Manifest, find, verify
 from unisono.checkpoint.folders import Folder, Location, replace_file, write_file
 from unisono.checkpoint.objects import joined_state
 from unisono.errors import CheckpointError, DamagedCheckpointError
@@ -45,7 +45,7 @@ def read_contents(folder: Folder) -> Contents:
         saved = _load(local / STATE)
         states, held = saved["states"], saved["held"]
         if saved["is_divided"]:
-            parts = [_load(local / shard_name(rank)) for rank in range(manifest.world_size)]
+            parts = [_load(local / SHARD.format(rank)) for rank in range(manifest.world_size)]
             for name in parts[0]["states"]:
                 states[name] = joined_state([each["states"][name] for each in parts])
             held = [each["held"] for each in parts] if any(each["held"] for each in parts) else None

@@ -34,7 +34,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+
+import torch
 
 from unisono.checkpoint.folders import MANIFEST, Checksum, Folder, checksum_of
 from unisono.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, NoCheckpointError
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "unisono checkpoint"
 VERSION = 2
 STATE = "state.pt"
+SHARD = "shards/{}.pt"  # what a rank writes of large sharded states
 LATEST = "latest"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OF_A_SAVE = re.compile(rf"save-[0-9a-f]{{12}}|\.{MANIFEST}\.new")
@@ -60,7 +62,9 @@ class Manifest:
     world_size: int
     objects: Mapping[str, list[str]]
     created: float = field(default_factory=time.time)
-    versions: Mapping[str, str] = field(default_factory=lambda: {each: version(each) for each in ("torch", "unisono")})
+    versions: Mapping[str, str] = field(
+        default_factory=lambda: {"torch": str(torch.__version__), "unisono": version("unisono")}
+    )
     files: Mapping[str, list[int]] = field(default_factory=dict)
 
     @property
@@ -99,14 +103,9 @@ class Manifest:
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
 
-def shard_name(rank: int) -> str:
-    """The file of what that rank writes of large sharded states."""
-    return f"shards/{rank}.pt"
-
-
 def read_manifest(folder: Folder) -> Manifest:
-    """Read the manifest of a checkpoint, without checking its other files. Raises as `Manifest.from_bytes`; and OSError
-    if it cannot be read: a store that does not answer has not damaged its checkpoints."""
+    """Read the manifest of a checkpoint, without its other files. Raises as `Manifest.from_bytes`; OSError if it cannot
+    be read: a store that does not answer has not damaged its checkpoints."""
     try:
         data = folder.read(MANIFEST)
     except FileNotFoundError as error:
@@ -169,14 +168,9 @@ def _is_ours(folder: Folder) -> bool:
     return False
 
 
-def new_mark() -> str:
-    """Make the unique name under which a save puts its files."""
-    return f"save-{uuid4().hex[:12]}"
-
-
 def commit(place: Place, write: Callable[[], dict[str, Checksum]], manifest: Manifest, mark: str) -> None:
     """Write the checkpoint, completely or not at all; an OSError leaves what was there before intact. `write` writes
-    its files into the draft `mark`, which is from `new_mark`; the manifest is complete except for them."""
+    its files into the draft `mark`; the manifest is complete except for them."""
     folder = place.folder
     try:
         files = {f"{mark}/{name}": list(checksum) for name, checksum in write().items()}

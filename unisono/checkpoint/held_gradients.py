@@ -25,9 +25,6 @@ from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.states import broadcast_entries, plain_name
 from unisono.world import World
 
-Held = dict[str, torch.Tensor]
-"""Gradients by "<position of the model>/<name of the parameter>"."""
-
 
 def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
     """The microbatches of the unfinished step; None between steps; CheckpointError if it only awaits its optimizer."""
@@ -46,8 +43,8 @@ def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
     return {"number": step.number, "claims": claims}
 
 
-def held_gradients(engines: Sequence[Engine]) -> Held:
-    """This rank's gradients. A collective under strategy "fsdp"."""
+def held_gradients(engines: Sequence[Engine]) -> dict[str, torch.Tensor]:
+    """This rank's gradients by "<position of the model>/<parameter>". A collective under strategy "fsdp"."""
     return {
         f"{place}/{plain_name(engine.module, name)}": each.grad
         for place, engine in enumerate(engines)

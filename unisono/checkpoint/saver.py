@@ -17,19 +17,19 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 
 from unisono.checkpoint.background import HostMemory, host_view, start_save
 from unisono.checkpoint.contents import Contents, read_contents
 from unisono.checkpoint.directory import (
+    SHARD,
     STATE,
     Manifest,
     Place,
     choose_place,
     commit,
-    new_mark,
-    shard_name,
 )
 from unisono.checkpoint.folders import (
     Checksum,
@@ -189,9 +189,8 @@ class Saver:
         world.comm.announce(f"save_state at step {step}")
         self.wait()
         score = None if score is None else float(score)
-        # All ranks derive the path of their shards from the same mark.
-        agreed: tuple[Place | None, str] = agree_on(lambda: (choose_place(place, score), new_mark()), world)
-        chosen, mark = agreed
+        # The mark is a unique name, from which all ranks derive the path of their shards.
+        chosen, mark = agree_on(lambda: (choose_place(place, score), f"save-{uuid4().hex[:12]}"), world)
         if chosen is None:
             return None
         for each in objects.values():
@@ -294,11 +293,11 @@ class Saver:
         files: dict[str, Checksum] = {}
         if part is not None and self._group is not None:
             # All ranks meet here, whatever happens to one: in the threads that write, so in a group of their own.
-            outcome = Outcome.capture(lambda: write_file(folder.draft(mark) / shard_name(self.world.rank), part))
+            outcome = Outcome.capture(lambda: write_file(folder.draft(mark) / SHARD.format(self.world.rank), part))
             written = encode_error(outcome.error), outcome.value
             found = self._group.all_gather_object(written, self.world.world_size)
             raise_any([failed for failed, _ in found], outcome.error)
-            files = {shard_name(rank): checksum for rank, (_, checksum) in enumerate(found)}
+            files = {SHARD.format(rank): checksum for rank, (_, checksum) in enumerate(found)}
         if contents is None:
             return files
         directory = folder.draft(mark)
