@@ -35,8 +35,7 @@ def run_save(save: Callable[[], Any], what: str, future: Future[None]) -> None:
     if error is None:
         future.set_result(None)
         return
-    kind = type(error).__name__
-    logger.error("%s has failed: %s: %s; raised at the next step or save, or by close()", what, kind, error)
+    logger.error("%s has failed: %r; raised at the next step or save, or by close()", what, error)
     future.set_exception(error)
 
 

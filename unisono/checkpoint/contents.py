@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -86,15 +87,12 @@ def export(folder: Folder, out: Path, name: str | None = None, file_format: Form
 
 def write_state(state: Any, out: Path, file_format: Format, name: str) -> None:
     """Write a state on the CPU as one file, complete or not at all; `name` is for errors, those of `export`."""
-    if file_format == "torch":
-        replace_file(out, lambda new: write_file(new, state))
-        return
-    save = import_module("safetensors.torch").save
-    if not isinstance(state, Mapping) or not all(isinstance(each, torch.Tensor) for each in state.values()):
-        raise CheckpointError(f"{name} has more than tensors, and safetensors files hold tensors only; use torch's")
-    seen: set[int] = set()
-    apart = {}
-    for key, each in state.items():  # safetensors refuses tensors that share memory
-        apart[key] = each.contiguous().clone() if each.untyped_storage().data_ptr() in seen else each.contiguous()
-        seen.add(each.untyped_storage().data_ptr())
-    replace_file(out, lambda new: write_file(new, save(apart, metadata={"format": "pt"})))
+    if file_format == "safetensors":
+        save = import_module("safetensors.torch").save
+        if not isinstance(state, Mapping) or not all(isinstance(each, torch.Tensor) for each in state.values()):
+            raise CheckpointError(f"{name} has more than tensors, and safetensors files hold tensors only; use torch's")
+        uses = Counter(each.untyped_storage().data_ptr() for each in state.values())
+        # safetensors refuses tensors that share memory.
+        apart = {k: each.clone() if uses[each.untyped_storage().data_ptr()] > 1 else each for k, each in state.items()}
+        state = save({key: each.contiguous() for key, each in apart.items()}, metadata={"format": "pt"})
+    replace_file(out, lambda new: write_file(new, state))

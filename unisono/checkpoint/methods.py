@@ -70,8 +70,9 @@ class PreparedStates:
         self._check_optimizers()
         self._warn_of_schedulers()
         place = self._next_place if directory is None else Place(folder_at(directory))
-        if is_async:
-            self._poll_in_steps()
+        for stepper in self._prepared.steppers() if is_async else []:
+            if self._saver.poll not in stepper.checks:  # the next step raises the error of a save that has failed
+                stepper.checks.append(self._saver.poll)
         claims = claims_of(self._steps, self._prepared_engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._prepared_engines())
@@ -174,12 +175,6 @@ class PreparedStates:
     def _next_place(self) -> Place:
         number = max((number for number, _ in numbered_in(self._root)), default=-1) + 1
         return Place.numbered(self._root, number, self._limit)
-
-    def _poll_in_steps(self) -> None:
-        """Make the next step raise the error of an asynchronous save that failed."""
-        for stepper in self._prepared.steppers():
-            if self._saver.poll not in stepper.checks:
-                stepper.checks.append(self._saver.poll)
 
 
 class CheckpointMethods:

@@ -190,6 +190,7 @@ class Saver:
         self.wait()
         score = None if score is None else float(score)
         # The mark is a unique name, from which all ranks derive the path of their shards.
+        chosen: Place | None
         chosen, mark = agree_on(lambda: (choose_place(place, score), f"save-{uuid4().hex[:12]}"), world)
         if chosen is None:
             return None
