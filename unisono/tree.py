@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 _PLAIN_TYPES = frozenset((str, bytes, int, float, bool, complex, type(None)))  # those seen at a glance
+_TENSOR = frozenset((torch.Tensor,))
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -83,13 +84,9 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 def batch_size(tree: Any, dim: int = 0) -> int | None:
     """The number of samples of a batch: the size, along `dim`, of its tensors and arrays that have this dimension. None
     if none has it, if their sizes differ, or if a packed sequence orders samples in its own way."""
-    sizes = set()
-    for leaf in objects(tree):
-        if isinstance(leaf, PackedSequence):
-            return None
-        if (size := size_along(leaf, dim)) is not None:
-            sizes.add(size)
-    return sizes.pop() if len(sizes) == 1 else None
+    held = objects(tree)
+    sizes = {size_along(leaf, dim) for leaf in held} - {None}
+    return sizes.pop() if len(sizes) == 1 and not any(isinstance(leaf, PackedSequence) for leaf in held) else None
 
 
 def may_list_samples(tree: Any) -> bool:
@@ -126,10 +123,7 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
     if kind not in (tuple, list, dict):
         return None
     held: Collection[Any] = tree.values() if kind is dict else tree
-    for child in held:
-        if type(child) is not torch.Tensor:
-            return None
-    return held
+    return held if _TENSOR.issuperset(map(type, held)) else None
 
 
 def nbytes(tree: Any) -> int:
@@ -173,9 +167,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def _is_dense(leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.layout is torch.strided and not leaf.is_nested
-    return isinstance(leaf, numpy.ndarray)
+    return is_array(leaf) and (isinstance(leaf, numpy.ndarray) or (leaf.layout is torch.strided and not leaf.is_nested))
 
 
 def is_container(node: Any) -> bool:
