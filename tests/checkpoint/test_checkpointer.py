@@ -32,7 +32,6 @@ from unisono.errors import (
     CheckpointVersionError,
     CollectiveMismatchError,
     DamagedCheckpointError,
-    NoCheckpointError,
 )
 
 SEVERAL = pytest.mark.parametrize("mode", fitting(THREADS_3, PROCESSES_2), ids=str)
@@ -241,12 +240,6 @@ def test_states_keep_types_layout_and_values(tmp_path: Path, is_async: bool) -> 
     assert file.stat().st_size < 30_000
 
 
-def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
-    assert load(tmp_path / "none", must_exist=False, model=nn.Linear(2, 2)) is None
-    with pytest.raises(NoCheckpointError, match=r"no checkpoint at .*none, .*; to begin without one, pass must_exist"):
-        load(tmp_path / "none", model=nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("mode", fitting(SOLO, PROCESSES_2), ids=str)
 def test_a_line_of_rank_zero_says_where_a_run_continues(tmp_path: Path, mode: Mode, capfd) -> None:
     def body() -> None:
@@ -325,13 +318,10 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path, capsys: Any, monk
     assert "run" not in capsys.readouterr().out
 
 
-def test_what_is_no_plain_data_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+def test_what_has_no_state_or_no_plain_one_and_what_is_no_count_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"thing.state_dict\(\)\['a'\]\[1\]\[2\] is a numpy\.ndarray"):
         save(tmp_path / "one", thing=Anything({"a": [1, {2: numpy.ones(3)}]}))
     assert not (tmp_path / "one").exists()
-
-
-def test_what_has_no_state_and_what_is_no_count_is_refused_at_once(tmp_path: Path) -> None:
     for wrong in (3, "text", object()):
         with pytest.raises(TypeError, match=r"thing is of type .* which has no state_dict"):
             Checkpointer(tmp_path, thing=wrong)
