@@ -227,12 +227,6 @@ def script() -> Iterator[types.ModuleType]:
     sys.modules.pop(module.__name__, None)
 
 
-def test_an_exception_class_of_the_caller_s_script_comes_back_as_that_class(script):
-    arrived = travelled(script.ScriptError(404, "not there"))
-    assert type(arrived) is script.ScriptError
-    assert (str(arrived), arrived.status) == ("404: not there", 404)
-
-
 def test_an_exception_class_that_is_missing_here_becomes_a_remote_error_of_the_same_text(script):
     data = captured(script.ScriptError(404, "not there")).to_bytes()
     del sys.modules[script.__name__]

@@ -203,13 +203,11 @@ def test_a_link_stays_a_link_and_what_it_points_to_is_replaced(tmp_path: Path) -
     assert (tmp_path / "best").is_symlink()
     assert load(tmp_path / "best", model=nn.Linear(2, 2)).step == 2
     assert names_in(tmp_path) == ["best", "disk"]
-    save(tmp_path / "disk" / "checkpoint_0", model=nn.Linear(2, 2))
-    (tmp_path / "all").mkdir()
-    (tmp_path / "all" / "checkpoint_0").symlink_to(tmp_path / "disk" / "checkpoint_0")
-    with Checkpointer(tmp_path / "all", keep=1, every=1, model=nn.Linear(2, 2)) as checkpointer:
+    (tmp_path / "checkpoint_0").symlink_to(tmp_path / "disk" / "best")
+    with Checkpointer(tmp_path, keep=1, every=1, model=nn.Linear(2, 2)) as checkpointer:
         checkpointer.step()
-    assert names_in(tmp_path / "all") == ["checkpoint_1", "latest"]
-    assert names_in(tmp_path / "disk") == ["best", "checkpoint_0"]
+    assert names_in(tmp_path) == ["best", "checkpoint_1", "disk", "latest"]
+    assert load(tmp_path / "best", model=nn.Linear(2, 2)).step == 2
 
 
 @pytest.mark.parametrize("is_async", [False, True])
