@@ -201,26 +201,24 @@ class _Strict(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = tensors((*args, *kwargs.values()) if kwargs else args)
-        for attribute, what in (("device", "devices"), ("dtype", "precisions")):
-            alike = [each for each in found if what == "devices" or each.dtype in PRECISIONS]
-            odd = next((each for each in alike if getattr(each, attribute) != getattr(alike[0], attribute)), None)
-            if odd is not None:
-                _refuse_unless_meant(func, what, alike[0], odd)
+        if len({(each.dtype, each.device) for each in found}) > 1:  # most operations take tensors of one kind
+            _check_alike(func, found)
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_unless_meant(func: Callable[..., Any], what: str, *both: torch.Tensor) -> None:
-    name, kind = getattr(func, "__name__", ""), both[0].device.type
-    is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+def _check_alike(func: Callable[..., Any], found: list[torch.Tensor]) -> None:
+    name, kind = getattr(func, "__name__", ""), found[0].device.type
     callers = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_stack(sys._getframe()))
-    is_knowing = next(each for each in callers if each not in _BETWEEN).startswith(_KNOWING)
-    if name in _EXPLICIT or is_knowing or (is_autocast and what == "precisions"):
+    if name in _EXPLICIT or next(each for each in callers if each not in _BETWEEN).startswith(_KNOWING):
         return
-    one, other = (
-        f"{str(each.dtype).removeprefix('torch.')} of shape {tuple(each.shape)} on {each.device}" for each in both
-    )
-    raise MixedPlacementError(
-        f"{resolve_name(func) or name} mixes {what}: {one}, and {other}; inside unisono.placement.strict() nothing "
-        "moves or converts by itself: bring both to one device with unisono.placement.copy_to, or to one precision "
-        "with unisono.precision, or create the tensor of a number with unisono.placement.scalar_like"
-    )
+    mixes = [("devices", found[0], each) for each in found if each.device != found[0].device]
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        floats = [each for each in found if each.dtype in PRECISIONS]
+        mixes += [("precisions", floats[0], each) for each in floats if each.dtype != floats[0].dtype]
+    for what, *both in mixes:
+        one, other = (f"{each.dtype} of shape {tuple(each.shape)} on {each.device}" for each in both)
+        raise MixedPlacementError(
+            f"{resolve_name(func) or name} mixes {what}: {one}, and {other}; inside unisono.placement.strict() nothing "
+            "moves or converts by itself: bring both to one device with unisono.placement.copy_to, or to one precision "
+            "with unisono.precision, or create the tensor of a number with unisono.placement.scalar_like"
+        )
