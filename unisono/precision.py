@@ -96,12 +96,12 @@ def _parts(x: object) -> Iterator[_Part]:
             raise TypeError(f"x={x!r} is of type {type(x).__name__}; pass a tensor, module, optimizer, or a structure")
 
 
-def _statistics(module: nn.Module) -> set[int]:
-    """The ids of the tensors of layers that keep running statistics, and of their gradients."""
+def _statistics(module: nn.Module) -> dict[int, Any]:
+    """The tensors of layers that keep running statistics, and their gradients, by id."""
     layers = [each for each in module.modules() if getattr(each, "running_mean", None) is not None]
     parameters = [each for layer in layers for each in layer.parameters(recurse=False)]
     buffers = [each for layer in layers for each in layer.buffers(recurse=False)]
-    return {id(each) for each in [*parameters, *buffers, *(parameter.grad for parameter in parameters)]}
+    return {id(each): each for each in [*parameters, *buffers, *(parameter.grad for parameter in parameters)]}
 
 
 def _follows(leaf: Any, parameter: torch.Tensor) -> bool:
