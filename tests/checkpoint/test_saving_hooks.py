@@ -138,13 +138,17 @@ def test_hooks_may_keep_files_in_a_store() -> None:
 
 @ALL
 @pytest.mark.parametrize("is_safe", [True, False])
-def test_a_model_is_saved_for_use_elsewhere(mode: Mode, is_safe: bool, tmp_path: Path) -> None:
+def test_a_model_is_saved_for_use_elsewhere_or_an_error_on_all_ranks(mode: Mode, is_safe: bool, tmp_path: Path) -> None:
     name = "model.safetensors" if is_safe else "pytorch_model.bin"
     load = pytest.importorskip("safetensors.torch").load_file if is_safe else torch.load
+
+    (tmp_path / "file").write_text("no folder")
 
     def body() -> bool:
         accelerator = Accelerator()
         model = accelerator.prepare(filled(3.0))
+        with pytest.raises(FileExistsError):  # on all ranks
+            accelerator.save_model(model, tmp_path / "file", safe_serialization=is_safe)
         accelerator.save_model(model, tmp_path / "new" / "folder", safe_serialization=is_safe)
         return (tmp_path / "new" / "folder" / name).exists()
 
@@ -154,16 +158,3 @@ def test_a_model_is_saved_for_use_elsewhere(mode: Mode, is_safe: bool, tmp_path:
     plain.load_state_dict(load(path))
     assert plain.weight[0].tolist() == [3.0, 3.0]
     assert [each.name for each in path.parent.iterdir()] == [name]
-
-
-@ALL
-def test_a_model_that_cannot_be_saved_is_an_error_on_all_ranks(mode: Mode, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-
-    def body() -> str:
-        accelerator = Accelerator()
-        with pytest.raises(FileExistsError):
-            accelerator.save_model(accelerator.prepare(filled(3.0)), tmp_path / "file", safe_serialization=False)
-        return "raised"
-
-    assert mode.run(body) == ["raised"] * mode.ranks
