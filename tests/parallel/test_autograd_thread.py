@@ -23,6 +23,7 @@ import unisono
 from unisono import Accelerator, current_world, functional
 from unisono.errors import NoWorldError
 
+
 HANDS_ON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 MEETS_IN_BACKWARD = "checkpoint, functional"
 
