@@ -27,8 +27,7 @@ import pickle
 import pkgutil
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
@@ -38,14 +37,6 @@ from unisono.errors import UnpicklableError
 
 BETWEEN_RANKS: dict[type, Callable[[Any], Any]] = {}
 """How classes are reduced that no other pickler takes."""
-
-
-@dataclass(frozen=True)
-class PickledCall:
-    """A function and its arguments, rebuilt by `loads_call`."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
 
 
 def dumps(value: Any) -> bytes:
@@ -73,9 +64,9 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None)
         return file.getvalue()
 
 
-def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> PickledCall:
-    """Rebuild the call given to `dumps_call`; define the names that were sent with it in this process's `__main__`.
-    `take_first` is called with `first`, before the modules that the call needs are imported."""
+def loads_call(data: bytes, take_first: Callable[[Any], object]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Rebuild the function and the arguments given to `dumps_call`, and define the names that were sent with them in
+    this process's `__main__`. `take_first` is called with `first`, before the modules that they need are imported."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
     fn, args, names, lines = unpickler.load()
@@ -87,7 +78,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
             main[name] = each
     for file, text in lines.items():
         linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not checked against the disk
-    return PickledCall(fn, args)
+    return fn, args
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations
@@ -230,8 +221,7 @@ def _is_named_in_main(obj: Any) -> bool:
     return found is obj
 
 
-# Calls, and what in them cannot be pickled: a pickler does not report where it has failed. It was at the last object
-# that it met: the open file, the lock, the generator. What it met before may name that.
+# Calls, and what in them cannot be pickled: a pickler does not report where it has failed.
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) -> bytes:
@@ -276,39 +266,7 @@ def is_picklable(part: Any) -> bool:
 
 
 def describe_unpicklable(part: Any) -> str:
-    """Describe the cause inside a part that cannot be pickled, as "; the function 'f' uses the global 'lock', a lock".
-
-    Empty if the part itself is the cause.
-    """
-    *met, cause = pickled_before_failure(part) or [part]
-    if cause is part:
-        return ""
-    named = (where for holder in reversed(met) for where, held in _parts_of(holder) if held is cause)
-    return f"; {next(named, 'it holds one')}, a {type(cause).__name__}"
-
-
-def _parts_of(part: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is pickled with a part under a name, and where it is."""
-    if not isinstance(part, FunctionType):
-        for name, each in getattr(part, "__dict__", {}).items():
-            yield f"the {type(part).__name__} has the attribute {name!r}", each
-        return
-    name = part.__qualname__
-    for each in part.__globals__.keys() & _names_in(part.__code__):
-        yield f"the function {name!r} uses the global {each!r}", part.__globals__[each]
-    for free, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # nothing has been assigned yet
-            yield f"the function {name!r} uses the variable {free!r} of the function around it", cell.cell_contents
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """The names in a code object and in those of the functions and classes that it defines."""
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def pickled_before_failure(value: Any) -> list[Any]:
-    """The objects that pickling by value has met, in order, up to the one that it cannot pickle; empty if it can."""
+    """The functions and classes of a part's module by which pickling has come to what it cannot pickle; "" if none."""
     met: list[Any] = []
 
     class Tracing(_ByValue):
@@ -316,8 +274,8 @@ def pickled_before_failure(value: Any) -> list[Any]:
             met.append(obj)
             return super().reducer_override(obj)
 
-    try:
-        Tracing(io.BytesIO()).dump(value)
-    except Exception:
-        return met
-    return []
+    with contextlib.suppress(Exception):
+        Tracing(io.BytesIO()).dump(part)
+    home = getattr(part, "__module__", None)
+    names = [each.__qualname__ for each in met if isinstance(each, FunctionType | type) and each.__module__ == home]
+    return f"; pickling came to it by {', '.join(names[-3:])}" if names else ""
