@@ -27,7 +27,7 @@ import pickle
 import pkgutil
 import sys
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
@@ -221,7 +221,8 @@ def _is_named_in_main(obj: Any) -> bool:
     return found is obj
 
 
-# Calls, and what in them cannot be pickled: a pickler does not report where it has failed.
+# Calls, and what in them cannot be pickled: a pickler does not report where it has failed. It was at the last object
+# that it met: the open file, the lock, the generator. What it met before may name that.
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], settings: Any) -> bytes:
@@ -266,7 +267,39 @@ def is_picklable(part: Any) -> bool:
 
 
 def describe_unpicklable(part: Any) -> str:
-    """The functions and classes of a part's module by which pickling has come to what it cannot pickle; "" if none."""
+    """Describe the cause inside a part that cannot be pickled, as "; the function 'f' uses the global 'lock', a lock".
+
+    Empty if the part itself is the cause.
+    """
+    *met, cause = pickled_before_failure(part) or [part]
+    if cause is part:
+        return ""
+    named = (where for holder in reversed(met) for where, held in _parts_of(holder) if held is cause)
+    return f"; {next(named, 'it holds one')}, a {type(cause).__name__}"
+
+
+def _parts_of(part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is pickled with a part under a name, and where it is."""
+    if not isinstance(part, FunctionType):
+        for name, each in getattr(part, "__dict__", {}).items():
+            yield f"the {type(part).__name__} has the attribute {name!r}", each
+        return
+    name = part.__qualname__
+    for each in part.__globals__.keys() & _names_in(part.__code__):
+        yield f"the function {name!r} uses the global {each!r}", part.__globals__[each]
+    for free, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing has been assigned yet
+            yield f"the function {name!r} uses the variable {free!r} of the function around it", cell.cell_contents
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names in a code object and in those of the functions and classes that it defines."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def pickled_before_failure(value: Any) -> list[Any]:
+    """The objects that pickling by value has met, in order, up to the one that it cannot pickle; empty if it can."""
     met: list[Any] = []
 
     class Tracing(_ByValue):
@@ -274,8 +307,8 @@ def describe_unpicklable(part: Any) -> str:
             met.append(obj)
             return super().reducer_override(obj)
 
-    with contextlib.suppress(Exception):
-        Tracing(io.BytesIO()).dump(part)
-    home = getattr(part, "__module__", None)
-    names = [each.__qualname__ for each in met if isinstance(each, FunctionType | type) and each.__module__ == home]
-    return f"; pickling came to it by {', '.join(names[-3:])}" if names else ""
+    try:
+        Tracing(io.BytesIO()).dump(value)
+    except Exception:
+        return met
+    return []

@@ -61,11 +61,7 @@ class Unloadable:
 
 LOCK = threading.Lock()
 CANNOT_TRAVEL = {
-    "fn": (
-        lambda index: LOCK,
-        (),
-        r"fn, a function, cannot be sent to the workers \(TypeError: .*lock.*\); pickl",
-    ),
+    "fn": (lambda index: LOCK, (), r"fn, a function, cannot be sent to the workers \(TypeError: .*lock.*\); the func"),
     "an argument": (lambda index, *args: None, (1, LOCK), r"args\[1\], a lock, cannot be sent"),
     "one to rebuild": (lambda index, arg: None, (Unloadable(),), r"cannot be rebuilt in the worker \(ValueError"),
     "a result": (lambda index: threading.Lock(), (), "the result, a lock, cannot be sent"),

@@ -172,16 +172,31 @@ def by_value(code):
     return space
 
 
-@pytest.mark.parametrize(
-    ("code", "met"),
-    [
-        ("def inner():\n  return LOCK\ndef work(i):\n  return inner()", "work, inner"),
-        ("class Box:\n  def use(self):\n    return LOCK\ndef work(i):\n  return Box()", "work, Box, Box.use"),
-        ("class Box: pass\nbox = Box()\nbox.lock = LOCK\ndef work(i):\n  return box", "work, Box"),
-    ],
-)
-def test_what_cannot_travel_is_named_with_what_led_to_it(code, met):
-    assert describe_unpicklable(by_value(code)["work"]) == f"; pickling came to it by {met}"
+OBSTACLES = {
+    "a global of a function that is called": (
+        "def inner():\n  return LOCK\ndef work(i):\n  return inner()",
+        "; the function 'inner' uses the global 'LOCK', a lock",
+    ),
+    "a method": (
+        "class Box:\n  def use(self):\n    return LOCK\ndef work(i):\n  return Box()",
+        "; the function 'Box.use' uses the global 'LOCK', a lock",
+    ),
+    "a variable around it": (
+        "def make():\n  held = LOCK\n  def inner(i):\n    return held\n  return inner\nwork = make()",
+        "; the function 'make.<locals>.inner' uses the variable 'held' of the function around it, a lock",
+    ),
+    "an attribute of a global": (
+        "class Box: pass\nbox = Box()\nbox.lock = LOCK\ndef work(i):\n  return box",
+        "; the Box has the attribute 'lock', a lock",
+    ),
+    "an element": ("work = [1, {'held': LOCK}]", "; it holds one, a lock"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_cannot_travel_is_named_with_what_uses_it(name):
+    code, described = OBSTACLES[name]
+    assert describe_unpicklable(by_value(code)["work"]) == described
 
 
 CELL = '''
