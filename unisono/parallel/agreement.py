@@ -120,9 +120,9 @@ def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int 
         foreach_copy_(group, [part.view_as(each) for each, part in zip(group, parts, strict=True)])
 
 
-def warn_of_unequal_buffers(module: nn.Module, world: World) -> bool:
-    """Warn on rank zero if its buffers are about to replace others of the ranks, which have other values, and return
-    whether they have. Those of BatchNorm always have, unless it is synchronised (docs/limits.md). A collective."""
+def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
+    """Warn on rank zero if its buffers are about to replace others of the ranks, which have other values. Those of
+    BatchNorm always have, unless it is synchronised (docs/limits.md). A collective."""
     named: dict[str, torch.Tensor] = {
         f"the buffer {f'{path}.{name}' if path else name!r}": buffer
         for path, part in module.named_modules()
@@ -139,7 +139,6 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> bool:
             type(module).__name__,
             found[1],
         )
-    return found is not None
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:

@@ -139,7 +139,6 @@ class PreparedModel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`module.zero_grad`, which does nothing between microbatches of one step."""
         if all(stepper.may_zero() for stepper in self._steppers):
-            self.engine.gradients.add_earlier()
             self.engine.zero_grad(set_to_none)
             self.engine.forget()
             for stepper in self._steppers:

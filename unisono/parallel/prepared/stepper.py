@@ -239,9 +239,6 @@ class Stepper:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
         if id(self.optimizer) in stepping or self._steps.step.every == 1 or self.may_zero():
-            for engine in self._engines:
-                if engine.gradients.earlier:  # zeroed in place, those of parameters frozen since, too
-                    engine.gradients.add_earlier()
             self._plain_zero(set_to_none)
             self.forget()
 

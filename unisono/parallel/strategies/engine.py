@@ -21,8 +21,8 @@ from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.parameter_names import describe_rates
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.held import HeldGradients, Members
-from unisono.parallel.weak_methods import weak_method
-from unisono.torch_private import queue_callback, will_engine_execute_node
+from unisono.parallel.strategies.sharded import holds_any
+from unisono.torch_private import will_engine_execute_node
 from unisono.world import World
 
 
@@ -75,8 +75,8 @@ class Engine:
         self.replaced = WeakTensorKeyDictionary()
         self._world, self._steps = world, steps
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
-        self._is_agreed = False  # whether the ranks have compared their models
-        self._shared, self._has_warned = 0, False  # how often buffers were shared, and whether they have differed
+        self._agreed: list[torch.Tensor] = []  # the trained parameters that the ranks have compared
+        self._shared = 0  # how often buffers were shared
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
         self._trained = self.trained()  # in the last forward pass
@@ -144,17 +144,14 @@ class Engine:
         steps, size = self._steps, self._world.comm.size
         held, reduced_by = self.gradients, self.gradients.reduced_by
         is_other = held.passed is not None and held.passed[0] is not steps.step
-        if is_other and held.is_own and steps.step.every > 1:
-            raise RuntimeError(
-                f"the gradients of the {self.name} are of two steps: its optimizer was not asked to step when the "
-                "first was complete; call the step() of each optimizer on each microbatch, or use an Accelerator each"
-            )
-        if reduced_by is not None and is_other and steps.step.every > 1:
-            held.set_aside()
-            if self.gathers:  # the sharded ones are out of sight in a pass, and the next reduction adds to them
-                held.earlier = dict.fromkeys(self.reduced())
-        elif reduced_by is not None and held.earlier:
-            self._refuse_earlier()
+        if is_other and steps.step.every > 1:
+            # Gradients that the user has zeroed by hand are of no step.
+            if held.is_own or holds_any(self.reduced(), self._world):
+                raise RuntimeError(
+                    f"the gradients of the {self.name} are of two steps: those of the first were not zeroed, or its "
+                    "optimizer was not asked to step when it was complete; call the step() of each optimizer on each "
+                    "microbatch, and zero_grad() after it, or use an Accelerator each"
+                )
         elif reduced_by and steps.step.every > 1:
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
             # gathered, it adds to what is reduced.
@@ -174,15 +171,12 @@ class Engine:
     def finish(self) -> None:
         """Called when a reducing backward pass has ended. A collective."""
         self._settle(self.complete)
-        if self.gradients.earlier:
-            # torch's own final callback, which assigns `.grad`, may follow this one, but precedes one queued now.
-            queue_callback(weak_method(self.gradients.add_earlier))
 
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
         self._shared += 1
-        if not self._has_warned and str(self._shared).rstrip("0") == "1":  # 1, 10, 100, ...
-            self._has_warned = warn_of_unequal_buffers(self.module, self._world)
+        if self._shared in (1, 10, 100):
+            warn_of_unequal_buffers(self.module, self._world)
         broadcast_together(self.members.buffers(), self._world)
 
     def complete(self) -> None:
@@ -192,7 +186,6 @@ class Engine:
     def reduce(self) -> None:
         """Reduce at a step, if the gradients are still those of this rank alone. A collective."""
         self._settle(self.reduce_late)
-        self.gradients.add_earlier()
 
     def follow(self) -> None:
         """Have `.grad` be that of the step, after a pass by which it became final, or larger, and which has not reduced
@@ -203,17 +196,8 @@ class Engine:
         if held.is_own and not self.gathers:  # which reduces in a pass only
             self.reduce()
         elif held.reduced_by and held.reduced_by != factor:
-            if held.earlier:
-                self._refuse_earlier()
             scale_gradients(self.reduced(), factor / held.reduced_by)
             held.note_reduction(factor)
-
-    def _refuse_earlier(self) -> NoReturn:
-        raise RuntimeError(
-            f"the gradients of the {self.name} hold those of an earlier step, which were not zeroed, and a microbatch "
-            "is to be averaged with those of this step, which was complete; zero_grad() after each step, or step as "
-            "soon as its microbatches are there"
-        )
 
     def _settle(self, reduce: Callable[[], None]) -> None:
         factor = self._steps.factor()
@@ -235,9 +219,9 @@ class Engine:
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Reduce the gradients of these parameters together; None means all trained parameters."""
-        if not self._is_agreed and self._world.comm.size > 1:
+        if self._agreed is not self._trained and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
-            self._is_agreed = True  # after the comparison: an error leaves it to be repeated
+            self._agreed = self._trained  # after the comparison: an error leaves it to be repeated
         reduced = self.members.with_gradients() if parameters is None else parameters
         reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
 
