@@ -306,7 +306,7 @@ def test_they_are_or_it_is_refused_where(what: str, mode: Mode) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @PROCESSES
-def test_gradients_of_the_step_before_must_be_zeroed_by_whatever_line_in_steps_of_two(mode: Mode, strategy: str) -> None:
+def test_gradients_of_the_step_before_must_be_zeroed_in_steps_of_two(mode: Mode, strategy: str) -> None:
     def run(zero: Callable[[nn.Parameter], object]) -> State:
         accelerator, network = Accelerator(strategy=strategy, gradient_accumulation_steps=2), model()
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
@@ -320,7 +320,7 @@ def test_gradients_of_the_step_before_must_be_zeroed_by_whatever_line_in_steps_o
     expected = plain_run(Case(23, 3, 2, epochs=1), mode.ranks, sgd)
     for zero in (lambda each: setattr(each, "grad", None), lambda each: each.grad.zero_()):
         assert_all_are(mode.run(lambda zero=zero: run(zero))[:1], expected)
-    with pytest.raises(RuntimeError, match="are of two steps.*were not zeroed"):
+    with pytest.raises(RuntimeError, match=r"are of two steps.*were not zeroed"):
         mode.run(lambda: run(lambda each: None))
 
 

@@ -79,10 +79,9 @@ class Passes:
         self.went_past = False  # a backward pass of the current step was not begun by `backward`
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
-        self._is_called = False  # `backward`, and it runs
-        self._has_warned = self._is_checked = False
+        self._is_checked = False  # the first loss
         self._parts: set[float] = set()  # of the batches of the forward passes since the last request
-        self._given: tuple[Any, Origin | None] | None = None  # to `backward`, which runs: the weight, and the batch
+        self._call: tuple[Any, Origin | None] | None = None  # of `backward`, while it runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
         self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
@@ -157,31 +156,19 @@ class Passes:
                 "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
                 "(weight_decay=)"
             )
-        if not self._engines and not self._has_warned and self._world.comm.size > 1:
-            self._has_warned = True
+        if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
+            self._is_checked = True
             if self._world.rank == 0:
-                logger.warning(
-                    "accelerator.backward() is called, and no model is prepared: nothing reduces its gradients, and "
-                    "each of the %d ranks trains a model of its own; model, optimizer, loader = accelerator.prepare("
-                    "model, optimizer, loader)",
-                    self._world.comm.size,
-                )
+                self._warn_of_loss(loss, weight)
         timeline, before = self._world.timeline, None
         track = timeline.backward = timeline.loop() if timeline.is_recorded else None
         if track is not None:
             before = track.switch(BACKWARD)
-        if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
-            self._is_checked = True
-            if weight is None and is_summed(loss.grad_fn) and self._world.rank == 0:
-                logger.warning(
-                    "the loss was computed with reduction='sum', and gradients are weighted as those of means over "
-                    "samples, so the result depends on the number of ranks and microbatches; use reduction='mean', or "
-                    "accelerator.backward(loss / count, weight=count)"
-                )
-        self._is_called = True
+        self._call = weight, None
         try:
+            if batch is not None:
+                self._call = weight, self.steps.name(batch)
             if weight is not None or batch is not None:
-                self._given = weight, None if batch is None else self.steps.name(batch)
                 for engine in list(self._engines):
                     engine.scale_leaves()
             loss.backward(retain_graph=retain_graph)
@@ -189,10 +176,25 @@ class Passes:
             raise_translated(error, self._world.comm)
             raise
         finally:
-            self._is_called, self._given = False, None
-            timeline.backward = None
+            self._call = timeline.backward = None
             if track is not None:
                 track.switch(before)
+
+    def _warn_of_loss(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
+        """Warn of a loss of no prepared model, or of one that is no mean."""
+        if not self._engines and self._world.comm.size > 1:
+            logger.warning(
+                "accelerator.backward() is called, and no model is prepared: nothing reduces its gradients, and each "
+                "of the %d ranks trains a model of its own; model, optimizer, loader = accelerator.prepare(model, "
+                "optimizer, loader)",
+                self._world.comm.size,
+            )
+        elif weight is None and is_summed(loss.grad_fn):
+            logger.warning(
+                "the loss was computed with reduction='sum', and gradients are weighted as those of means over "
+                "samples, so the result depends on the number of ranks and microbatches; use reduction='mean', or "
+                "accelerator.backward(loss / count, weight=count)"
+            )
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""
@@ -300,7 +302,7 @@ class Passes:
 
     def _check_named(self, engine: Engine, origin: Origin) -> None:
         """Check that outputs are not known to be of another batch than the user names."""
-        named = self._given[1] if self._given is not None else None
+        _, named = self._call or (None, None)
         if named is None or origin.is_computed or origin.batch in (None, named.batch):
             return
         raise ValueError(
@@ -389,17 +391,16 @@ class Passes:
     def _count_run(self, engine: Engine, run: _Run) -> None:
         """Count a backward pass that leaves gradients at the model's parameters."""
         # One loss may pass through several models: the pass is counted once, by the first that it reaches.
-        counted = self._running.get(run.task)
-        if run.is_mixed and self._given is None:
+        counted, (weight, named) = self._running.get(run.task), self._call or (None, None)
+        is_named = weight is not None or named is not None
+        if run.is_mixed and not is_named:
             raise RuntimeError(
                 f"outputs of the {engine.name} from several batches met in one backward pass, and all its parameters "
                 "are in checkpoints with use_reentrant=True, so that no weights can be applied; pass "
                 "use_reentrant=False, or call backward() for the loss of each batch"
             )
         if counted is None:
-            self.went_past = self.went_past or not self._is_called
-            is_named = self._given is not None
-            weight, named = self._given or (None, None)
+            self.went_past = self.went_past or self._call is None
             if named is not None and run.origin is not None:
                 self._check_named(engine, run.origin)
             origin = named or run.origin or self._bypassing(engine)
