@@ -33,9 +33,9 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
-from unisono.parallel.claims import Claim, Crossings, check_counts, refuse_crossed
+from unisono.parallel.claims import Claim, Crossings, Origin, check_counts, find_origin, named_origin, refuse_crossed
 from unisono.parallel.gradients import scaled
-from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
+from unisono.parallel.steps import COLLECTING, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
@@ -75,7 +75,7 @@ class Passes:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.origin = steps.origin_of()  # of the last forward pass
+        self.origin = Origin((None,), steps.world)  # of the last forward pass
         self.went_past = False  # a backward pass of the current step was not begun by `backward`
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
@@ -107,7 +107,7 @@ class Passes:
         if steps.origin is None and steps.now == steps.requested:
             self._parts.clear()
         inputs = tensors(values)
-        self.origin = steps.origin = origin = steps.find(inputs, syncs, engine.give_optimizers)
+        self.origin = steps.origin = origin = find_origin(self._world, inputs, syncs, engine.give_optimizers)
         origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
         self._parts.add(origin.part)
         if origin.part != 1 or steps.step.every > 1 or steps.every > 1:
@@ -167,7 +167,7 @@ class Passes:
         self._call = weight, None
         try:
             if batch is not None:
-                self._call = weight, self.steps.name(batch)
+                self._call = weight, named_origin(batch, self._world)
             if weight is not None or batch is not None:
                 for engine in list(self._engines):
                     engine.scale_leaves()
@@ -205,7 +205,7 @@ class Passes:
                 "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
                 "batch and zero_grad() after each step"
             )
-        origin = self.origin if self._parts else self.steps.find()  # without a forward pass of the model
+        origin = self.origin if self._parts else find_origin(self._world)  # without a forward pass of the model
         self._count_late(origin, engine)
         engine.adopt(origin.part)
 
@@ -438,7 +438,7 @@ class Passes:
         if engine.graphs:  # of several batches: it is not known which
             found = list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
             return Origin(found, self._world, is_computed=len(found) > 1)
-        return self.origin if self.steps.is_recent() else self.steps.find()
+        return self.origin if self.steps.is_recent() else find_origin(self._world)
 
     def _watch_end(self, task: int) -> None:
         """Have `_end` called at the end of the running backward pass, unless it ends with an error."""
