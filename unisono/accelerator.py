@@ -439,7 +439,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             state: with the names of the module that was given to `prepare`; what other ranks than zero pass is ignored.
         """
         if isinstance(prepared, Optimizer):
-            load_optimizer_state(prepared, state, self.world, may_differ=False)
+            load_optimizer_state(prepared, state, self.world)
         else:
             meet(prepared)
             load_model_state(self.unwrap_model(prepared), state, self.world)

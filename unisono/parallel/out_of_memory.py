@@ -11,7 +11,6 @@ collective that others have begun cannot be cancelled.
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -93,18 +92,8 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        _let_go(error)
         # The text alone: the error's traceback would keep the tensors of the attempt alive.
         return None, str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Clear the local variables of the calls that the error passed through, and those of its causes."""
-    seen = set()
-    while error is not None and id(error) not in seen:  # an error may be its own cause
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _failed_anywhere(reason: str, size: int, world: World) -> bool:
