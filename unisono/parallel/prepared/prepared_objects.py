@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -29,18 +29,18 @@ from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
 from unisono.tree import tree_map
 
+T = TypeVar("T")
+
 
 class PreparedObjects:
     """The objects that one Accelerator has prepared, referenced weakly."""
 
     def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
-        self._models: list[ref[PreparedModel]] = []  # in the order of preparation, the same on each rank
-        self._steppers: list[ref[Stepper]] = []
+        # In the order of preparation, the same on each rank.
+        self.models, self.steppers = _Known[PreparedModel](), _Known[Stepper]()
+        self.loaders, self.schedulers, self.means = _Known[Any](), _Known[PreparedScheduler](), _Known[Mean]()
         self._builder = builder
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
-        self._loaders: list[ref[Any]] = []
-        self._schedulers: list[ref[PreparedScheduler]] = []
-        self._means: list[ref[Mean]] = []
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Prepare each object, and return the results in the same order. If one cannot be prepared, none is changed.
@@ -65,38 +65,18 @@ class PreparedObjects:
             if is_metric(each):
                 made[id(each)] = self._builder.metric(each)
                 if isinstance(each, Mean):
-                    self._means.append(ref(each))
+                    self.means.add(each)
             elif isinstance(each, LRScheduler | ReduceLROnPlateau):
                 made[id(each)] = self._add_scheduler(each, made)
             elif each is not None and id(each) not in made:
                 made[id(each)] = loader = self._make_loader(each)
                 _all_prepared[each] = _all_prepared[loader] = loader
-                self._loaders.append(ref(loader))
+                self.loaders.add(loader)
         return [_rebuild(each, made) for each in objects]
-
-    def models(self) -> list[PreparedModel]:
-        """The prepared models."""
-        return [model for each in self._models if (model := each()) is not None]
 
     def modules(self) -> list[nn.Module]:
         """The modules of the prepared models."""
         return [model.module for model in self.models()]
-
-    def steppers(self) -> list[Stepper]:
-        """The steppers of the prepared optimizers."""
-        return [stepper for each in self._steppers if (stepper := each()) is not None]
-
-    def schedulers(self) -> list[PreparedScheduler]:
-        """The prepared schedulers."""
-        return [scheduler for each in self._schedulers if (scheduler := each()) is not None]
-
-    def loaders(self) -> list[Any]:
-        """The prepared loaders."""
-        return [loader for each in self._loaders if (loader := each()) is not None]
-
-    def means(self) -> list[Mean]:
-        """The prepared means."""
-        return [mean for each in self._means if (mean := each()) is not None]
 
     def clip_norm(
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -161,11 +141,8 @@ class PreparedObjects:
         for model in self.models():
             model.engine.release()
             _all_prepared.forget(model)
-        self._models.clear()
-        self._steppers.clear()
-        self._loaders.clear()
-        self._schedulers.clear()
-        self._means.clear()
+        for known in (self.models, self.steppers, self.loaders, self.schedulers, self.means):
+            known.clear()
         self._builder.passes.steps.give_up()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
@@ -222,7 +199,7 @@ class PreparedObjects:
         model.engine.replaced.update((each, True) for each in before if each not in now)
         remember_names(model.module)
         watch(model.engine, self._builder.done_in_steps())
-        self._models.append(ref(model))
+        self.models.add(model)
         for stepper in self.steppers():
             self._join(model, stepper)
         _all_prepared[module] = _all_prepared[model.module] = model
@@ -231,7 +208,7 @@ class PreparedObjects:
     def _add_optimizer(self, optimizer: Optimizer) -> Optimizer:
         made = self._builder.strategy.wrap_optimizer(optimizer)
         stepper = self._builder.stepper(made)
-        self._steppers.append(ref(stepper))
+        self.steppers.add(stepper)
         stepper.join = weak_method(self._join_all)
         self._join_all(stepper)
         _all_prepared[optimizer] = _all_prepared[made] = made
@@ -262,8 +239,18 @@ class PreparedObjects:
         assert stepper is not None  # ensured by `_check`
         prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit)
         _all_prepared[scheduler] = prepared
-        self._schedulers.append(ref(prepared))
+        self.schedulers.add(prepared)
         return prepared
+
+
+class _Known(list[ref[T]]):
+    """Objects that are held weakly; a call returns them."""
+
+    def add(self, each: T) -> None:
+        self.append(ref(each))
+
+    def __call__(self) -> list[T]:
+        return [found for each in self if (found := each()) is not None]
 
 
 class Places:
