@@ -54,6 +54,7 @@ class Mode:
         if self.name == "threads":
             return self._replicas()(lambda *_: _there(body), [])
         preload()
+        devices(self.ranks)
         with by_value(body):
             return spawn(lambda _: _there(body), nprocs=self.ranks, cores=1, backend=FAMILY, timeout=PATIENCE)
 
@@ -107,7 +108,7 @@ def fitting(*modes: Mode, workers: bool = False) -> list[Mode]:
     if FAMILY == "cpu":
         return list(modes)
     count = get_backend(FAMILY).device_count()
-    found = [mode for mode in modes if (workers if mode.name == "processes" else mode.ranks <= count)]
+    found = [mode for mode in modes if mode.ranks <= count and (workers or mode.name != "processes")]
     return [mode for mode in found if mode.name != "solo" or len(found) == 1]
 
 
@@ -116,6 +117,8 @@ def scaling(*modes: Mode, workers: bool = False) -> list[Mode]:
     if FAMILY == "cpu":
         return list(modes)
     every = Mode("threads", get_backend(FAMILY).device_count())
+    if every.ranks == 1 and SOLO not in modes:
+        return []
     return fitting(*dict.fromkeys(every if mode.name == "threads" else mode for mode in modes), workers=workers)
 
 

@@ -131,7 +131,8 @@ class WorkerPool:
         loader.generator.manual_seed(seed)
         if requests is not None:
             loader.sampler.requests = requests
-        with one_at_a_time:
+        # The user's default device, from whose generator torch would draw, is not the workers' either.
+        with one_at_a_time, torch.device("cpu"):
             values = iter(loader)
         if requests is not None:
             loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive
