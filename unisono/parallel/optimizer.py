@@ -224,18 +224,17 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
     # Only after the comparison has succeeded: after an error the next step compares again.
     agreed.add(optimizer)
     if optimizer not in prepared:
-        warn_of_foreign_batches(world, "optimizer_step", "DeviceLoader(loader) cuts it")
+        warn_of_foreign_batches(world)
 
 
-def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
+def warn_of_foreign_batches(world: World) -> None:
     """Warn on rank zero of several if no loader of this package has delivered a batch."""
     is_expected = world.state.part(ByHand).brings_batches or not world.state.deliveries.is_unused
     if world.rank == 0 and world.world_size > 1 and not is_expected:
         logger.warning(
-            "%s on %d ranks without batches of a prepared loader: a plain DataLoader gives each rank all data; %s",
-            called,
+            "a step on %d ranks without batches of a prepared loader: a plain DataLoader gives each rank all data; "
+            "prepare(loader) cuts it, or by hand DeviceLoader(loader)",
             world.world_size,
-            way_out,
         )
 
 

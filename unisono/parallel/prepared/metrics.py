@@ -172,7 +172,7 @@ def synchronize_metric(metric: Any, world: World) -> None:
     for each in metric.modules():
         if isinstance(each, loaded_class("torchmetrics", "Metric")):
             each.dist_sync_fn = partial(_gather_state, world)
-            each.distributed_available_fn = partial(_has_peers, world)
+            each.distributed_available_fn = lambda: world.world_size > 1
             each.update = wraps(each.update)(partial(_update, each, each.update, world))
 
 
@@ -186,10 +186,6 @@ def _update(metric: Any, update: Callable[..., Any], world: World, *args: Any, *
             "loader.valid_samples; metric.update(scores[:count], labels[:count])), or pass it sync_on_compute=False"
         )
     return update(*args, **kwargs)
-
-
-def _has_peers(world: World) -> bool:
-    return world.world_size > 1
 
 
 def _gather_state(world: World, own: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

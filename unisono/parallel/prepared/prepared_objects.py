@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.parallel.means import Mean
+from unisono.parallel.optimizer import prepared
 from unisono.parallel.parameter_names import parameters_of, remember_names, trained_parameters
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.metrics import is_metric
@@ -70,7 +71,7 @@ class PreparedObjects:
                 made[id(each)] = self._add_scheduler(each, made)
             elif each is not None and id(each) not in made:
                 made[id(each)] = loader = self._make_loader(each)
-                _all_prepared[each] = _all_prepared[loader] = loader
+                _remember(loader, each)
                 self.loaders.add(loader)
         return [_rebuild(each, made) for each in objects]
 
@@ -137,10 +138,8 @@ class PreparedObjects:
         """Release everything. Models and optimizers can be prepared again."""
         for stepper in self.steppers():
             stepper.release()
-            _all_prepared.forget(stepper.optimizer)
         for model in self.models():
             model.engine.release()
-            _all_prepared.forget(model)
         for known in (self.models, self.steppers, self.loaders, self.schedulers, self.means):
             known.clear()
         self._builder.passes.steps.give_up()
@@ -150,7 +149,7 @@ class PreparedObjects:
         name = type(each).__name__
         is_ours = isinstance(each, PreparedModel | PreparedScheduler)
         known = [*before, *self.means()]
-        if is_ours or each in _all_prepared or (each is not None and any(each is other for other in known)):
+        if is_ours or _is_prepared(each) or (each is not None and any(each is other for other in known)):
             raise ValueError(
                 f"the {name} at position {where} is already prepared; prepare each object once, and continue with what "
                 "prepare() returned"
@@ -202,7 +201,7 @@ class PreparedObjects:
         self.models.add(model)
         for stepper in self.steppers():
             self._join(model, stepper)
-        _all_prepared[module] = _all_prepared[model.module] = model
+        _remember(model, module, model.module)
         return model
 
     def _add_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -211,7 +210,7 @@ class PreparedObjects:
         self.steppers.add(stepper)
         stepper.join = weak_method(self._join_all)
         self._join_all(stepper)
-        _all_prepared[optimizer] = _all_prepared[made] = made
+        _remember(made, optimizer)
         return made
 
     def _join_all(self, stepper: Stepper) -> None:
@@ -237,10 +236,10 @@ class PreparedObjects:
             setattr(optimizer.step.__func__, STEP_WRAPPED, True)
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # ensured by `_check`
-        prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit)
-        _all_prepared[scheduler] = prepared
-        self.schedulers.add(prepared)
-        return prepared
+        follower = PreparedScheduler(scheduler, stepper, self._schedule_unit)
+        _remember(follower, scheduler)
+        self.schedulers.add(follower)
+        return follower
 
 
 class _Known(list[ref[T]]):
@@ -307,34 +306,24 @@ def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
         _follow(part, made)
 
 
-class _Registry:
-    """Objects that any Accelerator has prepared, with the results, both held weakly: an object may be prepared again
-    when its result is gone."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-
-    def __contains__(self, each: Any) -> bool:
-        try:
-            made = self._known.get(each)
-        except TypeError:  # it supports no weak references, or has no hash
-            return False
-        return made is not None and made() is not None
-
-    def __setitem__(self, each: Any, made: Any) -> None:
-        with suppress(TypeError):
-            self._known[each] = ref(made)
-
-    def forget(self, made: Any) -> None:
-        """Forget that this object, or the one that it was made from, is prepared."""
-        for reference in self._known.keyrefs():  # a copy: threads of other ranks may add entries meanwhile
-            known = reference()
-            was = None if known is None else self._known.get(known)
-            if was is not None and (was() is made or known is made):
-                self._known.pop(known, None)
+# Of what any Accelerator has prepared: the results. An object may be prepared again when its result is gone.
+_made: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
 
-_all_prepared = _Registry()
+def _remember(made: Any, *objects: Any) -> None:
+    for each in (made, *objects):
+        with suppress(TypeError):  # it supports no weak references, or has no hash
+            _made[each] = ref(made)
+
+
+def _is_prepared(each: Any) -> bool:
+    try:
+        made = found() if (found := _made.get(each)) is not None else None
+    except TypeError:
+        return False
+    if isinstance(made, PreparedModel):
+        return not made.engine.is_released
+    return made in prepared if isinstance(made, Optimizer) else made is not None
 
 
 def _check_devices(where: str, module: nn.Module) -> None:

@@ -254,7 +254,8 @@ class Stepper:
         held = [each.gradients for each in self._engines]
         passed = [each.passed for each in held if each.passed is not None and each.passed[0] is step]
         # Final by a pass of its own, not by that of another model, which its own may follow in the same microbatch.
-        is_final = any(each.is_reduced for each in held) and any(at >= step.visits[-1].microbatch for _, at in passed)
+        is_own = any(at >= step.visits[-1].microbatch for _, at in passed)
+        is_final = is_own and any(each.reduced_by is not None for each in held)
         return not passed or is_final or any(at > steps.requested for _, at in passed)
 
     def forget(self) -> None:
@@ -347,7 +348,7 @@ class Stepper:
     def _finish(self) -> None:
         """Clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
-            by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
+            by_hand.warn_of_foreign_batches(self.world)
         if self._max_grad_norm is not None:
             clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, world=self.world)
 

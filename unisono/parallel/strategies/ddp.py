@@ -90,7 +90,9 @@ class DDPEngine(Engine):
             init_sync=fills,
             **_SYNCS_NO_BUFFERS,
         )
-        self._replicated.fill_buckets()
+        # The final buckets. With find_unused_parameters, torch keeps its initial ones.
+        push_rebuilt_parameters(self._replicated.reducer)
+        rebuild_buckets(self._replicated.reducer)
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
         attach_hook(self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self._world.timeline)
 
@@ -159,11 +161,6 @@ class _Ordered(DistributedDataParallel):
         parameters, are_sparse = super()._build_params_for_reducer()
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
-    def fill_buckets(self) -> None:
-        """Create the final buckets. A collective. With find_unused_parameters, torch keeps its initial buckets."""
-        push_rebuilt_parameters(self.reducer)
-        rebuild_buckets(self.reducer)
-
 
 def attach_hook(
     ddp: DistributedDataParallel,
@@ -172,15 +169,11 @@ def attach_hook(
     finish: Callable[[], None] = lambda: None,
     timeline: Timeline | None = None,
 ) -> None:
-    """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`.
+    """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, and call `finish` when the last
+    bucket of a backward pass is sent.
 
     Hooks compute the mean over the ranks: gradients are multiplied by scale() * size before. DDP sends buckets in the
     order of their indices, so that all buckets of a backward pass have the factor that was computed for the first one.
-
-    Args:
-        hook: as `DDP.comm_hook`.
-        finish: called when the last bucket of a backward pass is sent.
-        timeline: what is spent here, and after it, in a recorded backward pass, is spent on reducing.
     """
     group = ddp.process_group  # `weighted` must not reference the DDP, whose C++ part references it
     size: int = group.size()

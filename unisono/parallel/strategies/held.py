@@ -132,11 +132,6 @@ class HeldGradients:
         self.known: dict[torch.Tensor, tuple[torch.Tensor | None, int]] | None = None
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether they are reduced over the ranks."""
-        return self.reduced_by is not None
-
-    @property
     def is_own(self) -> bool:
         """Whether backward passes have left them on this rank alone, or they are a part of a step."""
         if self._is_alone and self._steps.step.every == 1:
