@@ -336,10 +336,7 @@ class Stepper:
             elif self._max_grad_norm is not None or not self.taken.steps:
                 self._finish()
             if self._scaler is not None:
-                before = self.taken.steps
-                result = self._scaler.step(self.optimizer, **arguments)
-                self._scaler.has_skipped |= self.taken.steps == before
-                return result
+                return self._scaler.step(self.optimizer, **arguments)
             self._count_step()
             return self._plain_step(**arguments)
         finally:
