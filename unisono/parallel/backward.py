@@ -36,7 +36,7 @@ from unisono.comm.selection import raise_translated
 from unisono.parallel.claims import Claim, Crossings, Origin, check_counts, find_origin, named_origin, refuse_crossed
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Steps, Visit
-from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
+from unisono.parallel.strategies.engine import Engine, is_left_at
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.weak_methods import weak_method
 from unisono.timeline import BACKWARD
@@ -311,17 +311,6 @@ class Passes:
             "as weight="
         )
 
-    def _check_graphs(self, engine: Engine, part: float) -> None:
-        """Check that gradients which were differentiated, and which may be in this pass, have its part: they bypass the
-        outputs, where they could be scaled by themselves."""
-        if any(each.part != part for each in engine.graphs):
-            raise ValueError(
-                "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of "
-                "another one, of which this rank has a different part; call accelerator.backward(loss, batch=batch) "
-                "for each of them"
-            )
-        engine.graphs.clear()
-
     @staticmethod
     def _arrive_at_leaf(passes: ref[Passes], engine: ref[Engine], gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Handle a gradient that arrives at a parameter of the model; None if autograd has none."""
@@ -368,7 +357,7 @@ class Passes:
             if each.requires_grad and is_left_at(each):
                 break
         else:
-            run = _Run(task, origin, is_taken=any(is_taken_from(each) for each in engine.leaves()))
+            run = _Run(task, origin, is_taken=any(is_left_at(each) is None for each in engine.leaves()))
             if outer is None:
                 engine.passing = run
                 self._passed_by[task] = ref(engine), run, engine.gradients.arrivals.count()
@@ -416,7 +405,14 @@ class Passes:
         if origin.batch is not counted.origin.batch and counted.part is None:
             self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
-            self._check_graphs(engine, run.part)
+            # These gradients may be in this pass, and bypass the outputs, where they could be scaled by themselves.
+            if any(each.part != run.part for each in engine.graphs):
+                raise ValueError(
+                    "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of "
+                    "another one, of which this rank has a different part; call accelerator.backward(loss, "
+                    "batch=batch) for each of them"
+                )
+            engine.graphs.clear()
         held = engine.gradients
         is_weighed = self.steps.step.every > 1 or run.part != 1
         # Or the assigned ones are of another batch.

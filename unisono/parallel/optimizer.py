@@ -22,7 +22,7 @@ from unisono.deliveries import name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.backward import Passes
 from unisono.parallel.claims import Crossings, Origin, check_counts, claim_of, find_origin, named_origin, refuse_crossed
-from unisono.parallel.gradients import reduce_gradients, scaled
+from unisono.parallel.gradients import check_presence, reduce_gradients, scaled
 from unisono.parallel.parameter_names import describe_rates, trained_parameters
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.sharded import holds_any
@@ -205,6 +205,7 @@ def reduce_held(optimizer: Optimizer, world: World, origin: Origin | None = None
         place = "a step" if origin.batch is None else f"a step on {name_batches([origin.batch])}"
     parameters = trained_parameters(optimizer)
     reduce_gradients(parameters, world, factor, place + describe_rates([optimizer]))
+    check_presence(parameters)
     for each in parameters:
         unreduced.pop(each, None)
     return part

@@ -224,9 +224,8 @@ class Steps:
             self._check_microbatch(origin)
         if weight is None and batch is not None and batch.is_guess and (self._size > 1 or step.every > 1):
             raise ValueError(
-                "it is not known how many rows this batch has: a collate_fn made it, and its tensors and lists do not "
-                "agree, or may be samples or fields; let it return a tuple or a dict of tensors with the rows along "
-                "their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
+                "it is not known how many rows this batch has, which a collate_fn has made; let it return tensors with "
+                "the rows along their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
             )
         claim = origin.claim if weight is None else claim_of(batch, weight, self.world)
         self.origin = None

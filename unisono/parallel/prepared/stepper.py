@@ -254,8 +254,8 @@ class Stepper:
         held = [each.gradients for each in self._engines]
         passed = [each.passed for each in held if each.passed is not None and each.passed[0] is step]
         # Final by a pass of its own, not by that of another model, which its own may follow in the same microbatch.
-        is_own = any(at >= step.visits[-1].microbatch for _, at in passed)
-        is_final = is_own and any(each.reduced_by is not None for each in held)
+        is_reduced = any(each.reduced_by is not None for each in held)
+        is_final = is_reduced and any(at >= step.visits[-1].microbatch for _, at in passed)
         return not passed or is_final or any(at > steps.requested for _, at in passed)
 
     def forget(self) -> None:

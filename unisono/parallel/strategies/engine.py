@@ -223,7 +223,7 @@ class Engine:
             check_agreement(self.trained(), self._world)
             self._agreed = self._trained  # after the comparison: an error leaves it to be repeated
         reduced = self.members.with_gradients() if parameters is None else parameters
-        reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
+        reduce_gradients(reduced, self._world, self._steps.factor(), self.place())
 
     def count_leaves(self) -> None:
         """Count the gradients that arrive at the leaves; again, when others train."""
@@ -316,18 +316,10 @@ def _remove(hooks: dict[torch.Tensor, RemovableHandle]) -> None:
         hooks.popitem()[1].remove()
 
 
-def is_left_at(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass accumulates a gradient in this leaf's `.grad`."""
+def is_left_at(leaf: torch.Tensor) -> bool | None:
+    """Whether the running backward pass accumulates a gradient in this leaf's `.grad`; None if it is
+    `torch.autograd.grad` with respect to leaves that include this one."""
     try:
         return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
-    except (RuntimeError, AttributeError):  # AttributeError: in torch.func.grad
-        return False
-
-
-def is_taken_from(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass is `torch.autograd.grad` with respect to leaves that include this one."""
-    try:
-        will_engine_execute_node(get_gradient_edge(leaf).node)
     except (RuntimeError, AttributeError):  # torch refuses the query for such a leaf; in torch.func.grad
-        return True
-    return False
+        return None

@@ -12,10 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
-from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
-from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
+from unisono.parallel.strategies.engine import Engine, is_left_at
 from unisono.parallel.strategies.sharded import (
     Rebinding,
     any_whole_gradient,
@@ -56,8 +55,7 @@ class FSDPStrategy(Strategy):
         else:
             check_shardable(each, self.options.units)
 
-    def wrap_model(self, module: nn.Module) -> Engine:
-        broadcast_parameters(module, world=self.world)
+    def engine_of(self, module: nn.Module) -> Engine:
         return FSDPEngine(module, self.world, self.steps, self.options)
 
 
@@ -171,7 +169,7 @@ class FSDPEngine(Engine):
 
     def pass_by(self) -> None:
         """Refuse a pass that computes the gradients of parameters."""
-        if any(is_taken_from(each) or is_left_at(each) for each in [*self._whole, *self._parts] if each.requires_grad):
+        if any(is_left_at(each) is not False for each in [*self._whole, *self._parts] if each.requires_grad):
             raise RuntimeError(
                 f"gradients of the {self.name} were requested by torch.autograd.grad(loss, parameters), or "
                 "backward(inputs=parameters), and under strategy='fsdp' no rank has them as a whole; let "
