@@ -36,9 +36,8 @@ from unisono.comm.selection import raise_translated
 from unisono.parallel.claims import Claim, Crossings, Origin, check_counts, find_origin, named_origin, refuse_crossed
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Steps, Visit
-from unisono.parallel.strategies.engine import Engine, is_left_at
+from unisono.parallel.strategies.engine import Engine, is_left_at, weak_method
 from unisono.parallel.strategies.sharded import is_distributed
-from unisono.parallel.weak_methods import weak_method
 from unisono.timeline import BACKWARD
 from unisono.torch_private import current_graph_task_id, is_summed, queue_callback
 from unisono.tree import tensors

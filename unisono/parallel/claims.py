@@ -114,7 +114,9 @@ def find_origin(
     batches: Sequence[Batch | None] = deliveries.find_in(inputs)
     is_computed = not batches
     if is_computed:
-        batches = deliveries.computed_from(rows_of(inputs), inputs)
+        # Of the first tensor that has rows; a nested one may have no shape.
+        rows = next((int(each.size(0)) for each in inputs if each.ndim), None)
+        batches = deliveries.computed_from(rows, inputs)
     found = Origin(batches, world, is_computed, syncs, optimizers)
     if found.batch is not None:
         found.may_lag = is_computed and found.batch.loop.lags
@@ -212,11 +214,3 @@ def refuse_crossed(part: float) -> None:
             "loss of the global batch on each rank, and give all ranks the same weight, as in backward(loss, "
             "weight=len(gathered) / world_size)"
         )
-
-
-def rows_of(values: Sequence[torch.Tensor]) -> int | None:
-    """The number of rows of a pass's inputs: of the first tensor that has any."""
-    for each in values:
-        if each.ndim:
-            return int(each.size(0))  # a nested tensor may have no shape
-    return None

@@ -1,11 +1,9 @@
 """DataParallel: one replica of the model per device, each in its own thread with its part of every global batch.
 
 The semantics are those of PyTorch/XLA's thread-based `DataParallel`, without its faults: an exception of a replica is
-raised in the caller; no batch is dropped; loops always get plain batches; any list of devices is allowed.
-
-The object owns the replicas, a context, a timeline and random generators for each, and the threads. Each call resets
-the replicas' communicator, so after a failed call the object can be called again, although its replicas may differ by
-then: a note of the error says so.
+raised in the caller; no batch is dropped; loops always get plain batches; any list of devices is allowed. Each call
+resets the replicas' communicator, so after a failed call the object can be called again, although its replicas may
+differ by then: a note of the error says so.
 
 *Threads:* one call at a time; `loop_fn` runs concurrently in the replica threads, under the caller's grad mode,
 autocast and context variables.

@@ -1,11 +1,8 @@
 """Find the largest batch size that fits: attempts with decreasing sizes, on all ranks together.
 
 After each attempt the ranks exchange whether one of them ran out of memory, and retry together. They meet only there:
-if a rank runs out of memory while its peers wait for it inside the attempt, for example in a reduction of gradients, it
-has reached the end of the attempt and they have not. That is a `CollectiveMismatchError` on all of them, since a
-collective that others have begun cannot be cancelled.
-
-*Threads:* the rank's own; nothing is kept from call to call.
+if a rank ran out of memory while its peers wait for it inside the attempt, as in a reduction, all of them get a
+`CollectiveMismatchError`, since a collective that others have begun cannot be cancelled.
 """
 
 from __future__ import annotations

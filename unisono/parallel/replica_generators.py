@@ -70,11 +70,8 @@ def own_generator(generator: torch.Generator) -> Iterator[None]:
 
 
 class ReplicaGenerators:
-    """The random generators of one replica, which continue from call to call.
-
-    A device with its own generator gets the replica's state while the replica runs; its previous state is restored
-    afterwards.
-    """
+    """The random generators of one replica, which continue from call to call. A device with its own generator gets the
+    replica's state while the replica runs, and then its own again."""
 
     def __init__(self, seed: int, backend: Backend, device: torch.device) -> None:
         self.cpu = torch.Generator().manual_seed(seed)

@@ -24,8 +24,8 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scheduler import PreparedScheduler, Unit
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
+from unisono.parallel.strategies.engine import weak_method
 from unisono.parallel.strategies.sharded import clip_grad_norm, sharded_like
-from unisono.parallel.weak_methods import weak_method
 from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
 from unisono.tree import tree_map
@@ -222,7 +222,6 @@ class PreparedObjects:
         """Connect a model with the optimizer of some of its parameters."""
         own = {id(each) for each in parameters_of(stepper.optimizer)}
         if any(id(each) in own for each in model.parameters()):
-            model.train_by(stepper)
             stepper.train(model.engine)
 
     def _stepper_of(self, optimizer: Optimizer) -> Stepper | None:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -37,11 +37,18 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
+
 steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
 """Those of this process, of all ranks that are its threads."""
 
 stepping: set[int] = set()
 """The ids of the optimizers whose steps run, by their steppers."""
+
+
+def alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
+    """The live keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
+    return [each for reference in table.keyrefs() if (each := reference()) is not None]
 
 
 class Taken(NamedTuple):

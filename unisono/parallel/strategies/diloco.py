@@ -21,10 +21,9 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from unisono.parallel.gradients import buckets
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.engine import Engine, Trainer
+from unisono.parallel.strategies.engine import Engine, Trainer, weak_method
 from unisono.parallel.strategies.states import load_optimizer_state
 from unisono.parallel.strategies.strategy import Strategy
-from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import DiLoCo
 from unisono.timeline import REDUCE
 from unisono.world import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, call
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
@@ -24,6 +24,9 @@ from unisono.parallel.strategies.held import HeldGradients, Members
 from unisono.parallel.strategies.sharded import holds_any
 from unisono.torch_private import will_engine_execute_node
 from unisono.world import World
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Trainer:
@@ -305,6 +308,19 @@ class Engine:
     def named_leaves(self) -> dict[str, torch.Tensor]:
         """The tensors that `leaves` returns, by their names in the module. A collective."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+
+
+def weak_method(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A method as a callback for torch, whose references the garbage collector does not see: it returns None when its
+    object is gone."""
+    bound: Any = method
+    held, function = ref(bound.__self__), bound.__func__
+
+    def weak(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        found = held()
+        return None if found is None else function(found, *args, **kwargs)  # type: ignore[return-value]
+
+    return weak
 
 
 def _optimizers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:

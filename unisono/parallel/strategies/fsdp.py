@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from unisono.comm.selection import raise_translated
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
-from unisono.parallel.strategies.engine import Engine, is_left_at
+from unisono.parallel.strategies.engine import Engine, is_left_at, weak_method
 from unisono.parallel.strategies.sharded import (
     Rebinding,
     any_whole_gradient,
@@ -27,7 +27,6 @@ from unisono.parallel.strategies.sharded import (
     whole_parameters,
 )
 from unisono.parallel.strategies.strategy import Strategy, check_elementwise
-from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
 from unisono.torch_private import (
     FSDP_CONTEXT,

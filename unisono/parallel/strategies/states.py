@@ -32,12 +32,9 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Elsewhere(dict[str, Any]):
-    """Stands for a state that is on rank zero: without entries, so that `if state:` means that it is here.
-
-    It is a dict for `Accelerator.load_state_dict`, which takes rank zero's, for copies, and as a result of `spawn`. If
-    every rank saved what it has to one file, the last one would leave {} there: so whatever reads it or pickles it for
-    a file is a CheckpointError.
-    """
+    """Stands for a state that is on rank zero: without entries, so that `if state:` means that it is here. If every
+    rank saved what it has to one file, the last one would leave {} there: so whatever reads it or pickles it for a file
+    is a CheckpointError."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
