@@ -70,8 +70,8 @@ def test_an_outcome_whose_news_an_interrupt_loses_is_there_all_the_same(monkeypa
         def put(self, item: None) -> None:
             self._news.put(item)
 
-        def get(self, timeout: float) -> None:
-            self._news.get(timeout=timeout)
+        def get(self, **limit: float) -> None:
+            self._news.get(**limit)
             if losing:
                 losing.clear()
                 raise KeyboardInterrupt

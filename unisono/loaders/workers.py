@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from unisono.comm.operations import HOST
 from unisono.errors import describe_exit
 from unisono.loaders.fetcher import Fetcher, Request, few
 from unisono.loaders.forked_workers import context_of, one_at_a_time
@@ -132,7 +133,7 @@ class WorkerPool:
         if requests is not None:
             loader.sampler.requests = requests
         # The user's default device, from whose generator torch would draw, is not the workers' either.
-        with one_at_a_time, torch.device("cpu"):
+        with one_at_a_time, HOST:
             values = iter(loader)
         if requests is not None:
             loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive

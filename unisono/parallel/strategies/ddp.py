@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.comm.selection import begin_average
 from unisono.comm.shutdown import free_reducer
+from unisono.parallel.agreement import broadcast_together
 from unisono.parallel.gradients import scale_in_place
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
@@ -90,6 +91,8 @@ class DDPEngine(Engine):
             init_sync=fills,
             **_SYNCS_NO_BUFFERS,
         )
+        if fills and "broadcast_buffers" in _SYNCS_NO_BUFFERS:  # of an older torch, which sends no first values either
+            broadcast_together([*self.module.buffers()], self._world)
         # The final buckets. With find_unused_parameters, torch keeps its initial ones.
         push_rebuilt_parameters(self._replicated.reducer)
         rebuild_buckets(self._replicated.reducer)
