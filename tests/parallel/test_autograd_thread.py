@@ -23,7 +23,6 @@ import unisono
 from unisono import Accelerator, current_world, functional
 from unisono.errors import NoWorldError
 
-
 HANDS_ON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 MEETS_IN_BACKWARD = "checkpoint, functional"
 
@@ -174,7 +173,7 @@ def test_gradients_do_not_depend_on_the_thread_that_computes_them(mode: Mode, st
         return found
 
     for rank in mode.run(body):
-        for name, states in rank.items():
+        for states in rank.values():
             assert_same_bits(states)
 
 

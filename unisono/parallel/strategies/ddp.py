@@ -93,9 +93,8 @@ class DDPEngine(Engine):
         )
         if fills and "broadcast_buffers" in _SYNCS_NO_BUFFERS:  # of an older torch, which sends no first values either
             broadcast_together([*self.module.buffers()], self._world)
-        # The final buckets. With find_unused_parameters, torch keeps its initial ones.
         push_rebuilt_parameters(self._replicated.reducer)
-        rebuild_buckets(self._replicated.reducer)
+        rebuild_buckets(self._replicated.reducer)  # the final ones; with find_unused_parameters torch keeps the first
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
         attach_hook(self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self._world.timeline)
 
