@@ -230,7 +230,7 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
 
 def warn_of_foreign_batches(world: World) -> None:
     """Warn on rank zero of several if no loader of this package has delivered a batch."""
-    is_expected = world.state.part(ByHand).brings_batches or not world.state.deliveries.is_unused
+    is_expected = world.state.part(ByHand).brings_batches or bool(world.state.deliveries.recent())
     if world.rank == 0 and world.world_size > 1 and not is_expected:
         logger.warning(
             "a step on %d ranks without batches of a prepared loader: a plain DataLoader gives each rank all data; "

@@ -107,7 +107,7 @@ def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> Non
     if world is None or world.comm.size == 1 or world.rank != 0 or optimizer in _warned:
         return
     hand = world.state.part(by_hand.ByHand)
-    if not hand.trainers or world.state.deliveries.is_unused or optimizer in hand.agreed:
+    if not hand.trainers or not world.state.deliveries.recent() or optimizer in hand.agreed:
         return
     if any(isinstance(each, nn.Parameter) and each.grad is not None and not is_distributed(each) for each in own):
         _warned.add(optimizer)
