@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from unisono import DataParallel, DeviceIterator, DeviceLoader, current_world, spawn, warm
@@ -161,3 +163,15 @@ def by_value(*functions: Callable[..., Any]) -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+@contextlib.contextmanager
+def default_group(path: Path, backend: str | None = "gloo") -> Iterator[dist.Store]:
+    """The store of a default process group of one, which the test may destroy."""
+    made = dist.FileStore(str(path), 1)
+    dist.init_process_group(backend, store=made, rank=0, world_size=1)
+    try:
+        yield made
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -27,7 +27,6 @@ from unisono import Accelerator, SampleGenerator, backward, current_world, optim
 from unisono.errors import BrokenWorldError
 
 NOT_IN_GRAPH = "torch.autograd.grad finds no parameter in the graph of the loss"
-FLAWS = 1e-9  # relative, and absolute for what is near zero
 
 
 class Setup(NamedTuple):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from modes import PROCESSES_2, devices
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -167,7 +168,7 @@ def test_batch_norm_stays_full_and_takes_reduced_inputs(dtype, is_training):
 def test_sharded_parameters_convert_with_their_shards():
     def body() -> torch.dtype:
         network = nn.Linear(4, 4)
-        fully_shard(network)
+        fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
         return to_reduced_precision(network)(torch.ones(2, 4, dtype=torch.bfloat16)).dtype
 
     assert PROCESSES_2.run(body) == [torch.bfloat16] * 2

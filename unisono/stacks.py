@@ -57,7 +57,10 @@ def frames_of(stack: str) -> list[Frame]:
 
 def own_frames(top: FrameType | None = None) -> list[Frame]:
     """The frames from that one on, the most recent call first; None means those of the calling thread."""
-    return [Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_stack(top or sys._getframe(1))]
+    return [
+        Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in walk_stack(top or sys._getframe(1))
+    ]
 
 
 def describe_call(frames: Iterable[Frame]) -> str:

@@ -64,6 +64,7 @@ def test_what_names_no_device_is_refused(device):
         Device.of(device)
 
 
-def test_the_default_is_the_first_device_here():
+def test_the_default_is_the_first_device_here(monkeypatch):
+    monkeypatch.delenv("UNISONO_BACKEND", raising=False)
     assert str(Device.default()) == available_devices()[0]
     assert Device.default() == Device.of(0)

@@ -15,7 +15,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from door import Door
+from faults import Door
 from modes import FAMILY
 
 from unisono.backends import get_backend

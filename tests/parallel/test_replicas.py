@@ -8,8 +8,7 @@ import threading
 import weakref
 
 import pytest
-from interrupts import interrupt_main_thread
-from tracing import interrupting
+from interrupts import interrupt_main_thread, interrupting
 
 from unisono.outcome import Outcome
 from unisono.parallel import replicas

@@ -105,11 +105,19 @@ class _MergingPickler(ForkingPickler):
         return self.found[id(node)][0]
 
 
+class _MergedUnpickler(pickle.Unpickler):
+    """A class, since Python 3.13.0 lets nobody set `persistent_load` of an object."""
+
+    def __init__(self, data: bytes, whole: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensor = cache(lambda slot: _tensor_in(whole, *slot))  # a tensor that occurs twice stays one
+
+    def persistent_load(self, slot: _Slot) -> Any:
+        return self._tensor(slot)
+
+
 def _apart(data: bytes, whole: torch.Tensor) -> Any:
-    unpickler = pickle.Unpickler(io.BytesIO(data))
-    # Cached, since a tensor that occurs twice stays one.
-    unpickler.persistent_load = cache(lambda slot: _tensor_in(whole, *slot))  # type: ignore[method-assign]
-    return unpickler.load()
+    return _MergedUnpickler(data, whole).load()
 
 
 def _tensor_in(whole: torch.Tensor, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
