@@ -8,7 +8,7 @@ broadcast after a step. So a forward pass has no collective, and one rank alone 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -146,7 +146,13 @@ class DDPEngine(Engine):
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if self._unsent:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
-            raise RuntimeError(unused(type(self.module).__name__, lacking))
+            shown = ", ".join(map(repr, lacking[:5])) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+            raise RuntimeError(
+                f"the backward pass gave no gradient to {shown or 'some parameters'} of the {self.name} on this rank, "
+                "and the strategy waits for all that were trained when it was prepared; where parameters are unused or "
+                "frozen, or the loss leaves an output out, pass all outputs to the loss, and Accelerator(strategy="
+                "unisono.strategies.DDP(find_unused_parameters=True))"
+            )
 
 
 class _Ordered(DistributedDataParallel):
@@ -229,17 +235,6 @@ def failed_before(model: str) -> str:
         f"the backward pass before, through the {model}, has failed on this rank in the middle of its reduction, which "
         "cannot be resumed, and other ranks may be waiting in it; let the error end the run, or restart on all ranks: "
         "accelerator.free_memory(), and prepare() (under strategy='fsdp' a new model)"
-    )
-
-
-def unused(model: str, names: Sequence[str]) -> str:
-    """The error message for a backward pass that gave some parameters no gradient."""
-    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"the backward pass gave no gradient to {shown or 'some parameters'} of the {model} on this rank, and the "
-        "strategy waits for all that were trained when it was prepared; where parameters are unused or frozen, or the "
-        "loss leaves an output out, pass all outputs to the loss, and Accelerator(strategy=unisono.strategies.DDP("
-        "find_unused_parameters=True))"
     )
 
 
