@@ -144,8 +144,7 @@ def _cut(values: Any, stretches: Stretches, count: int) -> tuple[Any, int]:
 
 
 def _check_rounds(are_same: bool, world: World) -> None:
-    """Refuse rows of batches that the ranks received in different rounds: some samples would count twice, others not at
-    all."""
+    """Refuse rows of batches of different rounds: some samples would count twice, others not at all."""
     if not are_same:
         raise CollectiveMismatchError(
             f"rank {world.rank} gathers the samples of a batch for a metric, and another rank those of a batch of "

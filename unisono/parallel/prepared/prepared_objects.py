@@ -112,8 +112,7 @@ class PreparedObjects:
     def _reduced(
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str
     ) -> Iterator[list[torch.Tensor] | None]:
-        """A block that changes the gradients of these parameters, which are reduced and unscaled; while microbatches
-        accumulate, it gets None."""
+        """A block that changes these gradients, reduced and unscaled; it gets None while microbatches accumulate."""
         found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         known = {id(each) for module in self.modules() for each in module.parameters()}
         wanted = {id(parameter) for parameter in found}

@@ -101,8 +101,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
-    """Warn once of an optimizer that steps a model which was left out of `prepare`: the user may reduce its gradients
-    (DistributedDataParallel), or train a model of each rank's own."""
+    """Warn once of an optimizer that steps a model which was left out of `prepare`, perhaps on purpose."""
     world = given_world()  # a step of a plain script must neither need nor start one
     if world is None or world.comm.size == 1 or world.rank != 0 or optimizer in _warned:
         return
