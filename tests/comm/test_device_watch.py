@@ -237,4 +237,4 @@ print("ended", flush=True)
 def test_a_model_that_outlives_its_group_frees_it_while_gloo_still_works(tmp_path: Path, whose: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     code, output, errors = warm_scripts.complete(tmp_path / "script.py", whose)
-    assert (code, output) == (0, "ended\n"), errors
+    assert (code, output.splitlines()[-1:]) == (0, ["ended"]), errors  # gloo says more there with torch 2.9
