@@ -41,14 +41,12 @@ Loaded = tuple[Any, int | None]
 
 
 class Begun(NamedTuple):
-    """A pass: its epoch, the position where it begins, its rounds, the size of a complete piece, if known, and the
-    number of samples by which parts of one stream may differ at its end."""
+    """A pass: its epoch, the position where it begins, its rounds, and the `StreamProgress`, if it is of a stream."""
 
     epoch: int
     position: State
     pieces: Iterator[list[Piece]]
-    size: int | None = None
-    slack: int = 1
+    stream: Any = None
 
 
 class Progress:
