@@ -26,7 +26,6 @@ from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.lockstep import Lockstep, Position, Read, StreamPosition, StreamProgress
 from unisono.loaders.pipeline import Delivery, Stamps
 from unisono.loaders.sharding import Claim, Rule
-from unisono.loaders.sources import Begun
 from unisono.world import World, thread_worlds
 
 
@@ -74,8 +73,8 @@ class Shelf:
         self.is_cancelled = True
 
 
-def start_of(ranks: int) -> Begun:
-    return Begun(0, {}, iter(()), stream=StreamProgress(StreamPosition().cut_for(ranks, 1)))
+def start_of(ranks: int) -> StreamProgress:
+    return StreamProgress(StreamPosition().cut_for(ranks, 1))
 
 
 def deliveries_of(rank: int, batches: Sequence[Any], mark: int = 7, by: Any = "worker") -> list[Delivery]:
@@ -195,18 +194,10 @@ def test_a_wait_for_another_rank_counts_as_one_for_peers():
 # Ends.
 
 
-@given(sizes=some_sizes, ahead=st.integers(1, 4))
-def test_drop_ends_before_the_first_round_that_is_incomplete(sizes, ahead):
-    ranks = Ranks(numbered(sizes), ahead, tail="drop")
+@given(sizes=some_sizes, ahead=st.integers(1, 4), is_fixed=st.booleans())
+def test_drop_and_a_fixed_size_end_before_the_first_round_that_is_incomplete(sizes, ahead, is_fixed):
+    ranks = Ranks(numbered(sizes), ahead, tail="split" if is_fixed else "drop", fixed_batch_size=is_fixed)
     assert [len(each) for each in ranks.drain()] == [min(map(len, sizes))] * len(sizes)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "steps"), [(([4, 4, 4], [4, 4, 2]), 2), (([4, 4], [4, 4, 4]), 2), (([4], [3]), 0), (([4, 4], [4, 4]), 2)]
-)
-def test_a_fixed_batch_size_ends_before_the_first_round_that_differs_on_any_rank(sizes, steps):
-    ranks = Ranks(numbered(sizes), 2, fixed_batch_size=True)
-    assert [len(each) for each in ranks.drain()] == [steps, steps]
 
 
 def test_pad_fills_what_only_keeps_step_too():

@@ -204,7 +204,7 @@ class Other(Stream):
 def test_a_state_over_another_stream_is_refused(other):
     loader = DeviceLoader(loader_of(other))
     loader.load_state_dict(loop(DeviceLoader(loader_of(Stream())), 3).state)
-    with pytest.raises(StateError, match="over another stream: what was delivered of it is not what is read"):
+    with pytest.raises(StateError, match="over another stream: what was delivered is not what is read"):
         list(loader)
 
 

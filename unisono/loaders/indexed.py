@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from types import NoneType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from unisono.errors import StateError
 from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
@@ -20,14 +20,9 @@ from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
 from unisono.loaders.permutation import Permutation
 from unisono.loaders.sharding import Claim, Part, Piece, Rule, Size, mark_of, rounds
-from unisono.loaders.sources import Begun, Source, State, makes_batches_alike
+from unisono.loaders.sources import Begun, Source, State
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.randomness import seed_of
-
-
-def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader over indexed samples, so that their order can be set."""
-    return makes_batches_alike(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:

@@ -11,17 +11,14 @@ before they must meet again. A rank whose part has ended repeats a sample, which
 *Threads:* the loop's; without other ranks, the reader's.
 
 Invariants:
-1. Parts of one stream that are at the same number have the same mark, and so has who reads the stream again.
-2. A stream that is cut by stride can continue with any ranks and workers; one that is cut otherwise needs the same.
-3. All ranks meet before the same rounds, since each rank knows what all others have offered. None waits for a batch
+1. All ranks meet before the same rounds, since each rank knows what all others have offered. None waits for a batch
    that it does not need yet.
-4. An error of one rank's source ends the loop on all ranks, after the rounds that were complete.
-5. After its end, for whatever reason, a loop meets no other rank: it ends in the same way again.
+2. An error of one rank's source ends the loop on all ranks, after the rounds that were complete.
+3. After its end, for whatever reason, a loop meets no other rank: it ends in the same way again.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable
 from itertools import starmap
@@ -34,12 +31,10 @@ from unisono.errors import BrokenWorldError, CollectiveMismatchError, StateError
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane, Stamps
 from unisono.loaders.sharding import Claim, Rule, mark_of
-from unisono.loaders.sources import Begun, State
+from unisono.loaders.sources import State
 from unisono.outcome import copy_error
 from unisono.tree import batch_size, can_cut, take, tree_map
 from unisono.world import World
-
-logger = logging.getLogger(__name__)
 
 Cutter = Literal["caller", "dataset", "worker", "stride"]  # `streams.py` says which of them does when
 
@@ -120,7 +115,6 @@ class StreamPosition(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The number of samples that were taken in all."""
         return sum([each.taken for layer in self.layers for each in layer.parts])
 
     def parts_of(self, rank: int) -> list[int]:
@@ -192,13 +186,12 @@ class _Offer(NamedTuple):
 
 
 class Lockstep:
-    """The batches of one rank's lane, in step with the other ranks', of which `ahead` may wait here. `rule` says what
-    happens to rounds for which some rank has no batch."""
+    """The batches of one rank's lane, of which `ahead` may wait here, in step with the other ranks'. `stream` is the
+    same on every rank, but for the states of the rank's own parts."""
 
-    def __init__(self, lane: Lane, world: World, rule: Rule, dim: int, ahead: int, begun: Begun) -> None:
+    def __init__(self, lane: Lane, world: World, rule: Rule, dim: int, ahead: int, stream: StreamProgress) -> None:
         self._lane, self._world, self._rule, self._dim, self._ahead = lane, world, rule, dim, ahead
-        # The same on every rank, but for the states of the rank's own parts.
-        self._stream: StreamProgress = begun.stream
+        self._stream = stream
         self._own: deque[Delivery] = deque()
         self._rounds: deque[list[tuple[int, Read] | None]] = deque()
         self._spare: Delivery | None = None  # to be repeated
@@ -223,9 +216,6 @@ class Lockstep:
         """Return this rank's batch of a round, or its substitute."""
         ready = [each for each in offered if each is not None]
         sizes, reads = [size for size, _ in ready], [read for _, read in ready]
-        if self._rule.fixed_batch_size and (None in offered or len({*sizes}) > 1):
-            logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
-            raise EndOfChannel
         if offered[self._world.rank] is not None:
             own = self._own.popleft()
             reads.append(own.position)  # with the dataset's state, which the offer lacks
@@ -241,13 +231,12 @@ class Lockstep:
     def _agree_on_rounds(self) -> Stamps:
         """Announce what is ready here, and determine the rounds that all ranks can take."""
         failure = self._receive_ready()
-        ready_at = perf_counter_ns()
-        stamps = self._own[0].stamps if self._own else Stamps()
+        stamps = (self._own[0].stamps if self._own else Stamps())._replace(ready_at=perf_counter_ns())
         # Without the datasets' states, which concern this rank alone.
         batches = [(each.claim.samples, each.position._replace(state=None)) for each in self._own]
         start = self._stream.position.offset, self._stream.position.here.workers
-        own = _Offer(start, batches, self._spare is not None, failure)
-        offers: list[_Offer] = self._world.comm.all_gather_object(own)
+        offer = _Offer(start, batches, self._spare is not None, failure)
+        offers: list[_Offer] = self._world.comm.all_gather_object(offer)
         # Only after the exchange, in which the peers learn of it: without this rank's offer they would wait.
         if failure is not None:
             self._lane.receive()  # raises it again
@@ -255,14 +244,14 @@ class Lockstep:
         going = [offer for offer in offers if offer.batches]
         if not going:
             self._stream.check_ends()
-        if not going or (len(going) < len(offers) and self._rule.tail == "drop"):
+        if not going or (len(going) < len(offers) and (self._rule.tail == "drop" or self._rule.fixed_batch_size)):
             raise EndOfChannel
         for place in range(min(len(offer.batches) for offer in going)):
             self._rounds.append([offer.batches[place] if offer.batches else None for offer in offers])
         # All ranks decide this from the same offers, so either all or none take part in the broadcast.
         if not all(offer.has_sample for offer in offers):
             self._share_sample(offers.index(going[0]))
-        return stamps._replace(ready_at=ready_at)
+        return stamps
 
     def _receive_ready(self) -> str | None:
         """Receive the batches that are ready, at least one. Return the source's error if no batch precedes it; if one

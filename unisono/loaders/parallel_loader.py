@@ -211,7 +211,7 @@ class ParallelLoader:
         pipeline.start(begun.pieces)
         if self._source.is_uneven:
             ahead = max(self._prefetch // 2, 1)
-            self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, self._begun).receive]
+            self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun.stream).receive]
         else:
             self._receivers = [lane.receive for lane in pipeline.lanes]
 

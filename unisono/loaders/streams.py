@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -36,7 +36,7 @@ from unisono.loaders.lockstep import Cutter, Position, Read, StreamPosition, Str
 from unisono.loaders.made_rows import num_rows, unlisted
 from unisono.loaders.packing import Packed
 from unisono.loaders.sharding import Rule, check_sizes_known, glimpse, mark_of, measure, values_of
-from unisono.loaders.sources import Begun, Loaded, Source, State, is_stateful, makes_batches_alike, rounds_of_loaded
+from unisono.loaders.sources import Begun, Loaded, Source, State, is_stateful, rounds_of_loaded
 from unisono.loaders.workers import WorkerPool, use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
 from unisono.world import answer_as_one_rank
@@ -45,24 +45,20 @@ logger = logging.getLogger(__name__)
 
 _END: Any = object()
 _OTHER = (
-    "the state was saved over another stream: what was delivered of it is not what is read now; load it over the same "
-    "data in the same order (see the ways to shuffle a stream in the documentation), or restart the epoch by set_epoch"
+    "the state was saved over another stream: what was delivered is not what is read now; load it over the same data "
+    "in the same order (shuffled by the epoch, or by the global generators with num_workers=1), or restart by set_epoch"
 )
 
 
 class StreamSource(Source):
     """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is neither modified nor kept alive:
-    the caller of `begin` holds it. If `seed` is None, it is that of the loader's generator, or 0.
-
-    *Threads:* several may begin a pass.
-    """
+    the caller of `begin` holds it. If `seed` is None, it is that of the loader's generator, or 0."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, dim: int, seed: int | None) -> None:
         own_seed = loader.generator.initial_seed() if loader.generator else 0
         super().__init__(loader.dataset, own_seed if seed is None else seed)
         self._loader: Callable[[], Any] = weakref.ref(loader)
         self._rank, self._ranks, self._dim = rank, ranks, dim
-        self._workers = max(loader.num_workers, 1)
         self.is_uneven = ranks > 1
         self._persistent: tuple[Rule, WorkerPool, PartReader] | None = None
 
@@ -71,17 +67,16 @@ class StreamSource(Source):
         `Read` of its batch, for `Lockstep`."""
         before, loader = StreamPosition.of_state(position), self._loader()
         dataset, by = self._cut_by_rank(loader.dataset, rule, before)
-        taken = (before if before.offset else StreamPosition(by)).cut_for(self._ranks, self._workers)
+        taken = (before if before.offset else StreamPosition(by)).cut_for(self._ranks, max(loader.num_workers, 1))
         if before.offset and any(taken.here.parts[part].state is None for part in taken.parts_of(self._rank)):
             logger.warning("rank %d resumes the stream by reading and discarding what was delivered", self._rank)
-        size = loader.batch_size
-        if size is not None and rule.shares_batches and not rule.is_cut:
-            if size % self._ranks:
-                raise ValueError(
-                    f"batch_size={size} with split='global' does not divide among world_size={self._ranks}, as it must "
-                    "over an iterable dataset; pass a batch_size that is a multiple of it, or split='rank'"
-                )
-            size //= self._ranks
+        size, sharing = loader.batch_size, self._ranks if rule.shares_batches and not rule.is_cut else 1
+        if size and size % sharing:
+            raise ValueError(
+                f"batch_size={size} with split='global' does not divide among world_size={sharing}, as it must over an "
+                "iterable dataset; pass a batch_size that is a multiple of it, or split='rank'"
+            )
+        size = size and size // sharing
         drop_last = loader.drop_last or rule.tail == "drop"
         init, dim = loader.worker_init_fn, self._dim
         reader = PartReader(dataset, loader.collate_fn, dim, size, drop_last, init, self._rank, by, self.seed, taken)
@@ -150,11 +145,6 @@ class StreamSource(Source):
         return pool.serve(seed_of(self.seed, epoch, "workers", self._rank))
 
 
-def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader over an iterable dataset whose batches are made here."""
-    return makes_batches_alike(loader) and isinstance(loader.dataset, IterableDataset)
-
-
 def _cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
     """Whether it is a webdataset pipeline that splits its shards by node, or a dataset of mosaicml-streaming, which has
     found the rank. It cannot be noticed otherwise: cut again, each rank would miss samples."""
@@ -169,8 +159,7 @@ def _cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
     return (seen.rank, seen.num_ranks) == (rank, ranks)
 
 
-Made = tuple[Any, int | None, Read]
-"""A batch of one part, its number of rows, if that is known, and what it leaves."""
+Made = tuple[Any, int | None, Read]  # a batch of one part, its number of rows, if that is known, and what it leaves
 
 
 @dataclass(eq=False)
@@ -255,12 +244,8 @@ class AskedInfo(SimpleNamespace):
 
 
 class PartSamples:
-    """The samples of one part of a stream that were not taken before: part `number`.
-
-    Invariants:
-    1. Every sample of every part is yielded once, in the part's own order.
-    2. What is read again is compared before anything that follows it is yielded.
-    """
+    """The samples of part `number` of a stream that were not taken before, in their order. What is read again is
+    compared before anything that follows it is yielded."""
 
     def __init__(self, reader: PartReader, number: int, asked: AskedInfo | None) -> None:
         self._reader, self.number, self._asked = reader, number, asked
@@ -292,7 +277,12 @@ class PartSamples:
                 seed_all(mixed(seed, self.seen[0][0]))
             sample = next(source, _END)
             if self._by is None:
-                self._by = self._see_who_cuts()
+                self._by = reader.by
+                if asked is not None and reader.by != "caller":
+                    asked.is_late = not asked.was_asked
+                    self._by = "worker" if asked.was_asked else reader.by
+                reader.taken.check_cut(self._by)
+                self._rows = [layer.row_of(self._by, self.number) for layer in self._layers]
                 seed = self._seed(epoch, self._by)
             if sample is _END:
                 break
@@ -300,7 +290,7 @@ class PartSamples:
                 yield sample
         self._has_ended = True
         for (number, *_), layer, row in zip(self.seen, self._layers, self._rows, strict=True):
-            # The stream was as long as what was delivered of it.
+            # Is the stream shorter than what was delivered of it?
             if number < max((layer.parts[part].taken - 1) * len(row) + turn + 1 for turn, part in enumerate(row)):
                 raise StateError(_OTHER)
 
@@ -316,14 +306,6 @@ class PartSamples:
             own = None if self._has_ended else copy.deepcopy(self._reader.dataset.state_dict())
             state = {"dataset": own, "seen": [list(each) for each in self.seen]}
         return Read(self.number, self._position, self._by or self._reader.by, state)
-
-    def _see_who_cuts(self) -> Cutter:
-        by, asked = self._reader.by, self._asked
-        if asked is not None and by != "caller":
-            by, asked.is_late = ("worker", False) if asked.was_asked else (by, True)
-        self._reader.taken.check_cut(by)
-        self._rows = [layer.row_of(by, self.number) for layer in self._layers]
-        return by
 
     def _is_own(self, sample: Any) -> bool:
         """Count a sample as read. Return whether it belongs to this part and was not taken before."""
