@@ -22,6 +22,7 @@ taken whole and counts as one, and it is unknown which of its rows count.
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -284,41 +285,27 @@ def mark_of(*content: Any) -> int:
     return zlib.crc32(repr(content).encode())
 
 
-def glimpse(batch: Any) -> list[Any]:
-    """A few integers and texts of a loaded batch, which distinguish it from others at little cost.
-
-    Fractions and single bytes are ignored: they may be images, which each rank may augment differently.
-    """
-    seen = (_corner(leaf) if is_array(leaf) else leaf for leaf in leaves(batch))
-    return list(islice((each for each in seen if isinstance(each, str | int | list)), 4))
-
-
-def values_of(sample: Any) -> list[Any]:
-    """A few values of a sample, of any kind."""
-    found: list[Any] = []
-    for leaf in leaves(sample):
-        if isinstance(leaf, str | Number):
-            found.append(leaf)
-        elif isinstance(leaf, bytes):
-            found.append(zlib.crc32(leaf))
-        elif is_array(leaf) and _is_plain_array(leaf):  # another object's text may be its address
-            flat = leaf.reshape(-1)
-            found.append(flat[:: max(len(flat) // _SEEN, 1)].tolist())
-    return found[:8]
+def glimpse(batch: Any, of_all: bool = False) -> list[Any]:
+    """A few integers and texts of a loaded batch or a sample, which distinguish it from others at little cost; if
+    `of_all`, fractions and bytes, too: they may be images, which each rank may augment differently."""
+    found = []
+    for leaf in leaves(batch):
+        seen = _corner(leaf, of_all) if is_array(leaf) else leaf
+        if isinstance(seen, str | int | list) or (of_all and isinstance(seen, Number | bytes)):
+            found.append(zlib.crc32(seen) if isinstance(seen, bytes) else seen)
+    return found[: 8 if of_all else 4]
 
 
-def _corner(array: Any) -> Any:
-    """A few integers of a plain tensor or array; None if it has none."""
+def _corner(array: Any, of_all: bool) -> Any:
+    """A few integers of a plain tensor or array, or values from all of it; None if it has none."""
     if isinstance(array, torch.Tensor):
+        is_plain = array.layout is torch.strided and not (array.is_nested or array.is_meta or array.is_quantized)
         is_whole = array.dtype in (torch.int16, torch.int32, torch.int64)
     else:
+        is_plain = array.dtype.kind in "biufcU"  # another object's text may be its address
         is_whole = array.dtype.kind in "iU" and array.itemsize >= 2
-    if not is_whole or not _is_plain_array(array):
+    if not is_plain or not (is_whole or of_all):
         return None
+    if of_all:
+        return array.reshape(-1)[:: max(math.prod(array.shape) // _SEEN, 1)].tolist()
     return array[(slice(0, 1),) * (array.ndim - 1) + (slice(0, 8),) * (array.ndim > 0)].tolist()
-
-
-def _is_plain_array(array: Any) -> bool:
-    if isinstance(array, torch.Tensor):
-        return array.layout is torch.strided and not (array.is_nested or array.is_meta or array.is_quantized)
-    return array.dtype.kind in "biufcU"

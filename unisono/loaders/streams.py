@@ -35,7 +35,7 @@ from unisono.loaders.fetcher import collated
 from unisono.loaders.lockstep import Cutter, Position, Read, StreamPosition, StreamProgress
 from unisono.loaders.made_rows import num_rows, unlisted
 from unisono.loaders.packing import Packed
-from unisono.loaders.sharding import Rule, check_sizes_known, glimpse, mark_of, measure, values_of
+from unisono.loaders.sharding import Rule, check_sizes_known, glimpse, mark_of, measure
 from unisono.loaders.sources import Begun, Loaded, Source, State, is_stateful, rounds_of_loaded
 from unisono.loaders.workers import WorkerPool, use_worker_info
 from unisono.randomness import mixed, seed_all, seed_of
@@ -315,10 +315,11 @@ class PartSamples:
             number, mark, rest, first = self.seen[place]
             turn, part = number // len(row), row[number % len(row)]
             if part == row.start:
-                known = glimpse(sample) or values_of(sample)
+                known = glimpse(sample) or glimpse(sample, of_all=True)
                 mark, own = mark_of(mark, known), mark_of(known)
                 first = first or own
-                rest = mark_of(rest, values_of(sample)) if own == first and (rest or not number) else 0
+                is_alike = own == first and (rest or not number)
+                rest = mark_of(rest, glimpse(sample, of_all=True)) if is_alike else 0
             self.seen[place] = number + 1, mark, rest, first
             position, before = Position(turn + 1, mark, rest), layer.parts[part]
             if position.taken <= before.taken:
