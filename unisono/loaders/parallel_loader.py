@@ -256,7 +256,7 @@ class ParallelLoader:
         """Set the epoch of the pass; BusyError if it has begun. Epochs advance automatically: this is for jumps."""
         self._refuse_begun("set_epoch")
         check_integer(epoch, "epoch", 0)
-        self._bookmark.jump(epoch)
+        self._bookmark.seek(epoch, {"offset": 0})
 
     @property
     def devices(self) -> list[str]:
@@ -342,7 +342,7 @@ class DeviceLoader:
     @property
     def _loop(self) -> Progress:
         """The innermost open loop; the last one if none is open."""
-        return next((each for each in reversed(self._loops) if each.rounds and not each.is_over), self._loops[0])
+        return next((each for each in reversed(self._loops) if each.is_open), self._loops[0])
 
     @property
     def epoch(self) -> int:
@@ -359,8 +359,7 @@ class DeviceLoader:
                 "batches only once; pass an iterable that can be iterated again, such as a list or a DataLoader"
             )
         parallel = self._never_begun.again()
-        open_loops = [each for each in self._loops if each.rounds and not each.is_over]
-        self._loops = [*open_loops, parallel._pipeline.lanes[0].progress]
+        self._loops = [*(each for each in self._loops if each.is_open), parallel._pipeline.lanes[0].progress]
         return parallel.iterator(self._device)
 
     def __len__(self) -> int:

@@ -68,11 +68,7 @@ class Rule:
     @property
     def batches(self) -> int:
         """The number of batches in a complete round."""
-        return 1 if self.shares_batches else self.count
-
-    @property
-    def shares_batches(self) -> bool:
-        return self.split == "global"
+        return 1 if self.split == "global" else self.count
 
     def rounds_of(self, batches: int) -> int:
         """Return the number of rounds in this many batches."""
@@ -151,12 +147,8 @@ class Size(NamedTuple):
 
 
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
-    """Distribute a round of `len(sizes)` batches, 1 to `count` of them, to `count` ranks.
-
-    A full round gives each rank one whole batch. In a short round, neighbouring ranks share a batch as evenly as
-    possible, and the earlier ones take the larger parts. Parts of batches that can be cut are padded to `fill_to`
-    samples. If one batch is of unknown size, all are taken whole, and count as one each.
-    """
+    """Distribute a round of 1 to `count` batches to `count` ranks. In a short round, neighbouring ranks share a batch
+    as evenly as possible, the earlier ones take the larger parts. Parts that can be cut are padded to `fill_to`."""
     if count == 1 and not sizes[0].unsized and not fill_to:  # most loops: spares the rest
         return [Part(0, 0, sizes[0].samples, sizes[0].samples, sizes[0].samples)]
     is_sized = not any(size.unsized for size in sizes)
@@ -206,14 +198,9 @@ def rounds(
     start: int = 0,
     first: int | None = None,
 ) -> Iterator[Round[B]]:
-    """Group a sequence of batches into rounds; ValueError if they must have one size, and one is of unknown size.
-
-    Args:
-        size_of: measures a batch; its second argument says whether the batch will be cut.
-        nominal: the size of a complete batch; None if it is not known in advance.
-        start: the number of the epoch's samples before this sequence.
-        first: the size of the epoch's first batch, if that precedes this sequence.
-    """
+    """Group a sequence of batches into rounds, after `start` samples of the epoch; ValueError if they must have one
+    size, and one is of unknown size. `size_of(batch, is_cut)` measures a batch; `nominal` is the size of a complete
+    one, if known in advance, and `first` that of the epoch's first one, if it precedes this sequence."""
     source = iter(batches)
     # A resumed epoch began with a batch that is not seen here; a full one, unless its size was saved.
     reference = first or (nominal if start else None)
@@ -241,7 +228,7 @@ def rounds(
             return
         if is_tail and rule.tail == "drop":
             return
-        full = -(-largest // rule.count) if rule.shares_batches else largest
+        full = -(-largest // rule.count) if rule.split == "global" else largest
         parts = deal(sizes, rule.count, full if rule.tail == "pad" else 0)
         before, samples = sizes, sum(size.samples for size in sizes)
         yield Round(group, sizes, parts, start, start := start + samples)

@@ -70,7 +70,7 @@ class StreamSource(Source):
         taken = (before if before.offset else StreamPosition(by)).cut_for(self._ranks, max(loader.num_workers, 1))
         if before.offset and any(taken.here.parts[part].state is None for part in taken.parts_of(self._rank)):
             logger.warning("rank %d resumes the stream by reading and discarding what was delivered", self._rank)
-        size, sharing = loader.batch_size, self._ranks if rule.shares_batches and not rule.is_cut else 1
+        size, sharing = loader.batch_size, self._ranks if rule.split == "global" and not rule.is_cut else 1
         if size and size % sharing:
             raise ValueError(
                 f"batch_size={size} with split='global' does not divide among world_size={sharing}, as it must over an "
