@@ -48,9 +48,9 @@ class LoaderWorker(_Process):  # type: ignore[misc]
             if popen is not None:
                 return popen
         raise RuntimeError(
-            f"a loader worker was forked {len(_PATIENCE_S)} times and did not begin: each time another thread of this "
-            "process held a lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw "
-            "or print continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
+            f"a loader worker was forked {len(_PATIENCE_S)} times and did not begin: each time another thread held a "
+            "lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw or print "
+            "continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
         )
 
     def run(self) -> None:

@@ -107,8 +107,7 @@ def _apart(slots: Any, whole: torch.Tensor) -> Any:
 
 def is_tight() -> bool:
     """Whether batches that wait should be copied out of shared memory: there is little, as in containers."""
-    found = _free_and_size()
-    return found is not None and found[1] < _LITTLE
+    return (found := _free_and_size()) is not None and found[1] < _LITTLE
 
 
 def explain(error: BaseException) -> None:

@@ -1,9 +1,8 @@
 """ParallelLoader and DeviceLoader: batches ready on the device when the loop requests them.
 
 In a world of several processes both take this rank's share of every round (`sharding.py`), unless the loader's own
-sampler already shards it. For a DataLoader over a map-style dataset the indices are sharded, so each rank loads its own
-samples only; one over an iterable dataset is cut by ranks and loader workers (`streams.py`); any other iterable is read
-by every rank, which keeps its part.
+sampler already shards it: by indices (`indexed.py`), by parts of a stream (`streams.py`), or, of any other iterable, by
+reading all and keeping a part.
 
 Ownership: the loader owns a `Pipeline` with its threads. An iterator keeps its loader alive; the threads do not. So
 dropping the last reference stops the threads, and leaving a loop early leaks nothing.
@@ -214,12 +213,6 @@ class ParallelLoader:
             self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun.stream).receive]
         else:
             self._receivers = [lane.receive for lane in pipeline.lanes]
-
-    def __iter__(self) -> Any:
-        raise TypeError(
-            "a ParallelLoader is looped over device by device, each in its thread: pass it to a DataParallel, or use "
-            "loader.per_device_loader(device); for one device there is DeviceLoader(loader)"
-        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(_NO_COPY.format(type(self).__name__))

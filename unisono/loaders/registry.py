@@ -1,7 +1,4 @@
-"""Which source reads a user's loader. Each loader of this package counts its own epochs.
-
-Nothing is set on the user's loader, which several may read: for training and for evaluation, for example.
-"""
+"""Which source reads a user's loader. Each loader of this package counts its own epochs; the user's is not changed."""
 
 from __future__ import annotations
 

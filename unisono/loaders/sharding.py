@@ -239,8 +239,8 @@ def check_sizes_known(sizes: Sequence[Size]) -> None:
     if unsized := next((size.unsized for size in sizes if size.unsized), None):
         raise ValueError(
             f"a batch of class {unsized} does not say how many samples it holds, as it must with fixed_batch_size=True "
-            "and in a stream of several ranks; let the DataLoader make the batches, with a batch_size and a "
-            "collate_fn, or yield tensors with the samples along batch_dim, in dicts, lists or tuples"
+            "and in a stream of several ranks; let the DataLoader make the batches, by a batch_size, or yield tensors "
+            "with the samples along batch_dim, in dicts, lists or tuples"
         )
 
 

@@ -133,8 +133,7 @@ class Bookmark:
     """The progress of the last pass begun over a source, or the beginning of the next one."""
 
     def __init__(self, source: Source, rule: Rule) -> None:
-        self._source = source
-        self._rule = rule
+        self._source, self._rule = source, rule
         self._begun: Begun | None = None
         self._progress: Sequence[Progress] = ()
 
@@ -163,14 +162,8 @@ def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progres
     else:
         behind = min(progress, key=lambda each: each.rounds)
         epoch, position = begun.epoch, behind.position or begun.position
-    return {
-        "version": _VERSION,
-        "epoch": epoch,
-        "seed": source.seed,
-        "length": source.length,
-        "order": source.order,
-        **position,
-    }
+    facts = _VERSION, epoch, source.seed, source.length, source.order
+    return {**dict(zip(_FACTS, facts, strict=True)), **position}
 
 
 def check_state(state: Mapping[str, Any], source: Source) -> None:
@@ -189,7 +182,7 @@ def check_state(state: Mapping[str, Any], source: Source) -> None:
             raise StateError(f"the state's {name} is {number!r}; it must be an integer of at least 0")
     for name, here, way_out in (
         ("length", source.length, "load it over the same dataset, or begin an epoch with set_epoch"),
-        ("seed", source.seed, f"pass seed={state['seed']}"),
+        ("seed", source.seed, f"pass seed={state.get('seed')}"),
         ("order", source.order, "use the same shuffle= or sampler="),
     ):
         if (saved := state.get(name)) != here:
@@ -201,17 +194,13 @@ def check_state(state: Mapping[str, Any], source: Source) -> None:
 
 
 class PlainSource(Source):
-    """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank.
-
-    It resumes through the iterable's own `state_dict` if it has one, else by reading and discarding the samples that
-    were delivered before. The seed is only saved in the state, and compared on loading.
-    """
+    """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank. The
+    seed is only saved in the state, and compared on loading."""
 
     def __init__(self, loader: Iterable[Any], dim: int, seed: int | None = None) -> None:
         super().__init__(getattr(loader, "dataset", None), seed or 0)
         self._loader: Any = loader
-        self._dim = dim
-        self._is_stateful = is_stateful(loader)
+        self._dim, self._is_stateful = dim, is_stateful(loader)
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
         before, first = position.get("batches", 0), position.get("first")
@@ -241,10 +230,8 @@ class PlainSource(Source):
             self._loader.load_state_dict(copy.deepcopy(position["loader"]))
             done = 0
         elif done:
-            logger.warning(
-                "the loop resumes after %d samples of %s, which has no state_dict: they are read and discarded",
-                done, type(self._loader).__name__,
-            )  # fmt: skip
+            kind = type(self._loader).__name__
+            logger.warning("the loop reads and discards the first %d samples of %s: it has no state_dict", done, kind)
         return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
 
 

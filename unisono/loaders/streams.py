@@ -318,8 +318,7 @@ class PartSamples:
                 known = glimpse(sample) or glimpse(sample, of_all=True)
                 mark, own = mark_of(mark, known), mark_of(known)
                 first = first or own
-                is_alike = own == first and (rest or not number)
-                rest = mark_of(rest, glimpse(sample, of_all=True)) if is_alike else 0
+                rest = mark_of(rest, glimpse(sample, of_all=True)) if own == first and (rest or not number) else 0
             self.seen[place] = number + 1, mark, rest, first
             position, before = Position(turn + 1, mark, rest), layer.parts[part]
             if position.taken <= before.taken:
