@@ -21,7 +21,7 @@ NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no
 .PHONY: demo test test-slow test-all test-xla test-newest test-toy soak gpu-check check docs package bench clean
 
 demo: $(VENV)/.examples
-	$(BIN)/python examples/train_digits.py --mode processes --devices 2
+	$(BIN)/python examples/train_digits.py --mode processes --devices 2 --backend cpu
 
 test: $(VENV)/.test
 	$(BIN)/python $(PYTEST) -m "not slow"

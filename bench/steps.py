@@ -232,6 +232,8 @@ def measure(index: int, ranks: int, blocks: int, network: str) -> list[dict[str,
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     job = JOBS[network]()
+    if not dist.is_initialized():  # one rank, for which DDP asks for a group, too
+        dist.init_process_group("nccl" if is_pinned() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     gloo = dist.group.WORLD if is_pinned() else dist.new_group(backend="gloo")
     world = current_world()
     loops = {name: way(job, ranks) if name in OURS else over(gloo, way, job, ranks) for name, way in WAYS.items()}

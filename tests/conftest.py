@@ -46,7 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """
     parser.addoption("--backend", default=None, help="the family of devices for tests that run on any")
     family = parser.parse_known_args(sys.argv[1:]).backend or os.environ.get("UNISONO_BACKEND")  # a worker of xdist
-    if family is not None:
+    if family is None and any(backends.get_backend(each).is_available() for each in ("cuda", "mps")):
+        os.environ["UNISONO_BACKEND"] = "cpu"  # what the other tests mean by the default
+    elif family is not None:
         os.environ["UNISONO_BACKEND"] = family
         backend = backends.pick_backend()
         backend.start(backend.device(0))

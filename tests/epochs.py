@@ -123,12 +123,12 @@ class Dealt(NamedTuple):
 
 def is_awaiting_room(channel: Channel[Any]) -> bool:
     """Whether the sender waits for room there, or is about to."""
-    return channel._room_bell._expected > 0
+    return channel.room_bell.expected > 0
 
 
 def is_awaiting_item(channel: Channel[Any], threads: int = 1) -> bool:
     """Whether so many receivers wait there, or are about to."""
-    return channel._item_bell._expected >= threads
+    return channel.item_bell.expected >= threads
 
 
 def is_awaiting_batch(lane: Lane) -> bool:

@@ -22,11 +22,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import psutil
 import warm_scripts
+
+from unisono.launch.starting import zygote_client
+from unisono.outcome import Outcome
 
 # No test measures how fast a machine is: bench/ does. These bounds separate what happens by itself from what never
 # happens, or only by a fallback.
@@ -147,8 +150,47 @@ class Gate:
             os.close(descriptor)
 
 
+@dataclass(frozen=True)
+class Door:
+    """Between two processes or threads: `wait` and `open` return when the other side has called the other one."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> Door:
+        os.mkfifo(path)
+        return cls(path)
+
+    def wait(self) -> None:
+        os.close(os.open(self.path, os.O_RDONLY))  # opening a named pipe waits for the other end
+
+    def open(self) -> None:
+        os.close(os.open(self.path, os.O_WRONLY))
+
+
 def _write(descriptor: int, data: bytes) -> None:
     assert os.write(descriptor, data) == len(data)
+
+
+class Rank(threading.Thread):
+    """A rank whose part is a function; its outcome is there when it has ended."""
+
+    def __init__(self, part: Callable[[], Any]) -> None:
+        super().__init__(name="rank", daemon=True)
+        self.part = part
+        self.outcome: Outcome[Any] | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.outcome = Outcome.capture(self.part)
+
+    def ended(self) -> Outcome[Any]:
+        self.join(SOON_S)
+        assert self.outcome is not None, "the rank still waits"
+        return self.outcome
+
+    def result(self) -> Any:
+        return self.ended().unwrap()
 
 
 def stand_still() -> NoReturn:
@@ -175,6 +217,12 @@ def in_child(work: Callable[[], object]) -> int:
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def zygote_pid(start_method: str = "zygote") -> int | None:
+    """The pid of the running zygote for that start method; None if there is none."""
+    client = zygote_client.clients.get(start_method)
+    return client.process.pid if client is not None and client.is_alive() else None
 
 
 def survivors(pids: list[int], within_s: float = PROMISE_S) -> list[str]:

@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from unisono import DataParallel, DeviceIterator, DeviceLoader, current_world, spawn, warm
@@ -54,6 +56,7 @@ class Mode:
         if self.name == "threads":
             return self._replicas()(lambda *_: _there(body), [])
         preload()
+        devices(self.ranks)
         with by_value(body):
             return spawn(lambda _: _there(body), nprocs=self.ranks, cores=1, backend=FAMILY, timeout=PATIENCE)
 
@@ -107,7 +110,7 @@ def fitting(*modes: Mode, workers: bool = False) -> list[Mode]:
     if FAMILY == "cpu":
         return list(modes)
     count = get_backend(FAMILY).device_count()
-    found = [mode for mode in modes if (workers if mode.name == "processes" else mode.ranks <= count)]
+    found = [mode for mode in modes if mode.ranks <= count and (workers or mode.name != "processes")]
     return [mode for mode in found if mode.name != "solo" or len(found) == 1]
 
 
@@ -116,6 +119,8 @@ def scaling(*modes: Mode, workers: bool = False) -> list[Mode]:
     if FAMILY == "cpu":
         return list(modes)
     every = Mode("threads", get_backend(FAMILY).device_count())
+    if every.ranks == 1 and SOLO not in modes:
+        return []
     return fitting(*dict.fromkeys(every if mode.name == "threads" else mode for mode in modes), workers=workers)
 
 
@@ -158,3 +163,15 @@ def by_value(*functions: Callable[..., Any]) -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+@contextlib.contextmanager
+def default_group(path: Path, backend: str | None = "gloo") -> Iterator[dist.Store]:
+    """The store of a default process group of one, which the test may destroy."""
+    made = dist.FileStore(str(path), 1)
+    dist.init_process_group(backend, store=made, rank=0, world_size=1)
+    try:
+        yield made
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

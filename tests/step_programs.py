@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from modes import Mode, in_main_memory
+from modes import HOST, Mode, in_main_memory
 from torch import nn
 from torch.distributed import DistError
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,7 +27,6 @@ from unisono import Accelerator, SampleGenerator, backward, current_world, optim
 from unisono.errors import BrokenWorldError
 
 NOT_IN_GRAPH = "torch.autograd.grad finds no parameter in the graph of the loss"
-FLAWS = 1e-9  # relative, and absolute for what is near zero
 
 
 class Setup(NamedTuple):
@@ -63,8 +62,9 @@ class Program(NamedTuple):
 def data(samples: int, seed: int) -> TensorDataset:
     """Inputs, targets and tokens, some of which are 0."""
     numbers = torch.Generator().manual_seed(seed)
-    inputs, targets = torch.randn(samples, 5, generator=numbers, dtype=torch.float64).split([3, 2], 1)
-    return TensorDataset(inputs, targets, torch.randint(0, 3, (samples,), generator=numbers).double())
+    columns = torch.randn(samples, 5, generator=numbers, dtype=torch.float64, device=HOST).split([3, 2], 1)
+    tokens = torch.randint(0, 3, (samples,), generator=numbers, device=HOST).double()
+    return TensorDataset(*(each.to(torch.get_default_device()) for each in (*columns, tokens)))
 
 
 SEEDS = {"a": 1, "b": 2, "c": 3}  # of the loaders; c's is evaluated only
@@ -79,7 +79,7 @@ def networks(setup: Setup) -> dict[str, nn.Module]:
     with torch.no_grad():
         for network in made.values():
             for each in network.parameters():
-                each.copy_(torch.randn(each.shape, generator=numbers, dtype=torch.float64) / 2)
+                each.copy_(torch.randn(each.shape, generator=numbers, dtype=torch.float64, device=HOST) / 2)
     return made
 
 

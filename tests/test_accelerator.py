@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, fitting
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from twin import Case, assert_all_are, data, loader_of, model, plain_run, sgd, train
+from twin import Case, assert_all_are, loader_of, model, plain_run, sgd, train
 
 from unisono import Accelerator, DeviceLoader, current_world
 
@@ -79,72 +77,12 @@ def test_only_rank_zero_prints(capsys):
 
 
 @pytest.mark.any_family
-@BOTH
-def test_blocks_count_batches_from_elsewhere(mode):
-    def body(uses_blocks):
-        accelerator, network = Accelerator(gradient_accumulation_steps=2), model()
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        batches = [[each.to(accelerator.device) for each in batch] for batch in loader_of(24, 3)]
-        for inputs, targets, _ in batches[accelerator.world.rank :: 2]:
-            with accelerator.accumulate(network) if uses_blocks else contextlib.nullcontext():
-                optimizer.zero_grad()
-                accelerator.backward(F.mse_loss(network(inputs), targets))
-                optimizer.step()
-        return network.state_dict()
-
-    for uses_blocks in (False, True):
-        states = mode.run(lambda uses_blocks=uses_blocks: body(uses_blocks))
-        assert_all_are(states, plain_run(Case(24, 6, 2, epochs=1), 1, sgd))
-
-
-@pytest.mark.any_family
 @pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
 def test_a_global_split_steps_on_the_loaders_own_batches(mode):
     def body():
         return train(Accelerator(gradient_accumulation_steps=2), DeviceLoader(loader_of(23, 5), split="global"))
 
     assert_all_are(mode.run(body), plain_run(Case(23, 5, 2, epochs=1), 1, sgd))
-
-
-class Samples(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return zip(*data(23).tensors, strict=True)
-
-
-@pytest.mark.any_family
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("way", ["accelerator", "plain"])
-def test_streams_that_end_unevenly_are_weighed_by_their_samples(accumulate, way):
-    """The first step, whose samples are known: of each rank's part of the stream, the first ones."""
-
-    def body():
-        accelerator, network = Accelerator(gradient_accumulation_steps=accumulate), model()
-        network, optimizer, loader = accelerator.prepare(
-            network, sgd(network.parameters()), DataLoader(Samples(), batch_size=4)
-        )
-        steps, seen = [], []
-        for batch in loader:
-            optimizer.zero_grad()
-            loss = F.mse_loss(network(batch[0]), batch[1])
-            accelerator.backward(loss) if way == "accelerator" else loss.backward()
-            before = network.get_parameter("0.weight").detach().clone()
-            seen.append(accelerator.gather_for_metrics(batch[:2]))
-            optimizer.step()
-            if not torch.equal(before, network.get_parameter("0.weight")):
-                steps.append([torch.cat(each) for each in zip(*seen, strict=True)])
-                seen = []
-        return network.state_dict(), steps
-
-    for mode in fitting(THREADS_2, PROCESSES_2):
-        results = mode.run(body)
-        network = model()
-        optimizer = sgd(network.parameters())
-        assert sum(len(inputs) for inputs, _ in results[0][1]) == 23
-        for inputs, targets in results[0][1]:
-            optimizer.zero_grad()
-            F.mse_loss(network(inputs), targets).backward()
-            optimizer.step()
-        assert_all_are([state for state, _ in results], network.state_dict())
 
 
 @pytest.mark.any_family

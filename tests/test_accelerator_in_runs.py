@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, devices, fitting
+from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, devices, fitting
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -49,7 +49,7 @@ def test_a_synchronised_batch_norm_is_exact_under_weights_of_the_users_own(mode)
         numbers = torch.Generator().manual_seed(3)
         made = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)).double()
         for each in made.parameters():
-            each.data.copy_(torch.randn(each.shape, generator=numbers, dtype=torch.float64))
+            each.data.copy_(torch.randn(each.shape, generator=numbers, dtype=torch.float64, device=HOST))
         return made
 
     def body() -> dict[str, torch.Tensor]:

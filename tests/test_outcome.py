@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 import threading
 import types
@@ -10,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from unisono import errors
 from unisono.errors import (
     BrokenWorldError,
     CollectiveMismatchError,
     RemoteError,
     RemoteTraceback,
+    StoppedError,
+    UnisonoError,
     UnpicklableError,
     WorkerDiedError,
+    describe_exit,
 )
 from unisono.outcome import Outcome, copy_error, first_cause
 
@@ -272,32 +276,6 @@ def test_sending_an_error_never_raises_whatever_it_holds(error):
     assert type(arrived) in (type(error), RemoteError)
 
 
-text = st.text(max_size=8)
-values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), text, st.binary(max_size=8)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(text, inner, max_size=3), st.tuples(inner)),
-    max_leaves=8,
-)
-kinds = st.sampled_from(
-    [ValueError, RuntimeError, LookupError, KeyError, ToldError, BrokenWorldError, KeyboardInterrupt]
-)
-
-
-@given(
-    kinds, st.lists(values, min_size=1, max_size=1), st.dictionaries(st.text("abc", min_size=1), values), st.lists(text)
-)
-def test_an_error_arrives_with_its_arguments_attributes_and_notes(kind, arguments, attributes, notes):
-    error = kind(*arguments)
-    for name, value in attributes.items():
-        setattr(error, name, value)
-    for note in notes:
-        error.add_note(note)
-    for arrived in (travelled(error), copy_error(error)):
-        assert type(arrived) is kind
-        assert arrived.args == error.args
-        assert arrived.__dict__ == error.__dict__
-
-
 def test_a_result_that_cannot_be_pickled_becomes_an_error_that_names_it():
     error = Outcome.from_bytes(Outcome(value=threading.Lock(), where="rank 1").to_bytes()).error
     assert type(error) is UnpicklableError
@@ -376,3 +354,44 @@ def test_an_error_that_cannot_be_copied_is_itself_rather_than_another():
     twin = copy_error(error)
     assert type(twin) is ImpostorError
     assert str(twin) == "me"
+
+
+# The tree of exceptions says who is to blame.
+
+
+CLASSES = {
+    name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, BaseException)
+}
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"UnisonoError", "RemoteTraceback", "StoppedError"}))
+def test_our_errors_are_runtime_errors_with_one_base(name):
+    assert issubclass(CLASSES[name], UnisonoError)
+    assert issubclass(CLASSES[name], RuntimeError)
+    assert CLASSES[name].__doc__
+
+
+def test_an_agreed_stop_ends_a_script_as_sigterm_would():
+    with pytest.raises(SystemExit) as caught:
+        raise StoppedError([1, 2])
+    assert (caught.value.code, caught.value.results) == (143, [1, 2])
+
+
+def test_the_tree_in_the_docstring_draws_every_class_and_no_other():
+    drawn = re.findall(r"\b(\w+(?:Error|Traceback))\b(?= \(|  )", errors.__doc__)
+    assert sorted(drawn) == sorted(CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (None, "ended for an unknown reason"),
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-11, "was killed by SIGSEGV"),
+        (-200, "was killed by signal 200"),
+    ],
+)
+def test_an_exit_is_told_in_words(code, words):
+    assert describe_exit(code) == words

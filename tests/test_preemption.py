@@ -64,8 +64,8 @@ def test_before_it_is_handled_sigterm_ends_the_process_shielded_loader_workers_o
     assert run("preemption.shield_loader_workers(); term()")[0] == -15
 
 
-def test_sigterm_is_noted_and_nothing_else_happens_however_often_it_comes():
-    code, lines, errors = run(
+HANDLED = {
+    "nothing else happens, however often it comes": (
         """
         preemption.handle()
         print(preemption.is_requested())
@@ -73,21 +73,37 @@ def test_sigterm_is_noted_and_nothing_else_happens_however_often_it_comes():
             term()
             preemption.handle()
             print(preemption.is_requested())
-        """
-    )
-    assert (code, lines, errors) == (0, ["False", "True", "True", "True"], "")
-
-
-def test_a_handler_that_was_there_is_called_too():
-    code, lines, _ = run(
+        """,
+        ["False", "True", "True", "True"],
+    ),
+    "a handler that was there is called too": (
         """
         signal.signal(15, lambda signum, frame: print("the user's", signum))
         preemption.handle()
         term()
         print(preemption.is_requested())
+        """,
+        ["the user's 15", "True"],
+    ),
+    "one that comes before a fork knows what it is is not lost": (
         """
-    )
-    assert (code, lines) == (0, ["the user's 15", "True"])
+        os.register_at_fork(after_in_child=term)  # before the hooks that handling installs, so it runs first
+        preemption.handle()
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), preemption.is_requested())
+        term()
+        print(preemption.is_requested())
+        """,
+        ["-15 False", "True"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HANDLED)
+def test_sigterm_is_noted_and(what):
+    source, lines = HANDLED[what]
+    assert run(source) == (0, lines, "")
 
 
 def test_the_first_call_from_another_thread_is_refused_with_the_way_out_and_later_ones_are_not():
@@ -133,21 +149,6 @@ def test_other_children_are_ended_by_sigterm_as_ever(context, tmp_path):
     )
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout.split()) == (0, ["-15"] * 4), done.stderr
-
-
-def test_a_signal_that_comes_before_a_fork_knows_what_it_is_is_not_lost():
-    code, lines, _ = run(
-        """
-        os.register_at_fork(after_in_child=term)  # before the hooks that handling installs, so it runs first
-        preemption.handle()
-        if (pid := os.fork()) == 0:
-            os._exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), preemption.is_requested())
-        term()
-        print(preemption.is_requested())
-        """
-    )
-    assert (code, lines) == (0, ["-15 False", "True"])
 
 
 @pytest.mark.parametrize("begin", ["preemption.handle()", "preemption.shield_loader_workers()"])

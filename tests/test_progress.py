@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from unisono import DeviceLoader, terminal
-from unisono.launch.watching.output import LineMixer
 from unisono.report.run import read_run
 from unisono.timeline import REDUCE
 
@@ -163,18 +162,10 @@ def test_a_plain_scripts_bars_are_tqdms_own_on_a_terminal(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_of_threads_rank_zero_draws_alone(tmp_path: Path) -> None:
-    shown = in_log(tmp_path, THREADS)
-    assert [line for line in shown if "another rank" not in line] == [
-        "epochs 2/2\n",
-        "again 4/4\n",
-        "the caller is done\n",
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("start", "mark"), [(PLAIN, ""), (SPAWN, "[rank 0] "), (MARKED, "[rank 0] ")], ids=repr)
-def test_a_log_has_a_line_for_each_bar_that_stays_and_no_other(
+@pytest.mark.parametrize(
+    ("start", "mark"), [(PLAIN, ""), (THREADS, ""), (SPAWN, "[rank 0] "), (MARKED, "[rank 0] ")], ids=repr
+)
+def test_a_log_has_a_line_for_each_bar_of_rank_zero_that_stays_and_no_other(
     start: str | list[str], mark: str, tmp_path: Path
 ) -> None:
     lines = in_log(tmp_path, start)
@@ -183,7 +174,7 @@ def test_a_log_has_a_line_for_each_bar_that_stays_and_no_other(
         f"{mark}again 4/4\n",
     ]
     assert [line for line in lines if re.fullmatch(r"(\[rank \d\])?\s*", line)] == []
-    assert len([line for line in lines if "a line of another rank" in line]) == 2 * bool(mark)
+    assert len([line for line in lines if "a line of another rank" in line]) == 2 * (start != PLAIN)
 
 
 @pytest.fixture
@@ -201,19 +192,6 @@ def test_a_log_tells_of_progress_when_it_is_time(written: Callable[[], str]) -> 
         bar.set_postfix(loss=number)  # which draws each time, where bars move
     bar.close()
     assert written() == "often 0/3\noften 1/3\noften 2/3\noften 3/3\noften 3/3\nrarely 1000/1000, loss=999\n"
-
-
-def test_a_bar_that_is_erased_or_makes_room_leaves_no_mark(written: Callable[[], str]) -> None:
-    terminal.set_columns(60)
-    for _ in unisono.tqdm(range(2), desc="outer", mininterval=0, bar_format=FORMAT):
-        with unisono.tqdm(total=1, desc="inner", leave=False, bar_format=FORMAT) as inner:
-            inner.write("a line")
-    pieces = re.findall(r"[^\r\n]*[\r\n]", written())
-    mixer = LineMixer()
-    mixed = b"".join(mixer.add("worker", b"[rank 0] ", piece.encode()) for piece in pieces)
-    assert re.findall(r"\[rank 0\] *[\r\n]", mixed.decode()) == []
-    after = mixed + mixer.add("other", b"[rank 1] ", b"of another\n")
-    assert screen(after.decode().replace("\n", "\r\n"))[-2:] == ["[rank 0] outer 2/2", "[rank 1] of another"]
 
 
 @pytest.mark.parametrize("columns", [30, 60, 200])
@@ -279,23 +257,6 @@ def test_a_bar_over_a_loader_shows_what_the_run_is_doing_and_which_rank_it_waits
     report = read_run(tmp_path / "logs").report
     assert report.slowest == 1
     assert report.ranks[0].share(REDUCE) > 0.5 > report.ranks[1].share(REDUCE), "DDP's waiting is no computing"
-
-
-def test_nested_disabled_and_erased_bars_leave_the_outer_one_its_comparison_of_ranks() -> None:
-    looks = unisono.current_world().timeline.at_sample
-    before = list(looks)
-
-    def loader() -> DeviceLoader:
-        return DeviceLoader(DataLoader(range(4)))
-
-    for number, _ in enumerate(outer := unisono.tqdm(loader(), file=io.StringIO())):
-        own = looks[len(before)]
-        for options in ({}, {"leave": False}, {"disable": True}):
-            for _ in unisono.tqdm(loader(), file=io.StringIO(), **options):
-                assert len(looks) == len(before) + 2 - ("disable" in options)
-        assert looks == [*before, own], number
-    outer.close()
-    assert looks == before
 
 
 @pytest.mark.parametrize(("columns", "live", "figures"), [(90, None, {1, 2}), (200, None, {3}), (200, False, {0})])

@@ -28,34 +28,34 @@ def type_checkers_imports() -> dict[str, str]:
     return found
 
 
+HOMES = type_checkers_imports()
+MODULES = [name for name, home in HOMES.items() if home == "unisono"]
+
+
 def test_the_names_are_sorted_and_single():
     assert unisono.__all__ == sorted(set(unisono.__all__))
 
 
-def test_a_type_checker_sees_the_same_names_from_the_same_modules():
-    imports = type_checkers_imports()
-    modules = [name for name, home in imports.items() if home == "unisono"]
-    assert modules == unisono._MODULES
-    assert {name: home for name, home in imports.items() if name not in modules} == unisono._HOME_OF
-    assert sorted(unisono._HOME_OF) == unisono.__all__
+def test_a_type_checker_sees_the_same_names():
+    assert sorted(HOMES.keys() - MODULES) == unisono.__all__
 
 
 @pytest.mark.parametrize("name", unisono.__all__)
-def test_a_name_is_the_object_of_its_home(name):
+def test_a_name_is_the_object_of_its_home_where_a_type_checker_finds_it_too(name):
     value = getattr(unisono, name)
-    assert value is getattr(import_module(unisono._HOME_OF[name]), name)
-    assert value.__module__ == unisono._HOME_OF[name], "its home is the module that defines it"
+    assert value is getattr(import_module(HOMES[name]), name)
+    assert value.__module__ == HOMES[name], "its home is the module that defines it"
     assert value.__doc__
 
 
 def test_a_public_module_is_an_attribute_of_the_package():
-    script = """
+    script = f"""
 import os, sys, torch, unisono
 
-for name in unisono._MODULES:
+for name in {MODULES}:
     if not (pid := os.fork()):  # since one module imports others
         module = getattr(unisono, name)
-        assert module is sys.modules[f"unisono.{name}"] and module.__doc__ and name in dir(unisono)
+        assert module is sys.modules["unisono." + name] and module.__doc__ and name in dir(unisono)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0, name
 """

@@ -1,4 +1,4 @@
-"""The quickstart shows what one sees: its scripts run, its changes lead from the first to the last of them."""
+"""README's example and the quickstart print what their pages show; the changes lead from first script to last."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from test_code_blocks import ROOT, blocks_of
 
 BLOCKS = list(blocks_of(ROOT / "docs" / "quickstart.md"))
 CHANGED = (ROOT / "examples" / "quickstart.py").read_text().partition('"""\n\n')[2]
-SCRIPTS = {"train.py": next(block.text for block in BLOCKS if block.title), "quickstart.py": CHANGED}
+README = (ROOT / "README.md").read_text()
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+OUTPUTS = re.findall(r"```text\n\$ .*?\n(.*?)```", README, re.DOTALL)
+SCRIPTS = {"train.py": next(block.text for block in BLOCKS if block.title), "quickstart.py": CHANGED, "README": EXAMPLE}
 (SHOWN,) = (block.text for block in BLOCKS if block.language == "text")
 
 
 def run(directory: Path, script: str, *options: str) -> list[str]:
     """The lines that it prints, as `unisono run` with these options."""
     (directory / "train.py").write_text(SCRIPTS[script])
-    (directory / "unisono.py").write_text(warm_scripts.COMMAND)
-    code, output, errors = warm_scripts.complete(
-        directory / "unisono.py", "run", "--backend", "cpu", *options, "train.py", directory=directory
-    )
+    code, output, errors = warm_scripts.launch(directory, "run", "--backend", "cpu", *options, "train.py")
     assert code == 0, errors
     return [re.sub(r"^\[rank 0\] ", "", line) for line in output.splitlines()]
 
@@ -65,3 +65,12 @@ def test_the_changes_lead_from_the_first_script_to_the_last() -> None:
                     lines.append(line[1:])
     ours = [line for line in CHANGED.splitlines() if not line.startswith("from unisono")]
     assert sorted(line for line in lines if not line.startswith("from unisono")) == sorted(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_example_prints_what_the_page_shows_on_one_device_and_on_two(devices: int, tmp_path: Path) -> None:
+    lines = run(tmp_path, "README", "-n", str(devices))
+    shown = OUTPUTS[devices - 1].splitlines()
+    assert len(lines) == len(shown)
+    assert all(map(is_close, lines, shown)), lines

@@ -90,33 +90,6 @@ def test_an_argument_without_a_description_is_found() -> None:
     assert undescribed(function) == ["forgotten"]
 
 
-def test_a_docstring_is_taken_apart() -> None:
-    found = reference.parse(
-        """What it is.
-
-        More of it.
-
-        Args:
-            one, two: both,
-                and more: of both.
-            three: the last.
-
-        Returns:
-            A list.
-
-        Raises:
-            ValueError, TypeError: it is wrong.
-        """
-    )
-    assert found.text == "What it is.\n\nMore of it."
-    assert found.entries == {
-        "Args": [("one, two", "both, and more: of both."), ("three", "the last.")],
-        "Returns": [("", "A list.")],
-        "Raises": [("ValueError, TypeError", "it is wrong.")],
-    }
-    assert found.described("Args") == {"one", "two", "three"}
-
-
 def test_links_lead_to_names_that_are_there() -> None:
     for page in PAGES.values():
         for file, anchor in re.findall(r"\]\(([\w.]*\.md)#([\w.]+)\)", page):

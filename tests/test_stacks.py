@@ -59,5 +59,6 @@ def test_an_error_is_short_and_names_each_ranks_line_and_the_users_call(tmp_path
     found = re.findall(rf"rank 0 came to gather .* by {first} while rank 1 called {second}, ", errors)
     assert len(found) == 1
     assert PACKAGE not in errors
-    assert len(errors.splitlines()) <= 20, "with the frames of torch, where rank 1 is the first to report"
+    lines = [line for line in errors.splitlines() if line.strip(" ^~")]  # the marks are as Python's version likes them
+    assert len(lines) <= 16, "with the frames of torch, where rank 1 is the first to report"
     assert PACKAGE in run(tmp_path / "train.py", UNISONO_TRACEBACK="full")

@@ -58,27 +58,6 @@ def test_totals_stay_complete_when_old_spans_are_forgotten(clock):
     assert track.spans[-1].stop == 2 * (MAX_SPANS + 10)
 
 
-def test_a_track_can_be_read_while_it_is_written():
-    track, has_ended = Track("loop"), threading.Event()
-
-    def write() -> None:
-        for _ in range(20000):
-            with track.span(MOVE):
-                track.count("batches")
-        has_ended.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    looks = 0
-    while not has_ended.is_set() or not looks:
-        spans = sum(span.stop - span.start for span in track.spans.copy())
-        assert spans >= 0
-        assert track.totals.get(MOVE, 0) >= 0
-        looks += 1
-    writer.join()
-    assert track.counts == {"batches": 20000}
-
-
 def test_each_thread_has_one_loop_track():
     timeline = Timeline()
     mine, theirs = timeline.loop(), []

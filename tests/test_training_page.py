@@ -11,6 +11,7 @@ import pytest
 import torch
 import warm_scripts
 from modes import HOST, PROCESSES_2, SOLO, THREADS_2, Mode
+from test_code_blocks import sides
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -73,28 +74,23 @@ def test_each_block_trains_what_one_device_does(mode: Mode, strategy: str, tmp_p
         torch.testing.assert_close(weights, dict(wanted), rtol=0, atol=8 * rounding)
 
 
-def side(of: str) -> str:
-    """The script before ("-") or after ("+") the change."""
-    return "".join(line[1:] + "\n" for line in DIFF.splitlines() if line[:1] in (" ", of, ""))
-
-
 def run_script(text: str, directory: Path, *launcher: str) -> list[dict[str, torch.Tensor]]:
     """The weights that each rank ends with."""
     directory.mkdir()
     (directory / "script.py").write_text("import os\n" + text + SAVE)
-    (directory / "launch.py").write_text(warm_scripts.COMMAND)
-    run = [*launcher, "script.py"] if launcher else []
-    code, _, errors = warm_scripts.complete(
-        directory / ("launch.py" if launcher else "script.py"), *run, directory=directory
-    )
+    if launcher:
+        code, _, errors = warm_scripts.launch(directory, *launcher, "script.py")
+    else:
+        code, _, errors = warm_scripts.complete(directory / "script.py", directory=directory)
     assert code == 0, errors
     return [torch.load(path) for path in sorted(directory.glob("weights-*.pt"))]
 
 
 @pytest.mark.slow
 def test_the_changed_script_trains_on_two_processes_what_the_plain_one_does(tmp_path: Path) -> None:
-    (plain,) = run_script(side("-").replace("batch_size=10", "batch_size=20"), tmp_path / "plain")
-    ranks = run_script(side("+"), tmp_path / "changed", "run", "--nproc", "2")
+    before, after = sides(DIFF)
+    (plain,) = run_script(before.replace("batch_size=10", "batch_size=20"), tmp_path / "plain")
+    ranks = run_script(after, tmp_path / "changed", "run", "--nproc", "2")
     assert len(ranks) == 2
     for weights in ranks:
         torch.testing.assert_close(weights, plain)

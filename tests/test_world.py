@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+from faults import Rank
+from modes import default_group
 
 from unisono.backends import get_backend
 from unisono.backends.cuda import CudaBackend
 from unisono.comm.processes import ProcessCommunicator
 from unisono.comm.threads import ThreadCommunicator
-from unisono.errors import NoWorldError
 from unisono.outcome import this_process
 from unisono.timeline import Timeline
 from unisono.world import current_world, set_process_world, solo_world, thread_worlds, use_world
-
-
-def in_new_thread(fn: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(fn()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 @pytest.fixture(autouse=True)
@@ -41,21 +29,12 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@contextmanager
-def default_group(store: Path, backend: str | None = "gloo") -> Iterator[object]:
-    dist.init_process_group(backend, store=dist.FileStore(str(store), 1), rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
-
-
 def test_a_plain_process_has_the_world_of_one_always_the_same():
     world = current_world()
     assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (0, 1, 0, 1, 0)
     assert isinstance(world.comm, ThreadCommunicator)
     assert current_world() is world
-    assert in_new_thread(current_world) is world
+    assert Rank(current_world).result() is world
 
 
 def test_the_world_is_the_thread_s_else_the_process_s_else_the_group_s_else_that_of_one(tmp_path):
@@ -69,21 +48,11 @@ def test_the_world_is_the_thread_s_else_the_process_s_else_the_group_s_else_that
                     assert current_world() is inner
                     raise LookupError
                 assert current_world() is outer
-                assert in_new_thread(current_world) is of_process
+                assert Rank(current_world).result() is of_process
             assert current_world() is of_process
         finally:
             set_process_world(None)
     assert current_world() is alone
-
-
-def test_an_announced_world_that_nobody_made_is_an_error_with_both_ways_out(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NoWorldError) as refusal:
-        current_world()
-    message = str(refusal.value)
-    assert message.startswith("WORLD_SIZE=2 is set, as torchrun does, but no process group is initialised")
-    assert "torch.distributed.init_process_group()" in message
-    assert "unisono.spawn(fn)" in message
 
 
 @pytest.mark.parametrize("announced", ["1", "0", "", "many"])
@@ -108,7 +77,7 @@ def test_an_initialised_group_is_adopted(tmp_path, backend):
         assert (world.rank, world.world_size, world.backend.name) == (0, 1, "cpu")
         assert world.comm.all_reduce(torch.ones(2), "mean").tolist() == [1, 1]
         assert current_world() is world
-        assert in_new_thread(current_world) is world
+        assert Rank(current_world).result() is world
         world.comm.leave()
         assert dist.is_initialized(), "it stays its owner's"
 
@@ -123,10 +92,9 @@ def test_a_group_that_is_initialised_again_is_adopted_anew(tmp_path):
 
 
 def test_an_adopted_group_is_not_kept_alive(tmp_path):
-    with default_group(tmp_path / "store") as group:
+    with default_group(tmp_path / "store"):
         current_world()
-        watched = weakref.ref(group)
-        del group
+        watched = weakref.ref(dist.group.WORLD)
     gc.collect()
     assert watched() is None
 
@@ -154,8 +122,8 @@ def activations_of_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.dev
 def test_an_adopted_world_has_the_device_that_its_group_is_bound_to(monkeypatch, tmp_path):
     activated = activations_of_eight_gpus(monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with default_group(tmp_path / "store", "cpu:gloo,cuda:fake") as group:
-        group.bound_device_id = torch.device("cuda", 6)
+    with default_group(tmp_path / "store", "cpu:gloo,cuda:fake"):
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 6)
         world = current_world()
         assert activated == [world.device] == [torch.device("cuda", 6)]
         world.comm.barrier()

@@ -16,7 +16,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -34,9 +33,8 @@ _limit_s = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Every process of pytest-xdist has a file of its own, in a directory that all of them know; one alone, stderr."""
-    name = os.environ.get("PYTEST_XDIST_WORKER")
-    config.stash[_last_words] = _last_words_of(name).open("w") if name else os.fdopen(os.dup(2), "w")
+    """While stderr is that of the terminal: later, output is captured."""
+    config.stash[_last_words] = os.fdopen(os.dup(2), "w")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -90,16 +88,9 @@ def _arm_second_watch(item: pytest.Item) -> None:
     faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[_last_words])
 
 
-def _last_words_of(process: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"last-words-{process}"
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
     """In the process that hands out the tests: one of the others has died over this one."""
-    with contextlib.suppress(OSError):
-        if stacks := _last_words_of(report.node.gateway.id).read_text():  # type: ignore[attr-defined]
-            report.sections.append(("stacks of all threads, when the process was ended", stacks))
     report.sections.append(("to run it again", command(sched.config, crashitem)))
 
 

@@ -60,7 +60,7 @@ class Forked:
     def __init__(self, pid: int, stdout: int, stderr: int, status: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._stdout, self._stderr, self._status = _Reader(stdout), _Reader(stderr), _Reader(status)
+        self.stdout, self.stderr, self._status = _Reader(stdout), _Reader(stderr), _Reader(status)
 
     def __enter__(self) -> Forked:
         return self
@@ -83,7 +83,7 @@ class Forked:
         deadline = None if timeout is None else time.monotonic() + timeout
         found = [
             reader.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            for reader in (self._stdout, self._stderr)
+            for reader in (self.stdout, self.stderr)
         ]
         self.wait(timeout)
         return found[0], found[1]
@@ -97,19 +97,19 @@ class _Reader:
     """Reads a descriptor to its end, on a thread, and closes it."""
 
     def __init__(self, descriptor: int) -> None:
-        self._data = b""
+        self.data = b""
         self._thread = threading.Thread(target=self._read, args=(descriptor,), name="script-output", daemon=True)
         self._thread.start()
 
     def result(self, timeout: float | None) -> str:
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise subprocess.TimeoutExpired("the script", timeout or 0.0, self._data)
-        return self._data.decode(errors="replace")
+            raise subprocess.TimeoutExpired("the script", timeout or 0.0, self.data)
+        return self.data.decode(errors="replace")
 
     def _read(self, descriptor: int) -> None:
         while chunk := os.read(descriptor, 1 << 16):
-            self._data += chunk
+            self.data += chunk
         os.close(descriptor)
 
 
@@ -157,6 +157,12 @@ def complete(
     with run(file, *arguments, directory=directory, environ=environ, takes_apart=takes_apart) as process:
         output, errors = process.communicate(timeout)
         return process.wait(), output, errors
+
+
+def launch(directory: Path, *arguments: str, **options: Any) -> tuple[int, str, str]:
+    """`unisono` with these arguments, in that directory, to its end, as `complete`."""
+    (directory / "launch.py").write_text(COMMAND)
+    return complete(directory / "launch.py", *arguments, directory=directory, **options)
 
 
 def server_pid() -> int | None:

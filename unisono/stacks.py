@@ -6,6 +6,7 @@ Stacks written by faulthandler have the most recent call first, tracebacks have 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,10 @@ def frames_of(stack: str) -> list[Frame]:
 
 def own_frames(top: FrameType | None = None) -> list[Frame]:
     """The frames from that one on, the most recent call first; None means those of the calling thread."""
-    return [Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_stack(top)]
+    return [
+        Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in walk_stack(top or sys._getframe(1))
+    ]
 
 
 def describe_call(frames: Iterable[Frame]) -> str:

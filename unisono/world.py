@@ -31,7 +31,7 @@ from unisono.errors import NoWorldError
 from unisono.outcome import this_process
 from unisono.protocols import Backend, Communicator
 from unisono.timeline import Timeline
-from unisono.torch_private import from_tls, is_in_tls
+from unisono.torch_private import current_graph_task_id, from_tls, is_in_tls
 
 T = TypeVar("T")
 
@@ -117,6 +117,7 @@ _thread_world: ContextVar[World | None] = ContextVar("unisono_world", default=No
 _process_world: World | None = None
 _adopted: tuple[weakref.ref[object], World] | None = None  # weak: a group that is destroyed releases its sockets
 _solo: World | None = None
+_used: dict[int, None] = {}  # a key for each block of `use_world` that a thread is in
 
 _CONTEXT = "context"  # torch's key, in torch.autograd.graph
 
@@ -128,7 +129,8 @@ def current_world() -> World:
 
     Raises:
         NoWorldError: the environment says that this process has peers (WORLD_SIZE > 1, a SLURM step of several tasks),
-            and none has been initialised. Continuing would train that many unrelated models side by side.
+            and none has been initialised. Continuing would train that many unrelated models side by side. Or this is
+            autograd's own thread, and which replica it works for is unknown: before 2.13, torch does not hand it on.
     """
     global _adopted, _solo
     world = given_world()
@@ -146,6 +148,11 @@ def current_world() -> World:
             f"{announced}, but no process group is initialised in this process; either call unisono.join_world() (or "
             "torch.distributed.init_process_group()) first, or give the training function to unisono.spawn(fn), which "
             "joins that world too; for a world of one, unset the variable"
+        )
+    if _used and current_graph_task_id() >= 0:
+        raise NoWorldError(
+            f"in autograd's own thread the replica whose backward pass this is cannot be known: torch {torch.__version__} "
+            "does not hand it on; pass world= what current_world() was in the forward pass, or use torch 2.13 or newer"
         )
     if _solo is None:
         _solo = solo_world()
@@ -210,9 +217,11 @@ def _is_several(count: str) -> bool:
 def use_world(world: World) -> Iterator[World]:
     """Make `world` the calling thread's world for the block."""
     token = _thread_world.set(world)
+    _used[id(token)] = None
     try:
         yield world
     finally:
+        del _used[id(token)]
         _thread_world.reset(token)
 
 

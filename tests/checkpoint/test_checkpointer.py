@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 from file_faults import at_each_operation, end_save, fail_at
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
+from modes import HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from resumable import Anything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -354,9 +354,9 @@ def test_each_ranks_generators_go_on_where_they_stood(tmp_path: Path, mode: Mode
     def body() -> tuple[Any, Any]:
         extra = torch.Generator().manual_seed(current_world().rank)
         save(tmp_path / "one", extra=extra)
-        first = [*draw(), torch.rand((), generator=extra).item()]
+        first = [*draw(), torch.rand((), generator=extra, device=HOST).item()]
         load(tmp_path / "one", extra=extra)
-        return first, [*draw(), torch.rand((), generator=extra).item()]
+        return first, [*draw(), torch.rand((), generator=extra, device=HOST).item()]
 
     found = mode.run(body)
     for first, second in found:

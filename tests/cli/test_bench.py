@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 from unisono.cli.main import main
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
+import performance
 
 SCRIPT = """
 import sys
@@ -20,7 +24,7 @@ DEVICES = ("cpu", "cuda")
 blocks = options(__doc__, DEVICES, blocks=9).blocks
 show(f"a step in {{blocks}} blocks", {{"ours": {ours}, "theirs": [2.0] * len({ours})}})
 """
-BLOCKS = str(Path(__file__).parent.parent.parent / "bench")
+BLOCKS = str(Path(__file__).parents[2] / "bench")
 
 
 def measure(directory: Path, name: str, ours: list[float]) -> Path:
@@ -93,3 +97,18 @@ def test_a_device_that_is_not_here_is_refused_before_anything_runs(capsys: Any) 
     found = capsys.readouterr()
     assert "backend 'cuda' has no device on this machine" in found.err
     assert not found.out
+
+
+# docs/performance.md has the figures of the files in bench/results, and no others.
+
+
+def test_the_page_is_what_is_made_from_the_committed_results() -> None:
+    page = performance.PAGE.read_text()
+    assert performance.fill(page, performance.read_all()) == page, "run: python docs/generate/performance.py"
+    assert page.count("<!-- figures: ") > 10
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_table_without_figures_or_with_those_of_two_files_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=rf"{count} files in bench/results have figures of"):
+        performance.fill(performance.PAGE.read_text(), performance.read_all() * count)

@@ -56,9 +56,7 @@ def run_apart(tmp_path: Path) -> Run:
 
     def run_apart(text: str, *options: str) -> tuple[int, str, str]:
         (tmp_path / "train.py").write_text(text)
-        (tmp_path / "launch.py").write_text(warm_scripts.COMMAND)
-        arguments = ["run", "--backend", "cpu", *options, "train.py"]
-        return warm_scripts.complete(tmp_path / "launch.py", *arguments, directory=tmp_path)
+        return warm_scripts.launch(tmp_path, "run", "--backend", "cpu", *options, "train.py")
 
     return run_apart
 

@@ -1,4 +1,4 @@
-"""A device that runs behind its host: how far it is, what it waits in, and that it does not wait for ever."""
+"""A device that runs behind its host, and does not wait for ever; the end of a process group, whoever holds it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import warm_scripts
+from epochs import join_own_threads
+from modes import default_group
 
 from unisono.backends.cpu import CpuBackend
 from unisono.comm import shutdown
@@ -28,6 +30,8 @@ NEVER_S = 3600.0  # between two looks of the watch's own: the tests look themsel
 class Gpu(CpuBackend):
     """A device that comes to a mark when it is told to."""
 
+    watch: DeviceWatch
+
     def __init__(self) -> None:
         self.at = 0
         self.submitted = 0
@@ -42,27 +46,28 @@ class Gpu(CpuBackend):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    watch = partial(DeviceWatch, look_s=NEVER_S, patience_s=0)
+    gpu = Gpu()
+
+    def watch(*args: Any) -> DeviceWatch:
+        gpu.watch = DeviceWatch(*args, look_s=NEVER_S, patience_s=0)
+        return gpu.watch
+
     monkeypatch.setattr("unisono.comm.processes.DeviceWatch", watch)
-    return Gpu()
+    return gpu
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[dist.Store]:
     """That of a default process group of one, which the test may end."""
-    made = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=made, rank=0, world_size=1)
-    yield made
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with default_group(tmp_path / "store") as made:
+        yield made
 
 
 @contextmanager
 def rank_on(gpu: Gpu, store: dist.Store) -> Iterator[tuple[ProcessCommunicator, DeviceWatch]]:
     comm = ProcessCommunicator(CPU, store, backend=gpu)
-    assert comm._watch is not None
     try:
-        yield comm, comm._watch
+        yield comm, gpu.watch
     finally:
         comm.leave()
 
@@ -149,8 +154,7 @@ def test_a_watch_ends_with_an_error_of_its_device_which_the_rank_meets_itself(gp
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     watch = DeviceWatch(Failed(), CPU, lambda: 0, lambda: False, look_s=0)
-    watch._thread.join(20)
-    assert not watch._thread.is_alive()
+    join_own_threads()
     watch.close()
 
 
@@ -164,7 +168,7 @@ class Ends:
         self.called: list[str] = []
         self.let_go = threading.Event()
         self.alarms: list[int] = []
-        monkeypatch.setattr(shutdown, "_END_S", 0.05)
+        monkeypatch.setattr(shutdown, "END_S", 0.05)
         monkeypatch.setattr(signal, "alarm", self.alarms.append)
         monkeypatch.setattr(dist, "destroy_process_group", lambda: self._wait("destroy"))
         monkeypatch.setattr(shutdown, "abort_process_group", lambda: self._abort())
@@ -200,5 +204,37 @@ def test_a_broken_group_is_aborted_at_once(ends):
 def test_a_process_whose_group_cannot_be_ended_ends_all_the_same(ends, caplog):
     ends.abort_ends = False
     shutdown.end_group(is_broken=True, waits_for_device=True)
-    assert ends.alarms == [shutdown._LAST_S]
+    assert ends.alarms == [shutdown.LAST_S]
     assert "could not be shut down within" in caplog.text
+
+
+SCRIPT = """
+import signal, sys
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # which would hold the group, if it were imported behind it
+from torch.nn.parallel import DistributedDataParallel
+from unisono.comm.shutdown import free_reducers_before_groups
+from unisono.parallel.strategies.ddp import _Ordered
+
+signal.alarm(20)  # a hang holds the interpreter's lock
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if sys.argv[1] == "torch":
+    free_reducers_before_groups()
+model = (DistributedDataParallel if sys.argv[1] == "torch" else _Ordered)(torch.nn.Linear(2, 2))
+sent = torch.ones(1 << 24)
+received = [torch.empty(1 << 24)]
+sys.setswitchinterval(100)  # nobody gets the lock who is not given it
+dist.all_gather(received, sent, async_op=True)  # gloo's thread frees what it has sent later, with the lock
+dist.destroy_process_group()
+del model
+sys.setswitchinterval(0.005)
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("whose", ["torch", "ours"])
+def test_a_model_that_outlives_its_group_frees_it_while_gloo_still_works(tmp_path: Path, whose: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    code, output, errors = warm_scripts.complete(tmp_path / "script.py", whose)
+    assert (code, output) == (0, "ended\n"), errors

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Rank
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,23 +19,10 @@ from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError
 from unisono.outcome import Outcome
 
-PATIENCE_S = 20.0
-
 
 def together(*parts: Callable[[], Any]) -> list[Outcome[Any]]:
     """Run each part in a thread of its own."""
-    outcomes: dict[int, Outcome[Any]] = {}
-
-    def run(number: int) -> None:
-        outcomes[number] = Outcome.capture(parts[number])
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert len(outcomes) == len(parts), "a rank still waits"
-    return [outcomes[number] for number in range(len(parts))]
+    return [rank.ended() for rank in [Rank(part) for part in parts]]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Rank
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,31 +17,9 @@ from unisono.comm.meeting import Meeting
 from unisono.comm.operations import Call
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError
-from unisono.outcome import Outcome
 
 LONG = timedelta(seconds=30)  # nobody waits so long unless a wake-up was lost
 CALL = Call("sum")
-
-
-class Rank(threading.Thread):
-    """A rank whose part is a function; its outcome is there when it has ended."""
-
-    def __init__(self, part: Callable[[], Any]) -> None:
-        super().__init__(name="rank")
-        self.part = part
-        self.outcome: Outcome[Any] | None = None
-        self.start()
-
-    def run(self) -> None:
-        self.outcome = Outcome.capture(self.part)
-
-    def ended(self) -> Outcome[Any]:
-        self.join(LONG.total_seconds() / 2)
-        assert self.outcome is not None, "the rank still waits"
-        return self.outcome
-
-    def result(self) -> Any:
-        return self.ended().unwrap()
 
 
 def exchange(meeting: Meeting, rank: int, value: Any = 0, call: Call = CALL) -> Any:

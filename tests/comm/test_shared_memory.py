@@ -16,11 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unisono import spawn
+from unisono.comm.shared_memory import futex
+from unisono.comm.shared_memory.mapping import Mapping, map_together
+from unisono.comm.shared_memory.notes import Notes
 from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import BrokenWorldError, CollectiveMismatchError, WorkerDiedError
 from unisono.world import current_world
+
+pytestmark = pytest.mark.skipif(not futex.SUPPORTED, reason="ranks share no memory here")
 
 
 def test_views_and_odd_types_travel():
@@ -112,26 +119,6 @@ def test_ranks_without_memory_in_common_say_why_once_and_send_messages(capfd):
 
     assert spawn(work, nprocs=2) == [4.0, 4.0]
     assert capfd.readouterr().err.count("have no memory in common, and send messages, which is slower ([Errno 27]") == 1
-
-
-def test_calls_that_differ_are_an_error_on_all_ranks_with_their_places():
-    def work(index: int) -> str:
-        try:
-            if index == 2:
-                dist.all_reduce(torch.ones(3))
-            else:
-                dist.broadcast(torch.ones(3), 0)
-        except CollectiveMismatchError as error:
-            told = str(error)
-        with pytest.raises(dist.DistNetworkError, match="the group is broken"):
-            dist.barrier()
-        return told
-
-    first, *others = spawn(work, nprocs=3)
-    assert others == [first, first]
-    place = rf'in work \("{__file__}", line \d+\)'
-    assert re.match(rf"ranks \[0, 1\] called broadcast\(float32\[3\], 0\) {place} while ", first)
-    assert re.search(rf"rank 2 called all_reduce\(float32\[3\], 'sum'\) {place}; ", first)
 
 
 @pytest.mark.parametrize("length", [1, 20_000_000])
@@ -274,3 +261,47 @@ def test_announcements_without_a_collective_are_compared_however_many_they_are()
 
     for text in spawn(work, nprocs=2):
         assert re.search(r"rank 0 came to step 50 by announce\(\) in work .* while rank 1 came to step 51", text)
+
+
+# What ranks note of what they do.
+
+
+def notes_of(size: int) -> list[Notes]:
+    """The notes of ranks that are all in this process, and so need no lock to be alive."""
+    mapping = map_together(dist.HashStore(), 0, 1, 4096 * size, timedelta(seconds=10))
+    assert mapping is not None
+
+    def seat(rank: int) -> Mapping:
+        other = object.__new__(Mapping)
+        other.memory, other.rank, other.size = mapping.memory, rank, size
+        return other
+
+    return [Notes(seat(rank)) for rank in range(size)]
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), max_size=4), min_size=2, max_size=3))
+def test_the_first_line_that_differs_is_found_by_whoever_reads_both_and_nothing_else(actions):
+    notes = notes_of(len(actions))
+    for number in range(4):
+        for each, its in zip(notes, actions, strict=True):
+            if number < len(its):
+                each.add(its[number])
+    for each, own in zip(notes, actions, strict=True):
+        found = each.find_difference()
+        differs = any(one != other for its in actions for one, other in zip(own, its, strict=False))
+        assert bool(found) == differs
+        if differs:
+            assert len(set(found.values())) > 1
+
+
+def test_long_texts_that_differ_behind_the_cut_are_told_apart_and_harm_no_other_note():
+    first, second = notes_of(2)
+    while not first.is_full:
+        for each in (first, second):
+            each.add("called " + "x" * 5000 + "1")
+        assert first.find_difference() == {}
+    first.add("called " + "x" * 5000 + "1")
+    second.add("called " + "x" * 5000 + "2")
+    found = first.find_difference()
+    assert found[0] != found[1]
+    assert found[0].startswith("called xxx")

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from tracing import interrupting
+from interrupts import interrupting
 
 from unisono.comm.thread_start import start_threads
 

@@ -14,10 +14,10 @@ from torch import nn
 import unisono.compat.torch_xla.core.xla_model as xm
 import unisono.compat.torch_xla.distributed.data_parallel as dp
 import unisono.compat.torch_xla.distributed.xla_multiprocessing as xmp
-from unisono.backends import resolve_devices
+from unisono.backends import get_backend, resolve_devices
 
 FAMILY = os.environ.get("UNISONO_BACKEND", "cpu")
-RANKS = int(os.environ.get("CPU_NUM_DEVICES", "2"))
+RANKS = 2 if FAMILY == "cpu" else min(int(os.environ.get("CPU_NUM_DEVICES", "2")), get_backend(FAMILY).device_count())
 DEVICES = [f"{FAMILY}:{rank}" for rank in range(RANKS)]
 
 for backend, device in reversed(resolve_devices(DEVICES)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from pathlib import Path
+import tempfile
 
 import pytest
 import torch
@@ -79,8 +79,8 @@ def test_launch_calls_the_function_once_in_this_process_for_debugging():
 
 
 def test_a_wrapped_model_reaches_all_workers_with_one_set_of_weights():
-    wrapper = xmp.MpModelWrapper(nn.Linear(2, 2))
-    expected = wrapper._model.weight.tolist()
+    model = nn.Linear(2, 2)
+    wrapper, expected = xmp.MpModelWrapper(model), model.weight.tolist()
     assert PROCESSES.run(lambda: wrapper.to(xm.xla_device()).weight.tolist()) == [expected] * RANKS
 
 
@@ -100,13 +100,13 @@ def test_a_serial_executor_lets_one_run_at_a_time_and_all_run(several, tmp_path)
     assert several.run(run) == [[rank] * 20 for rank in range(RANKS)]
 
 
-def test_a_serial_executor_goes_on_behind_an_error_and_leaves_no_file():
+def test_a_serial_executor_goes_on_behind_an_error_and_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     serial = xmp.MpSerialExecutor()
     with pytest.raises(LookupError):
         serial.run(lambda: _raise(LookupError()))
     assert serial.run(lambda: 3) == 3
-    path = Path(serial._path)
-    assert path.exists()
+    assert len(list(tmp_path.iterdir())) == 1
     del serial
     gc.collect()
-    assert not path.exists()
+    assert not list(tmp_path.iterdir())

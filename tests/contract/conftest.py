@@ -15,7 +15,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from door import Door
+from faults import Door
 from modes import FAMILY
 
 from unisono.backends import get_backend
@@ -98,9 +98,9 @@ IN_THE_PLACE_OF_GPUS = [pytest.param(ACCELERATORS_2, marks=pytest.mark.slow)] if
 
 
 def here(*ways: Ranks) -> list[Ranks]:
-    """Those for whose threads the family has devices."""
+    """Those that the family has devices for."""
     count = get_backend(FAMILY).device_count()
-    return [each for each in ways if FAMILY == "cpu" or each.mode != "threads" or each.size <= count]
+    return [each for each in ways if FAMILY == "cpu" or each.size <= count]
 
 
 @pytest.fixture(params=[*here(SOLO, THREADS_2, THREADS_4, PROCESSES_2), *IN_THE_PLACE_OF_GPUS], ids=str)

@@ -305,9 +305,10 @@ def test_the_random_state_is_bytes_on_the_cpu_and_a_copy(backend, device):
 
 
 def test_memory_in_use_is_positive_and_grows_with_a_tensor(backend, device):
-    before = backend.memory(device)
-    held = torch.ones(1 << 24, device=device)  # 64 MiB, written, so that they are resident
-    backend.synchronize(device)
+    before, held = backend.memory(device), []
+    while backend.memory(device) - before < 1 << 25 and len(held) < 40:  # the first may take what was freed before
+        held.append(torch.ones(1 << 24, device=device))  # 64 MiB, written, so that they are resident
+        backend.synchronize(device)
     assert isinstance(before, int)
-    assert backend.memory(device) - before >= held.nbytes // 2
+    assert backend.memory(device) - before >= 1 << 25
     assert backend.memory(device) > 0

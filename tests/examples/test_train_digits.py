@@ -11,8 +11,6 @@ import torch
 import warm_scripts
 from packages import load_script
 
-from unisono import DeviceLoader
-
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "train_digits.py"
 
 STEPS = 23  # 1437 training samples in global batches of 64, the last of 29
@@ -35,30 +33,6 @@ def _workers_can_import_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def solo(dtype: torch.dtype, epochs: int) -> Any:
     return EXAMPLE.run("solo", epochs=epochs, dtype=dtype)
-
-
-def by_hand(epochs: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same training in plain torch, on the global batches that the loader of the example gives to one device."""
-    model = EXAMPLE.build_model(torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    loader = DeviceLoader(EXAMPLE.build_loaders(1, torch.float64)[0], "cpu")
-    losses = []
-    for _ in range(epochs):
-        for images, labels in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses, model.state_dict()
-
-
-def test_the_plain_script_is_plain_torch() -> None:
-    losses, weights = by_hand(epochs=1)
-    result = solo(torch.float64, 1)
-    assert result.losses == pytest.approx(losses, rel=1e-12)
-    for name, weight in weights.items():
-        torch.testing.assert_close(result.weights[0][name], weight, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(

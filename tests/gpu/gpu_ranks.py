@@ -111,7 +111,7 @@ def _trained(options: dict[str, Any]) -> list[float]:
     loss = torch.zeros(())
     for inputs, targets in loader:
         optimizer.zero_grad()
-        loss = F.mse_loss(network(inputs), targets)
+        loss = F.mse_loss(network(inputs).float(), targets)  # before 2.12 torch takes no other type here
         accelerator.backward(loss)
         optimizer.step()
     weights = accelerator.state_dict(network) or {}

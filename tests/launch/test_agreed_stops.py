@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch
-from faults import SOON_S, Script, survivors
+from faults import SOON_S, Script, survivors, until
 
 from unisono.errors import StoppedError, WorkerDiedError
 from unisono.launch.spawn import spawn
@@ -78,13 +78,6 @@ def test_a_caller_that_is_asked_lets_the_ranks_save_and_ends_with_143(tmp_path, 
         assert script.survivors() == []
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 DEAF = """
 from faults import Line, stand_still
 from pathlib import Path
@@ -108,7 +101,7 @@ def test_the_second_interrupt_ends_them(tmp_path, line, ear):
     with Script(DEAF, tmp_path) as script:
         ear.hear_all(2)
         script.kill(signal.SIGINT)
-        wait_for(lambda: b"Ctrl-C again" in script.process._stderr._data)
+        until(lambda: b"Ctrl-C again" in script.process.stderr.data)
         script.kill(signal.SIGINT)
         code, output, _ = script.end()
         assert (code, output) == (0, "interrupted\n")
@@ -195,9 +188,6 @@ def train(index):
             os.kill(os.getpid(), signal.SIGTERM)
         if should_stop():
             return step
-
-def plain(index):
-    return index
 
 """
 

@@ -60,8 +60,7 @@ def test_nothing_survives_an_interrupt_while_the_workers_start(tmp_path, ear):
         assert ear.hear() == ["starting"]
         script.kill(signal.SIGINT)
         assert script.end()[0] == -signal.SIGINT
-        assert script.survivors() == []
-        assert script.leftovers() == []
+        assert script.survivors() == [] == script.leftovers()
 
 
 @pytest.mark.slow
@@ -71,8 +70,7 @@ def test_nothing_survives_when_the_caller_of_nested_workers_is_killed(tmp_path, 
         assert [ear.hear()[0], ear.hear()[0]] == ["rank", "rank"]
         assert len(script.living()) == 2 + 2 + 1 + 2 + 4 + 2  # with the inner zygote and the inner workers
         script.kill(signal.SIGKILL)
-        assert script.survivors() == []
-        assert script.leftovers() == []
+        assert script.survivors() == [] == script.leftovers()
 
 
 def test_the_interpreter_waits_for_a_group_that_is_no_daemon(tmp_path, ear):
@@ -90,8 +88,7 @@ print("the end of the script", flush=True)
         first, *rest = output.splitlines()
         assert first == "the end of the script"
         assert sorted(rest) == ["rank 0 finished", "rank 1 finished"]
-        assert script.survivors() == []
-        assert script.leftovers() == []
+        assert script.survivors() == [] == script.leftovers()
 
 
 @pytest.mark.parametrize("daemon", [True, False], ids=["a daemon group", "an interrupt at the exit"])

@@ -1,10 +1,12 @@
-"""What `spawn` is told beside the function: threads, cores, logs, and what of the output is shown."""
+"""What `spawn` is told beside the function, threads, cores, logs; and the private directory of a group."""
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,3 +79,25 @@ def test_the_last_lines_on_stderr_belong_to_the_error():
         spawn(work, nprocs=2)
     [tail] = [note for note in caught.value.__notes__ if note.startswith("the last lines of rank 1 on stderr:\n")]
     assert tail.splitlines()[-2:] == ["  line 28", "  line 29"]
+
+
+def test_only_its_user_can_read_what_a_run_writes():
+    def look(index):
+        directory = Path(os.environ["UNISONO_RENDEZVOUS"])
+        return {path.name: stat.S_IMODE(path.stat().st_mode) for path in [directory, directory / "job"]}
+
+    for modes in spawn(look, nprocs=2):
+        assert sorted(modes.values()) == [0o600, 0o700]
+
+
+def test_loader_workers_run_however_long_the_path_of_the_temporary_directory_is(tmp_path, monkeypatch):
+    (long := tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+
+    def load(index):
+        batches = list(torch.utils.data.DataLoader([torch.ones(100)] * 4, num_workers=1))
+        return len(batches), os.listdir(long)
+
+    found = spawn(load, nprocs=2)
+    assert [(count, len(names)) for count, names in found] == [(4, 1)] * 2
+    assert os.listdir(long) == []

@@ -14,9 +14,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from faults import survivors
+from faults import survivors, zygote_pid
 from modes import preload
-from zygotes import zygote_pid
 
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import ClosedError
@@ -186,7 +185,7 @@ def test_a_forked_child_of_the_caller_spawns_from_a_zygote_of_its_own(line, ear)
         try:
             line.say(spawn(lambda index: index, nprocs=2), zygote_pid())
         finally:
-            zygote_client._close()
+            zygote_client.close_all()
             os._exit(0)
     assert ear.hear()[:2] == ["[0,", "1]"]
     os.waitpid(child, 0)

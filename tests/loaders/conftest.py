@@ -10,5 +10,5 @@ from unisono.loaders import pipeline
 @pytest.fixture
 def reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops read ahead from their first batch on, as they do where batches are slow."""
-    monkeypatch.setattr(pipeline, "_SWITCH_NS", -1)
-    monkeypatch.setattr(pipeline, "_LONG_NS", -1)
+    monkeypatch.setattr(pipeline, "SWITCH_NS", -1)
+    monkeypatch.setattr(pipeline, "LONG_NS", -1)

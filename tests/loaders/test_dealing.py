@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from dealing import COUNTS, EVERY, rule_of, size_of
-from epochs import Bucketed, Numbers, chunks, dealt, ranks_of, take
+from epochs import Bucketed, Numbers, chunks, dealt, ranks_of, take, worlds
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
@@ -135,8 +135,7 @@ def test_drop_last_drops_the_tail_unless_it_shall_be_split():
 
 @pytest.mark.parametrize("samples", [12, 13])
 def test_a_loader_that_a_distributed_sampler_cuts_is_not_cut_again(samples):
-    for rank, plain in enumerate(ranks_of([], 2)):
-        world = plain._never_begun._world
+    for rank, world in enumerate(worlds(2)):
         sampler = DistributedSampler(Numbers(samples), num_replicas=2, rank=rank, shuffle=False)
         loader = DeviceLoader(DataLoader(Numbers(samples), batch_size=3, sampler=sampler), world=world)
         own = [number % samples for number in range(rank, samples + samples % 2, 2)]

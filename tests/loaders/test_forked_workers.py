@@ -97,7 +97,7 @@ def test_a_worker_that_is_stuck_is_forked_again(monkeypatch, is_log):
     else:
         monkeypatch.setattr(sys, "stdout", stdout)
     # Longer and longer: on a loaded machine a worker is late, and is ended before it is stuck.
-    monkeypatch.setattr(forked_workers, "_PATIENCE_S", [0.1 * 2**attempt for attempt in range(10)])
+    monkeypatch.setattr(forked_workers, "PATIENCE_S", [0.1 * 2**attempt for attempt in range(10)])
     assert sorted(one_pass()) == list(range(COUNT))
     assert int(stdout.forked) >= 4
 
@@ -105,7 +105,7 @@ def test_a_worker_that_is_stuck_is_forked_again(monkeypatch, is_log):
 def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
     before = set(psutil.Process().children())
     monkeypatch.setattr(sys, "stdout", Sticky(times=1000))
-    monkeypatch.setattr(forked_workers, "_PATIENCE_S", (0.05, 0.05))
+    monkeypatch.setattr(forked_workers, "PATIENCE_S", (0.05, 0.05))
     with pytest.raises(RuntimeError, match=r"forked 2 times and did not begin.*num_workers=0"):
         one_pass()
     assert set(psutil.Process().children()) <= before

@@ -15,7 +15,7 @@ import pytest
 import torch
 from epochs import PATIENCE_S, CodedError
 from flows import Moving, flow
-from tracing import interrupting
+from interrupts import interrupting
 
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import ClosedError

@@ -61,8 +61,8 @@ def test_the_loops_own_thread_reads_and_no_other_is_started():
 @pytest.mark.parametrize(("cost", "own"), [(10**12, 8), (-1, 3)], ids=["cheap", "slow"])
 def test_a_loop_reads_for_itself_while_batches_are_cheap(monkeypatch, cost, own):
     """With the limit on the cost far above, and below, that of any batch: the same batches and states in both."""
-    monkeypatch.setattr(reading, "_SWITCH_NS", cost)
-    monkeypatch.setattr(reading, "_LONG_NS", 10**15)
+    monkeypatch.setattr(reading, "SWITCH_NS", cost)
+    monkeypatch.setattr(reading, "LONG_NS", 10**15)
     iterator = iter(DeviceLoader(DataLoader(Threads(8))))
     with torch.no_grad():
         found = [(int(thread), iterator.state_dict()["offset"]) for (thread,) in iterator]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, each_of, fitting, scaling
+from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, each_of, fitting, scaling
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
@@ -49,8 +49,9 @@ class Trained:
 def samples(shape: tuple[int, ...], number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs, far from a mean of zero and a variance of one, and what the loss weighs the outputs with."""
     generator = torch.Generator().manual_seed(number)
-    inputs, targets = torch.randn(2, number, *shape, dtype=torch.float64, generator=generator)
-    return inputs * 3 + 7, targets
+    inputs, targets = torch.randn(2, number, *shape, dtype=torch.float64, generator=generator, device=HOST)
+    device = torch.get_default_device()
+    return (inputs * 3 + 7).to(device), targets.to(device)
 
 
 def layer(kind: type[nn.Module] = nn.BatchNorm2d, **options: Any) -> nn.Module:
@@ -58,7 +59,7 @@ def layer(kind: type[nn.Module] = nn.BatchNorm2d, **options: Any) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.copy_(torch.randn(3, dtype=torch.float64, generator=generator))
+            parameter.copy_(torch.randn(3, dtype=torch.float64, generator=generator, device=HOST))
     return made
 
 

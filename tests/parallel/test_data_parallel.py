@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import interrupt_main_thread
+from interrupts import interrupt_main_thread, interrupting
 from modes import FAMILY, PROCESSES_2, devices
 from torch import nn
-from tracing import interrupting
 
 import unisono
 from unisono import DataParallel, ReplicaContext, current_world

@@ -8,8 +8,7 @@ import threading
 import weakref
 
 import pytest
-from interrupts import interrupt_main_thread
-from tracing import interrupting
+from interrupts import interrupt_main_thread, interrupting
 
 from unisono.outcome import Outcome
 from unisono.parallel import replicas
@@ -70,8 +69,8 @@ def test_an_outcome_whose_news_an_interrupt_loses_is_there_all_the_same(monkeypa
         def put(self, item: None) -> None:
             self._news.put(item)
 
-        def get(self) -> None:
-            self._news.get()
+        def get(self, **limit: float) -> None:
+            self._news.get(**limit)
             if losing:
                 losing.clear()
                 raise KeyboardInterrupt

@@ -34,9 +34,11 @@ def batches() -> Iterator[list[torch.Tensor]]:
 
 
 @pytest.fixture
-def handled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the main thread had handled SIGTERM; this process has no handler."""
-    monkeypatch.setattr(preemption, "_is_handled", True)
+def handled() -> Iterator[None]:
+    """SIGTERM is handled, as the main thread has asked for."""
+    with preemption.scope():
+        preemption.handle()
+        yield
 
 
 @pytest.mark.any_family
@@ -181,4 +183,4 @@ def test_a_signal_that_a_replica_took_stops_all_that_the_main_thread_waits_for(t
 def test_this_process_handles_nothing_after_all():
     """What the tests here do to signals, they do elsewhere."""
     assert threading.current_thread() is threading.main_thread()
-    assert signal.getsignal(signal.SIGTERM) is not preemption._note_signal
+    assert not preemption.takes(signal.getsignal(signal.SIGTERM))

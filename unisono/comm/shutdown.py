@@ -19,8 +19,8 @@ from unisono.torch_private import abort_process_group
 
 logger = logging.getLogger(__name__)
 
-_END_S = 10.0
-_LAST_S = 30  # seconds for the rest of the process's exit when its group is stuck
+END_S = 10.0
+LAST_S = 30  # seconds for the rest of the process's exit when its group is stuck
 
 
 def free_reducer(replicated: DistributedDataParallel) -> None:
@@ -44,15 +44,15 @@ def end_group(is_broken: bool, waits_for_device: bool) -> None:
         return
     ends = [abort_process_group] if is_broken else [dist.destroy_process_group, abort_process_group]
     if not any(_ends_in_time(end) for end in ends):
-        logger.warning("the process group could not be shut down within %g s; this process ends without that", _END_S)
+        logger.warning("the process group could not be shut down within %g s; this process ends without that", END_S)
         if hasattr(signal, "alarm"):
-            signal.alarm(_LAST_S)  # nothing else ends a process whose destructors wait for the device
+            signal.alarm(LAST_S)  # nothing else ends a process whose destructors wait for the device
 
 
 def _ends_in_time(end: Callable[[], None]) -> bool:
     thread = threading.Thread(target=_quietly, args=(end,), name="unisono-end-group", daemon=True)
     thread.start()
-    thread.join(_END_S)
+    thread.join(END_S)
     return not thread.is_alive()
 
 

@@ -159,7 +159,11 @@ def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None 
     try:
         family.check_workers(nprocs)
     except ValueError as error:
-        raise ValueError(f"nprocs={nprocs} needs as many devices: {error}") from None
+        others = ", backend='cpu', or process_group='gloo', by which workers share devices"
+        raise ValueError(
+            f"nprocs={nprocs} needs as many devices: {error}; pass nprocs=None for one worker on each"
+            f"{'' if family.process_group_backend == 'gloo' else others}"
+        ) from None
     return nprocs
 
 

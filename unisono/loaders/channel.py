@@ -47,7 +47,7 @@ class Channel(Generic[T]):
     ) -> None:
         self._items: deque[T] = deque()
         self._lock = lock or threading.Lock()
-        self._room_bell, self._item_bell = _Bell(), _Bell()
+        self.room_bell, self.item_bell = _Bell(), _Bell()
         self._on_receipt, self._refill_at = on_receipt, refill_at
         self._end: Outcome[None] | None = None
         self.is_cancelled = False
@@ -63,15 +63,15 @@ class Channel(Generic[T]):
                 if has_room():
                     return not self.is_cancelled
                 # Under the lock of the check, so that a receipt before `wait` rings for this sender.
-                self._room_bell.expect()
-            self._room_bell.wait()
+                self.room_bell.expect()
+            self.room_bell.wait()
         return False
 
     def send(self, item: T) -> bool:
         """Put an item in, without waiting; return False, and drop the item, if the receiver has ended."""
         with self._lock:
             self._items.append(item)
-            self._item_bell.ring()
+            self.item_bell.ring()
         if self.is_cancelled:  # checked last: `cancel` may have dropped the items before this one was added
             self._items.clear()
             return False
@@ -84,7 +84,7 @@ class Channel(Generic[T]):
             self._end = self._end or end
             if self.is_cancelled:
                 self._end = None
-            self._item_bell.ring()
+            self.item_bell.ring()
 
     def receive(self) -> T:
         """Take the next item out, waiting for one. After the last one: EndOfChannel, or the error that the sender
@@ -99,17 +99,17 @@ class Channel(Generic[T]):
                 else:
                     self._on_receipt()
                     if self._refill_at is None or len(self._items) <= self._refill_at:
-                        self._room_bell.ring()
+                        self.room_bell.ring()
                     return item
                 if self.is_cancelled:
-                    self._item_bell.ring()  # `cancel` has rung once, and a second iterator may wait here too
+                    self.item_bell.ring()  # `cancel` has rung once, and a second iterator may wait here too
                     raise ClosedError("the loader was closed, so it yields no more batches")
                 if (end := self._end) is not None:
                     if end.error is None:
                         raise EndOfChannel
                     raise copy_error(end.error)
-                self._item_bell.expect()
-            self._item_bell.wait()
+                self.item_bell.expect()
+            self.item_bell.wait()
 
     def cancel(self) -> None:
         """Close the receiving end, from any thread, at any moment: drop the items that wait and those to come."""
@@ -117,12 +117,12 @@ class Channel(Generic[T]):
         self.is_cancelled = True
         self._items.clear()
         self._end = None  # an error's traceback keeps its frames' objects alive, such as loader workers
-        self._room_bell.ring_unlocked()
-        self._item_bell.ring_unlocked()
+        self.room_bell.ring_unlocked()
+        self.item_bell.ring_unlocked()
 
     def wake_sender(self) -> None:
         """Let a sender that waits for room check again; under the lock."""
-        self._room_bell.ring()
+        self.room_bell.ring()
 
 
 class _Bell:
@@ -131,11 +131,11 @@ class _Bell:
     def __init__(self) -> None:
         # The `put` of a SimpleQueue is reentrant: a garbage collection within it may call `cancel`, which rings too.
         self._rings: SimpleQueue[None] = SimpleQueue()
-        self._expected = 0
+        self.expected = 0
 
     def expect(self) -> None:
         """Announce a `wait`, under the lock that guards the awaited state."""
-        self._expected += 1
+        self.expected += 1
 
     def wait(self) -> None:
         """Wait for the next ring since `expect`, without the lock."""
@@ -143,8 +143,8 @@ class _Bell:
 
     def ring(self) -> None:
         """Wake all announced threads, under the lock."""
-        while self._expected:
-            self._expected -= 1
+        while self.expected:
+            self.expected -= 1
             self._rings.put(None)
 
     def ring_unlocked(self) -> None:

@@ -25,7 +25,7 @@ import torch.utils.data.graph_settings
 from unisono.backends.seeding import seeding_locks
 from unisono.torch_private import share_memory_lock, share_memory_map
 
-_PATIENCE_S = (1.0, 3.0, 10.0, 16.0)  # for each fork; a slow machine may exceed the first ones, without harm
+PATIENCE_S = (1.0, 3.0, 10.0, 16.0)  # for each fork; a slow machine may exceed the first ones, without harm
 
 _RENEW = "_at_fork_reinit"  # of locks, as Python's own modules call it
 
@@ -43,12 +43,12 @@ class LoaderWorker(_Process):  # type: ignore[misc]
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
-        for patience_s in _PATIENCE_S:
+        for patience_s in PATIENCE_S:
             popen = _fork_in_time(process, patience_s)
             if popen is not None:
                 return popen
         raise RuntimeError(
-            f"a loader worker was forked {len(_PATIENCE_S)} times and did not begin: each time another thread held a "
+            f"a loader worker was forked {len(PATIENCE_S)} times and did not begin: each time another thread held a "
             "lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw or print "
             "continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
         )

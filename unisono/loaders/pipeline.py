@@ -44,8 +44,8 @@ from unisono.tree import nbytes
 
 _READING = "in round {} of the loader"  # a note to an error
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
-_SWITCH_NS = 100_000  # a change of thread
-_LONG_NS = 100 * _SWITCH_NS
+SWITCH_NS = 100_000  # a change of thread
+LONG_NS = 100 * SWITCH_NS
 _FEW, _MANY = 3, 8  # slow batches at the beginning of a loop after which the reader takes over; and more of them later
 
 _started: WeakSet[Pipeline] = WeakSet()
@@ -358,9 +358,9 @@ class Unthreaded:
         lane.sent += 1
         lane.received += 1
         moved = lane.move(batch, None, claim, position, nbytes(batch), stamps)
-        if now - began > _SWITCH_NS:
+        if now - began > SWITCH_NS:
             self._slow += 1
-            if self._read_ahead and (self._slow >= _FEW or (lane.sent == 1 and now - began > _LONG_NS)):
+            if self._read_ahead and (self._slow >= _FEW or (lane.sent == 1 and now - began > LONG_NS)):
                 source, self._source = self._source, iter(())
                 try:
                     self._read_ahead(source)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from unisono.comm.operations import HOST
 from unisono.errors import describe_exit
 from unisono.loaders.fetcher import Fetcher, Request, few
 from unisono.loaders.forked_workers import context_of, one_at_a_time
@@ -125,7 +126,8 @@ class WorkerPool:
         loader.generator.manual_seed(seed)
         if requests is not None:
             loader.sampler.requests = requests
-        with one_at_a_time:
+        # The user's default device, from whose generator torch would draw, is not the workers' either.
+        with one_at_a_time, HOST:
             values = iter(loader)
         if requests is not None:
             loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive

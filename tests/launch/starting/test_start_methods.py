@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import NUM_PROCESSES, RICH, Script
-from zygotes import zygote_pid
+from faults import NUM_PROCESSES, RICH, Script, zygote_pid
 
 from unisono.launch.spawn import spawn
 from unisono.world import current_world
@@ -63,8 +62,7 @@ def test_nothing_survives_the_caller(tmp_path, line, ear):
         ear.hear_all(2)
         assert len(script.living()) == NUM_PROCESSES  # with a reaper in the place of the zygote
         script.kill(signal.SIGKILL)
-        assert script.survivors() == []
-        assert script.leftovers() == []
+        assert script.survivors() == [] == script.leftovers()
 
 
 # Another Unix: none of Linux's own calls.
@@ -110,8 +108,7 @@ def test_fresh_interpreters_need_no_call_of_linux(tmp_path, bare_unix):
     with Script("from faults import stand_still\n" + ELSEWHERE, tmp_path, PYTHONPATH=bare_unix) as script:
         code, output, errors = script.end()
         assert (code, output.splitlines()) == (0, ["[0]", "WorkerDiedError 1"]), errors
-        assert script.survivors() == []
-        assert script.leftovers() == []
+        assert script.survivors() == [] == script.leftovers()
 
 
 def test_a_killed_caller_takes_its_workers_along_without_them_too(tmp_path, bare_unix, line, ear):
@@ -119,5 +116,4 @@ def test_a_killed_caller_takes_its_workers_along_without_them_too(tmp_path, bare
     with Script(source, tmp_path, PYTHONPATH=bare_unix) as script:
         ear.hear_all(2)
         script.kill(signal.SIGKILL)
-        assert script.survivors() == []
-        assert script.leftovers() == []
+        assert script.survivors() == [] == script.leftovers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,12 +13,12 @@ import psutil
 import pytest
 import torch
 import warm_scripts
-from faults import SOON_S, Script, grandchild, in_child, stand_still, survivors
-from zygotes import zygote_pid
+from faults import SOON_S, Script, grandchild, in_child, stand_still, survivors, until, zygote_pid
 
 from unisono.errors import ClosedError, UnisonoError, WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.launch.starting import zygote_client
+from unisono.launch.starting.warm_at_import import warm_early
 from unisono.launch.starting.zygote_client import warm
 from unisono.world import current_world
 
@@ -25,9 +26,9 @@ from unisono.world import current_world
 @pytest.fixture
 def new_zygote():
     """The next spawn starts a zygote, and the test's own does not serve the tests after it."""
-    zygote_client._close()
+    zygote_client.close_all()
     yield
-    zygote_client._close()
+    zygote_client.close_all()
 
 
 @pytest.fixture
@@ -238,7 +239,7 @@ def test_workers_find_what_was_preloaded_also_after_the_zygote_was_killed(preloa
     first = zygote_pid()
     assert spawn(look, nprocs=2) == [[first] * 2] * 2
     os.kill(first, signal.SIGKILL)
-    zygote_client._clients["zygote"]._process.wait()
+    until(lambda: zygote_pid() is None)
     warm()
     assert spawn(look, nprocs=2) == [[zygote_pid()] * 2] * 2
     assert zygote_pid() != first
@@ -270,4 +271,43 @@ def test_an_import_that_fails_or_starts_threads_is_reported_and_workers_start_al
 def test_what_cannot_be_preloaded_is_an_error_at_once(preloading, options, error, message):
     with pytest.raises(error, match=message):
         warm(**options)
+    assert zygote_pid() is None
+
+
+# Started before anybody asks for it: by default in notebooks and by `unisono run`, else not.
+
+
+LOOK = """
+import sys, types
+{before}
+import unisono
+started = sys.modules.get("unisono.launch.starting.zygote_client")
+print(started is not None and bool(started.clients), "torch" in sys.modules)
+"""
+NOTEBOOK = "sys.modules['ipykernel'] = types.ModuleType('ipykernel')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "environ", "is_started"),
+    [
+        ("", {}, False),
+        (NOTEBOOK, {}, True),
+        (NOTEBOOK, {"RANK": "0", "WORLD_SIZE": "2"}, False),
+        (NOTEBOOK, {"UNISONO_RENDEZVOUS": "/nowhere"}, False),
+    ],
+)
+def test_an_import_starts_it_where_that_was_asked_for(before, environ, is_started):
+    source = LOOK.format(before=before)
+    done = subprocess.run([sys.executable, "-c", source], env=os.environ | environ, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{is_started} False\n", "")
+
+
+def test_one_that_cannot_be_started_is_left_to_the_first_spawn(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no more processes")
+
+    zygote_client.close_all()
+    monkeypatch.setattr(zygote_client, "Popen", refuse)
+    warm_early()
     assert zygote_pid() is None

@@ -21,7 +21,7 @@ from unisono.world import current_world
 PROCESSES_4 = Mode("processes", 4)
 WIDTH = 24
 CUTS = {2: [0, 1, 11], 4: [0, 1, 4, 4, 11]}  # of 11 samples; one of four ranks has none
-TAKES_COMPLEX = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+TAKES_COMPLEX = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 DTYPES = (torch.float64, torch.complex128) if TAKES_COMPLEX else (torch.float64,)
 SEVERAL_BUCKETS = 0.002  # MB, less than a layer
 

@@ -405,6 +405,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (arguments[number].name() == "generator") {
       auto& value = (*stack)[first + number];
       own = value.isNone() ? generator_of(current) : value.toGenerator();
+      TORCH_CHECK(
+          own->device().type() == kToy, "Expected a 'toy' device type for generator but found '",
+          own->device().type(), "'");  // as CUDA does
       drawn.set_state(own->get_state());
       value = drawn;
     }

@@ -22,7 +22,7 @@ from unisono.launch.starting import wire
 from unisono.launch.starting.process_ends import interpreter_command
 
 _lock = threading.Lock()
-_clients: dict[str, ZygoteClient] = {}  # by start method
+clients: dict[str, ZygoteClient] = {}  # by start method
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _preloaded: list[str] = []  # the modules that the user wants every zygote to import
 
@@ -42,7 +42,7 @@ class ZygoteClient:
         # Our copy of its end is closed at once: it would hide the zygote's death from us.
         with theirs:
             # Under `_lock`, which our at-fork hook acquires: Popen runs such hooks only if it has a preexec_fn.
-            self._process = Popen(
+            self.process = Popen(
                 [*interpreter_command(), "-c", start],
                 pass_fds=[theirs.fileno()],
                 env=environ,
@@ -54,7 +54,7 @@ class ZygoteClient:
 
     def is_alive(self) -> bool:
         """Whether it can still serve requests."""
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def open_group(self, directory: Path) -> socket.socket:
         """Open a new group and return its socket; `directory` is removed when the socket closes. ConnectionError if the
@@ -74,10 +74,10 @@ class ZygoteClient:
         """End the zygote and, with it, every worker. Idempotent."""
         self._control.close()  # the zygote takes the end of the stream as the caller's exit
         try:
-            self._process.wait(5)
+            self.process.wait(5)
         except (TimeoutExpired, KeyboardInterrupt):  # the latter at interpreter exit, for example after a second Ctrl-C
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
 
 def _search_path() -> list[str]:
@@ -133,12 +133,12 @@ def open_group(directory: Path, start_method: str) -> socket.socket:
 
 def _running_client(start_method: str) -> ZygoteClient:
     """Return the client for that start method; a new one if there is none, or if its zygote has died."""
-    client = _clients.get(start_method)
+    client = clients.get(start_method)
     if client is not None and not client.is_alive():
         client.close()
         client = None
     if client is None:
-        client = _clients[start_method] = ZygoteClient(start_method)
+        client = clients[start_method] = ZygoteClient(start_method)
         if start_method == "zygote" and _preloaded:
             with contextlib.suppress(ConnectionError):  # it could not start; the request for workers will report that
                 client.preload(_preloaded)
@@ -146,16 +146,16 @@ def _running_client(start_method: str) -> ZygoteClient:
 
 
 @atexit.register
-def _close() -> None:
+def close_all() -> None:
     """Runs at interpreter exit, after the non-daemon threads have been joined: only daemon groups are still running."""
-    while _clients:
-        _clients.popitem()[1].close()
+    while clients:
+        clients.popitem()[1].close()
 
 
 def _forget_in_child() -> None:
     """Close the sockets in a fork of the caller: the zygote notices the caller's death by their end of stream."""
     # Dropped, not closed: `close` would wait for a process that is the parent's child.
-    _clients.clear()
+    clients.clear()
     for sock in list(_sockets):
         sock.close()
     _lock.release()

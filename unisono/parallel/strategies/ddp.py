@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.comm.selection import begin_average
 from unisono.comm.shutdown import free_reducer
+from unisono.parallel.agreement import broadcast_together
 from unisono.parallel.gradients import scale_in_place
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
@@ -90,6 +91,8 @@ class DDPEngine(Engine):
             init_sync=fills,
             **_SYNCS_NO_BUFFERS,
         )
+        if fills and "broadcast_buffers" in _SYNCS_NO_BUFFERS:  # of an older torch, which sends no first values either
+            broadcast_together([*self.module.buffers()], self._world)
         self._replicated.fill_buckets()
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
         attach_hook(self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self._world.timeline)
