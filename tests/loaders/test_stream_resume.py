@@ -7,7 +7,7 @@ import logging
 import random
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import ANY
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import SOLO, THREADS_2, THREADS_3, Mode
+from modes import SOLO, THREADS_2, THREADS_3
 from stand_ins import stand_ins
 from streams import (
     COUNT,
@@ -97,32 +97,20 @@ RESUMED = [Stream, CutsItself, Sharded, Stateful, Counted]
 def test_the_rest_is_the_same_wherever_the_loop_was_left(mode, workers, dataset):
     (whole,) = zip(*passes(mode, dataset, None, workers=workers), strict=True)
     for steps in range(1, len(whole[0].batches)):
-        assert_resumed(whole, mode, workers, dataset, steps)
 
+        def body(steps: int = steps) -> tuple[Got, Got]:
+            first = loop(DeviceLoader(loader_of(dataset(), workers)), steps)
+            resumed = DeviceLoader(loader_of(dataset(), workers))
+            saved = io.BytesIO()
+            torch.save(first.state, saved)
+            assert torch.load(io.BytesIO(saved.getvalue()), weights_only=True) == first.state
+            resumed.load_state_dict(through_json(first.state))
+            return first, loop(resumed)
 
-@pytest.mark.parametrize(("mode", "workers", "dataset"), [(THREADS_2, 2, Stateful), (SOLO, 3, CutsItself)])
-def test_the_rest_is_the_same_for_processes_too(mode, workers, dataset):
-    with stand_ins():
-        (whole,) = zip(*passes(mode, dataset, None, workers=workers), strict=True)
-    assert_resumed(whole, mode, workers, dataset, 3)
-
-
-def assert_resumed(whole: Sequence[Got], mode: Mode, workers: int, dataset: type[Stream], steps: int) -> None:
-    """Each rank's loop over the rest gives what the whole pass has after that number of steps."""
-
-    def body() -> tuple[Got, Got]:
-        first = loop(DeviceLoader(loader_of(dataset(), workers)), steps)
-        resumed = DeviceLoader(loader_of(dataset(), workers))
-        saved = io.BytesIO()
-        torch.save(first.state, saved)
-        assert torch.load(io.BytesIO(saved.getvalue()), weights_only=True) == first.state
-        resumed.load_state_dict(through_json(first.state))
-        return first, loop(resumed)
-
-    for expected, (first, rest) in zip(whole, mode.run(body), strict=True):
-        assert first.batches + rest.batches == expected.batches
-        assert first.valid + rest.valid == expected.valid
-        assert rest.state == expected.state
+        for expected, (first, rest) in zip(whole, mode.run(body), strict=True):
+            assert first.batches + rest.batches == expected.batches
+            assert first.valid + rest.valid == expected.valid
+            assert rest.state == expected.state
 
 
 @pytest.mark.parametrize("dataset", [Stream, Stateful])
