@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from blocks import interleave, options, show
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -233,7 +234,7 @@ def measure(index: int, ranks: int, blocks: int, network: str) -> list[dict[str,
     logging.disable(logging.WARNING)
     job = JOBS[network]()
     if not dist.is_initialized():  # one rank, for which DDP asks for a group, too
-        dist.init_process_group("nccl" if is_pinned() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if is_pinned() else "gloo", store=HashStore(), rank=0, world_size=1)
     gloo = dist.group.WORLD if is_pinned() else dist.new_group(backend="gloo")
     world = current_world()
     loops = {name: way(job, ranks) if name in OURS else over(gloo, way, job, ranks) for name, way in WAYS.items()}

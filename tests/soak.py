@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import json
 import os
 import random
 import re
@@ -42,15 +43,17 @@ if __name__ == "__main__":
 
     surroundings.normalize()
     os.environ["PYTHONPATH"] = PATH
+    os.chmod(os.environ["TMPDIR"], 0o711)  # an ordinary user comes to the files below
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
+from faults import Script  # noqa: E402
 from leak_police import footprint, leaks  # noqa: E402
 from modes import Mode, preload  # noqa: E402
 from preemptions import hits_of  # noqa: E402
 from resumable import Ledger, Run, assert_each_once  # noqa: E402
 
-from unisono import Accelerator, current_world, spawn  # noqa: E402
+from unisono import Accelerator, all_reduce, current_world, spawn  # noqa: E402
 from unisono.engines import Local  # noqa: E402
 
 RANKS = [1, 2, 3, 4, 6, 8]  # they divide the global batch
@@ -132,6 +135,59 @@ class Life(NamedTuple):
         return leaves
 
 
+COMMAND = """
+import os, resource, signal, sys
+
+if __name__ == "__main__":
+    {limits}
+    from unisono.cli.main import main
+    os.environ["LAUNCHER"] = str(os.getpid())
+    sys.exit(main(["run", "-n", "{ranks}", "--backend", "cpu", "--no-prefix", "train.py"]))
+"""
+TRAINING = """
+import json, os, signal
+from pathlib import Path
+from resumable import Run
+from unisono import rank, should_stop
+
+def after(accelerator, count):
+    if count == {batch} and rank() == {rank} and not Path("hit").exists():
+        Path("hit").touch()
+        launcher = int(os.environ["LAUNCHER"])
+        {strike}
+    is_over = {handles} and should_stop()
+    if is_over or count % 2 == 0:
+        accelerator.save_state()
+    return is_over
+
+{handles} and should_stop()
+weights, ledger = Run(Path("run"), after=after)()
+if rank() == 0:
+    print(json.dumps(ledger.seen))
+"""
+IS_READABLE = all(each.stat().st_mode & 1 for place in (os.__file__, torch.__file__) for each in Path(place).parents)
+DROP = "os.setgroups([]); os.setgid(65534); os.setuid(65534)" if IS_ROOT and IS_READABLE else ""
+LAUNCHES = {  # fault: what limits the launcher, the strike, the exit code, and what is said
+    "ulimit -n 64" + ", as nobody" * bool(DROP): (
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); {DROP}",
+        *("pass", 0, ""),
+    ),
+    "a refused memfd": (  # for its size
+        "os.environ['PYTHONDONTWRITEBYTECODE'] = '1'; "  # it would leave the half of a module's file
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))",
+        *("pass", 0, "no memory in common"),
+    ),
+    "SIGTERM to the launcher": ("", "os.kill(launcher, signal.SIGTERM)", -signal.SIGTERM, "asked by SIGTERM"),
+    "SIGTERM to the group": (
+        "",
+        "os.killpg(os.getpgid(launcher), signal.SIGTERM)",
+        -signal.SIGTERM,
+        "asked by SIGTERM",
+    ),
+    "SIGTERM to a rank": ("", "os.kill(os.getpid(), signal.SIGTERM)", 143, ""),
+}
+
+
 class Soak:
     """Runs, and what was seen in them."""
 
@@ -190,13 +246,45 @@ class Soak:
         landed = hits_of(kind, draw.randrange(1 << 30))
         return "; ".join(self.note(f"{kind}: {each}", "well") for each in landed.elements())
 
+    def launch(self, draw: random.Random, root: Path) -> str:
+        """`unisono run` of a training, until it has ended well."""
+        fault, ranks = draw.choice(list(LAUNCHES)), draw.choice(RANKS[1:])
+        limits, strike, code_then, words = LAUNCHES[fault]
+        handles = not limits and draw.random() < 0.5
+        places = {"batch": draw.randrange(1, 6), "rank": draw.randrange(ranks), "strike": strike, "handles": handles}
+        (root / "train.py").write_text(TRAINING.format(**places))
+        source, environ = COMMAND.format(limits=limits, ranks=ranks), {"TMPDIR": str(root), "PYTHONPATH": PATH}
+        said = ""
+        for expected in dict.fromkeys([143 if handles else code_then, 0]):
+            with Script(source, root, "file" if limits else "warm", **environ) as script:
+                code, output, errors = script.end(LIMIT_S)
+                assert not (left := script.survivors()), left
+                assert code == expected, f"{fault}: exit code {code}"
+                assert said or words in errors, f"{fault}: {errors}"
+            said = said or f"run-{ranks}: {self.note(fault + ', should_stop()' * handles, f'exit code {code}', errors)}"
+        ledger = Ledger()
+        ledger.seen = json.loads(output.splitlines()[-1])
+        assert_each_once(ledger)
+        return said
+
+    def start_many(self, draw: random.Random, root: Path) -> str:
+        def start(number: int) -> list[Any]:
+            return spawn(lambda index: (number, index), nprocs=2, cores=1, backend="cpu")
+
+        assert spawn(lambda _: all_reduce(torch.ones(1)).item(), nprocs=64, cores=1, backend="cpu") == [64.0] * 64
+        assert [start(number) for number in range(300)] == [[(number, 0), (number, 1)] for number in range(300)]
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(start, range(100))) == [[(number, 0), (number, 1)] for number in range(100)]
+        return "64 ranks; 300 groups in a row; 100 groups from 4 threads -> well"
+
     def run(self, what: Any, seed: int) -> str:
         """One run, in a directory of its own, of which nothing may be left."""
         faulthandler.dump_traceback_later(2 * LIMIT_S, exit=True)
         before, files = footprint(), files_here()
         root = Path(tempfile.mkdtemp(prefix="soak-"))
+        root.chmod(0o777)
         if HAS_MOUNTS:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "soak", root], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,mode=777", "soak", root], check=True)
         try:
             said = what(random.Random(seed), root)
         finally:
@@ -224,21 +312,21 @@ def held_by(process: psutil.Process) -> dict[str, int]:
     return {"descriptors": process.num_fds(), "threads": process.num_threads(), "MiB": memory}
 
 
-KINDS = [*["train"] * 5, "train_side_by_side", "be_hit"]
+KINDS = [*["train"] * 5, "train_side_by_side", "be_hit", *["launch"] * 2]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, help="only this run")
-    parser.add_argument("--kind", choices={*KINDS}, help="only runs of this kind")
+    parser.add_argument("--kind", choices={*KINDS, "start_many"}, help="only runs of this kind")
     given = parser.parse_args()
     torch.set_num_threads(1)
     preload()
     soak, failed, runs, began, me = Soak(), 0, 0, time.monotonic(), psutil.Process()
     seed = random.SystemRandom().randrange(1 << 30) if given.seed is None else given.seed
     while time.monotonic() - began < 60 * given.minutes and not (given.seed is not None and runs):
-        kind = given.kind or random.Random(f"kind {seed}").choice(KINDS)
+        kind = given.kind or ("start_many" if runs == 2 else random.Random(f"kind {seed}").choice(KINDS))
         at = time.monotonic()
         try:
             said = soak.run(getattr(soak, kind), seed)

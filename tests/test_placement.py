@@ -140,12 +140,6 @@ def test_a_module_is_copied_whole_and_its_ties_are_kept(device):
         assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
 
 
-def test_a_lazy_module_is_copied_before_it_knows_its_shape():
-    twin = copy_to(nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()), "meta")
-    assert twin(torch.ones(3, 4, device="meta")).device.type == "meta"
-    assert "1.running_mean" in twin.state_dict()
-
-
 # Optimizers.
 
 
@@ -200,7 +194,7 @@ def test_a_run_is_copied_to_a_device_of_the_family_and_on_it_and_home_and_each_g
 def test_an_optimizer_needs_its_parameters():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"steps 4 parameter\(s\) that are not in the structure.*copy_to\(\(model"):
+    with pytest.raises(ValueError, match=r"steps parameters that are not in the structure.*copy_to\(\(model"):
         copy_to([optimizer, model[0]], "cpu")
     parameters, twin = copy_to((list(model.parameters()), optimizer), "cpu")
     assert twin.param_groups[0]["params"][0] is parameters[0]
@@ -239,8 +233,6 @@ def test_a_scalar_takes_device_and_precision_of_a_tensor():
     scalar = scalar_like(0.1, torch.ones(2, dtype=torch.bfloat16, device="meta"))
     assert (scalar.shape, scalar.dtype, scalar.device.type) == ((), torch.bfloat16, "meta")
     assert scalar_like(3, torch.ones(2, dtype=torch.int32)).item() == 3
-    with pytest.raises(TypeError, match=r"^tensor=2 is of type int; pass a tensor$"):
-        scalar_like(1.0, 2)  # type: ignore[arg-type]
 
 
 # Barriers.
@@ -255,8 +247,6 @@ def test_a_barrier_ends_the_step_on_all_devices_before_it_waits(monkeypatch):
     lazy_barrier(["cpu:0", Device("cpu", 1)], wait=True)
     assert calls[:2] == ["mark_step cpu:2", "synchronize cpu:2"]
     assert calls[2:] == ["mark_step cpu:0", "mark_step cpu:1", "synchronize cpu:0", "synchronize cpu:1"]
-    with pytest.raises(TypeError, match="wait='yes' is of type str"):
-        lazy_barrier(wait="yes")  # type: ignore[arg-type]
 
 
 def test_a_compiled_function_is_the_function_on_eager_devices():
@@ -265,5 +255,3 @@ def test_a_compiled_function_is_the_function_on_eager_devices():
 
     assert compiled(double)(torch.ones(2), by=3).tolist() == [3.0, 3.0]
     assert compiled(double).__name__ == "double"
-    with pytest.raises(TypeError, match="fn=3 is of type int; pass a function"):
-        compiled(3)

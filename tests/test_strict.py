@@ -24,8 +24,8 @@ def test_an_error_names_both_tensors_and_the_way_out():
     with strict(), pytest.raises(MixedPlacementError) as caught:
         torch.add(THERE, other=HERE)
     assert str(caught.value) == (
-        "torch.add mixes devices: float32 of shape (2, 2) on meta, and float32 of shape (2, 2) on cpu; inside "
-        "unisono.placement.strict() nothing moves or converts by itself: bring both to one device with "
+        "torch.add mixes devices: torch.float32 of shape (2, 2) on meta, and torch.float32 of shape (2, 2) on cpu; "
+        "inside unisono.placement.strict() nothing moves or converts by itself: bring both to one device with "
         "unisono.placement.copy_to, or to one precision with unisono.precision, or create the tensor of a number with "
         "unisono.placement.scalar_like"
     )

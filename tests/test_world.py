@@ -69,7 +69,7 @@ def test_an_announced_world_is_no_error_for_who_has_one(monkeypatch, tmp_path):
         assert current_world().world_size == 1
 
 
-@pytest.mark.parametrize("backend", ["gloo", None, "cpu:gloo"])
+@pytest.mark.parametrize("backend", ["gloo", *([] if torch.cuda.is_available() else [None]), "cpu:gloo"])
 def test_an_initialised_group_is_adopted(tmp_path, backend):
     with default_group(tmp_path / "store", backend):
         world = current_world()

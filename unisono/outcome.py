@@ -116,9 +116,10 @@ class Outcome(Generic[T]):
             return Outcome(error=refusal, where=where, at=at)
 
     def _pack(self, error: BaseException) -> bytes:
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
         sent = error.sent if isinstance(error, RemoteError) else None
         fields = {
-            **(sent or _describe_error(error)),
+            **(sent or {"payload": _pickle_error(error), "type": kind, "message": _text_of(error)}),
             "traceback": _traceback_of(error),
             "where": self.where,
             "at": self.at,
@@ -218,11 +219,6 @@ def _repr_of(value: Any) -> str:
 def _is_twin(made: BaseException, error: BaseException) -> bool:
     """Whether `made` is a faithful copy: an `__init__` that formats its message would format it a second time."""
     return type(made) is type(error) and _text_of(made) == _text_of(error)
-
-
-def _describe_error(error: BaseException) -> dict[str, Any]:
-    kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return {"payload": _pickle_error(error), "type": kind, "message": _text_of(error)}
 
 
 def _pickle_error(error: BaseException) -> bytes | None:

@@ -28,7 +28,6 @@ import pkgutil
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
@@ -38,14 +37,6 @@ from unisono.errors import UnpicklableError
 
 BETWEEN_RANKS: dict[type, Callable[[Any], Any]] = {}
 """How classes are reduced that no other pickler takes."""
-
-
-@dataclass(frozen=True)
-class PickledCall:
-    """A function and its arguments, rebuilt by `loads_call`."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
 
 
 def dumps(value: Any) -> bytes:
@@ -73,9 +64,9 @@ def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], first: Any = None)
         return file.getvalue()
 
 
-def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: None) -> PickledCall:
-    """Rebuild the call given to `dumps_call`; define the names that were sent with it in this process's `__main__`.
-    `take_first` is called with `first`, before the modules that the call needs are imported."""
+def loads_call(data: bytes, take_first: Callable[[Any], object]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Rebuild the function and the arguments given to `dumps_call`, and define the names that were sent with them in
+    this process's `__main__`. `take_first` is called with `first`, before the modules that they need are imported."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     take_first(unpickler.load())
     fn, args, names, lines = unpickler.load()
@@ -87,7 +78,7 @@ def loads_call(data: bytes, take_first: Callable[[Any], object] = lambda first: 
             main[name] = each
     for file, text in lines.items():
         linecache.cache[file] = (sum(map(len, text)), None, text, file)  # None: not checked against the disk
-    return PickledCall(fn, args)
+    return fn, args
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotations

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import copy
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from unisono.arguments import check_type
 from unisono.backends import resolve_device
 from unisono.backends.device import Device as Device
-from unisono.backends.device import DeviceLike, torch_device
+from unisono.backends.device import DeviceLike as DeviceLike
 from unisono.errors import MixedPlacementError
 from unisono.torch_private import foreach_copy_, make_subclass
 from unisono.tree import leaves, tensors
@@ -32,7 +31,6 @@ from unisono.world import current_world
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
 
 # Copies. All tensors of the structure are found and copied first, each once; `copy.deepcopy` then rebuilds everything
 # around them. So one object is one object in the copy: tied parameters, and those of an optimizer and its module.
@@ -56,9 +54,10 @@ def copy_to(obj: T, device: DeviceLike) -> T:
 
     Raises:
         TypeError: `device` is not a device, or a part of `obj` cannot be copied.
-        ValueError: there is no such device here, or an optimizer is copied without its parameters.
+        ValueError: there is no such device here, an optimizer is copied without its parameters, or a lazy module has
+            no parameters yet.
     """
-    target = torch_device(device)
+    target = torch.device("meta") if str(device) == "meta" else resolve_device(device)[1]  # type: ignore[arg-type]
     found: dict[int, Any] = {}
     _find(obj, found)
     optimizers = [each for each in found.values() if isinstance(each, torch.optim.Optimizer)]
@@ -94,44 +93,35 @@ def _find(obj: Any, found: dict[int, Any]) -> None:
 def _find_state(optimizer: torch.optim.Optimizer, found: dict[int, Any]) -> None:
     """Enter what moves with an optimizer's parameters: numbers only if torch expects them there. ValueError if the
     parameters are not entered."""
-    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in found]
-    if strange:
-        raise ValueError(
-            f"the {type(optimizer).__name__} steps {len(strange)} parameter(s) that are not in the structure, so that "
-            "its copy would do nothing; copy it with its module: model, optimizer = copy_to((model, optimizer), device)"
-        )
     for group in optimizer.param_groups:
-        has_moving_numbers = group.get("capturable") or group.get("fused")
-        if has_moving_numbers:
-            _find(group, found)
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {}).items()
-            _find([value for key, value in state if has_moving_numbers or key != "step"], found)
+        if any(id(each) not in found for each in group["params"]):
+            raise ValueError(
+                f"the {type(optimizer).__name__} steps parameters that are not in the structure; copy it with its "
+                "module: model, optimizer = copy_to((model, optimizer), device)"
+            )
+        numbers_move = group.get("capturable") or group.get("fused")
+        states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
+        _find([value for state in states for key, value in state.items() if numbers_move or key != "step"], found)
+        _find(group if numbers_move else [], found)
 
 
 def _copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of the same type, parameter or plain tensor, with its gradient."""
-    if is_lazy(tensor):  # a parameter or buffer of a lazy module: it has neither shape nor data yet
-        kind: Any = type(tensor)
-        return kind(tensor.requires_grad, device=device, dtype=tensor.dtype)  # type: ignore[no-any-return]
     if not tensor.is_leaf:
         return tensor.to(device, copy=True)
-    data = tensor.detach().to(device, copy=True)
+    twin = tensor.detach().to(device, copy=True)
     if issubclass(type(tensor), nn.Parameter):
-        twin = make_subclass(type(tensor), data, tensor.requires_grad)
+        twin = make_subclass(type(tensor), twin)
     elif isinstance(tensor, nn.Parameter):  # of another class of tensors
-        twin = nn.Parameter(data, tensor.requires_grad)
-    else:
-        twin = data.requires_grad_(tensor.requires_grad)
+        twin = nn.Parameter(twin)
+    twin.requires_grad_(tensor.requires_grad)
     if tensor.grad is not None:
         twin.grad = tensor.grad.detach().to(device, copy=True)
     return twin
 
 
 def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
-    """A zero-dimensional tensor that holds `value`, with the device and dtype of `tensor`; TypeError if that is not a
-    tensor."""
-    check_type(tensor, "tensor", "pass a tensor", torch.Tensor)
+    """A zero-dimensional tensor that holds `value`, with the device and dtype of `tensor`."""
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -139,26 +129,22 @@ def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lazy_barrier(device: DeviceLike | Sequence[DeviceLike] | None = None, wait: bool = False) -> None:
-    """End the step on a device, so that a lazy device executes what it has recorded. On eager devices there is nothing
-    to do.
+    """End the step on a device, or on each of a list, so that a lazy device executes what it has recorded; None is this
+    rank's device. With `wait`, return only when all work submitted to the devices has finished, on eager devices too.
 
     A loader's `next()` and an optimizer's step end the step implicitly; a loop with neither keeps recording, so it must
-    call this once per iteration. `device` is one device or a list; None is this rank's. With `wait`, return only when
-    all work submitted to the devices has finished, on eager devices too. TypeError if `device` is not a device, or
-    `wait` not a bool; ValueError if there is no such device here.
+    call this once per iteration. TypeError if `device` is not a device; ValueError if there is none such here.
     """
-    check_type(wait, "wait", "pass True or False", bool)
     if device is None:
         world = current_world()
         resolved = [(world.backend, world.device)]
     else:
         several = device if isinstance(device, Sequence) and not isinstance(device, str) else [device]
-        resolved = [resolve_device(torch_device(each)) for each in several]
+        resolved = [resolve_device(each) for each in several]  # type: ignore[arg-type] # a `Device` serves
     for backend, each in resolved:
         backend.mark_step(each)
-    if wait:
-        for backend, each in resolved:
-            backend.synchronize(each)
+    for backend, each in resolved if wait else []:
+        backend.synchronize(each)
 
 
 def compiled(fn: Callable[P, T]) -> Callable[P, T]:
@@ -166,10 +152,8 @@ def compiled(fn: Callable[P, T]) -> Callable[P, T]:
     ranks that are threads of this process, and run on every call. On eager devices the function is simply called.
 
     What was recorded before the call is not part of it, and results are computed when it returns. Reading a value
-    inside (`item()`) ends the program at that point and begins another one. `gather_report` counts how many programs
-    were compiled, and how often one was reused. TypeError if `fn` is not callable.
+    inside (`item()`) ends the program at that point and begins another one.
     """
-    check_type(fn, "fn", "pass a function", Callable)
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -189,24 +173,21 @@ PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Operations whose purpose is to move or to convert, or that read only a shape or a dtype.
 _EXPLICIT = {"to", "copy_", foreach_copy_.__name__, "type_as", "new_tensor", "__set__", "grad", "backward"}
 _EXPLICIT |= {"expand_as", "view_as", "reshape_as", "is_same_size", "result_type", "can_cast"}
-_FULL_INSIDE = {"batch_norm", "instance_norm"}  # compute statistics in full precision for any input
-_TAKES_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss", "tensor_split"}  # need integers in main memory
 
-# torch code that mixes deliberately: an optimizer's numbers, norms of parameters in several precisions, lengths.
-_KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.clip_grad", "torch.nn.utils.rnn", "torch.nn.modules.module")
+# Code that mixes deliberately: an optimizer's numbers, norms of parameters in several precisions, lengths in main
+# memory, statistics in full precision; and code between it and the operation.
+_LAYERS = [f"torch.nn.modules.{name}" for name in ("module", "rnn", "batchnorm", "instancenorm")]
+_KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.", "unisono.parallel.batch_norm", *_LAYERS)
 _BETWEEN = {__name__, "torch.overrides", torch.Tensor.backward.__module__, "torch.functional", "torch.nn.functional"}
 
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Raise an error for every operation of this thread that mixes the devices or precisions of its tensors.
+    """Raise an error for every operation of this thread that mixes the devices of its tensors, or the precisions of its
+    floating-point tensors (`PRECISIONS`). Logical CPU devices count as one; Python numbers mix with everything.
 
-    Devices are compared for all tensors, also those without dimensions; logical CPU devices count as one. Precisions
-    are compared for floating-point tensors (`PRECISIONS`). Python numbers mix with everything.
-
-    Allowed: explicit moves and conversions (`to`, `copy_`, `copy_to`, ...); mixed precisions inside `torch.autocast`,
-    whose purpose is to mix; normalisation layers, whose statistics stay in full precision; the lengths of sequences;
-    what torch's optimizers and gradient clipping do internally.
+    Allowed: explicit moves and conversions (`to`, `copy_`, `copy_to`, ...); mixed precisions inside `torch.autocast`;
+    what torch's recurrent and normalisation layers, its optimizers and gradient clipping do internally.
 
     Raises:
         MixedPlacementError: at the operation, which is not carried out; it names the operation and two of its tensors.
@@ -220,37 +201,24 @@ class _Strict(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = tensors((*args, *kwargs.values()) if kwargs else args)
-        # Most operations take tensors of one kind.
-        if any(each.dtype != found[0].dtype or each.device != found[0].device for each in found):
+        if len({(each.dtype, each.device) for each in found}) > 1:  # most operations take tensors of one kind
             _check_alike(func, found)
         return func(*args, **(kwargs or {}))
 
 
 def _check_alike(func: Callable[..., Any], found: list[torch.Tensor]) -> None:
-    name = getattr(func, "__name__", str(func))
-    if name in _EXPLICIT or _is_knowing_caller():
+    name, kind = getattr(func, "__name__", ""), found[0].device.type
+    callers = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_stack(sys._getframe()))
+    if name in _EXPLICIT or next(each for each in callers if each not in _BETWEEN).startswith(_KNOWING):
         return
-    floats = [each for each in found if each.dtype in PRECISIONS]
-    placed = floats if name in _TAKES_LENGTHS else found
-    kind = found[0].device.type
-    is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    mixes = [("devices", placed[0], each) for each in placed if each.device != placed[0].device]
-    if name not in _FULL_INSIDE and not is_autocast:
+    mixes = [("devices", found[0], each) for each in found if each.device != found[0].device]
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        floats = [each for each in found if each.dtype in PRECISIONS]
         mixes += [("precisions", floats[0], each) for each in floats if each.dtype != floats[0].dtype]
-    for what, *both in mixes[:1]:
-        one, other = (
-            f"{str(each.dtype).removeprefix('torch.')} of shape {tuple(each.shape)} on {each.device}" for each in both
-        )
+    for what, *both in mixes:
+        one, other = (f"{each.dtype} of shape {tuple(each.shape)} on {each.device}" for each in both)
         raise MixedPlacementError(
             f"{resolve_name(func) or name} mixes {what}: {one}, and {other}; inside unisono.placement.strict() nothing "
             "moves or converts by itself: bring both to one device with unisono.placement.copy_to, or to one precision "
             "with unisono.precision, or create the tensor of a number with unisono.placement.scalar_like"
         )
-
-
-def _is_knowing_caller() -> bool:
-    """Whether the operation was called from torch code that mixes deliberately."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith(_KNOWING)

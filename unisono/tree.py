@@ -1,9 +1,8 @@
 """Map over, slice and measure a nested batch of any containers.
 
-Containers are dict and other mappings, list, tuple, named tuple, set, frozenset and dataclass. Everything else is a
-leaf. A rebuilt container keeps its type and order; an object that occurs twice in a batch is visited once and stays
-shared; the batch itself is never modified. (`torch.utils._pytree` is private, and supports neither dataclasses nor
-user-defined mappings nor shared leaves.)
+Containers are mappings, list, tuple, named tuple, set, frozenset and dataclass; everything else is a leaf. A rebuilt
+container keeps its type and order; an object that occurs twice is visited once and stays shared; the batch itself is
+never modified. (`torch.utils._pytree` has neither dataclasses nor user-defined mappings nor shared leaves.)
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import copy
 import dataclasses
 import numbers
 import operator
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy
@@ -21,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 _PLAIN_TYPES = frozenset((str, bytes, int, float, bool, complex, type(None)))  # those seen at a glance
+_TENSOR = frozenset((torch.Tensor,))
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -30,11 +30,11 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 def map_objects(fn: Callable[[Any], Any], tree: Any) -> Any:
     """As `tree_map`, but texts and numbers stay; fast where a container holds nothing else."""
-    return _map(lambda leaf: leaf if type(leaf) in _PLAIN_TYPES else fn(leaf), tree, {}, _if_plain)
 
+    def if_plain(node: Any) -> Any:
+        return node if type(node) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, node)) else None
 
-def _if_plain(node: Any) -> Any:
-    return node if type(node) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, node)) else None
+    return _map(lambda leaf: leaf if type(leaf) in _PLAIN_TYPES else fn(leaf), tree, {}, if_plain)
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -72,11 +72,7 @@ def children(node: Any) -> list[Any]:
         return list(node.values())
     if isinstance(node, list | tuple | set | frozenset):
         return list(node)
-    return [getattr(node, name) for name in _fields(node)]
-
-
-def _fields(node: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    return [getattr(node, field.name) for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -88,13 +84,9 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 def batch_size(tree: Any, dim: int = 0) -> int | None:
     """The number of samples of a batch: the size, along `dim`, of its tensors and arrays that have this dimension. None
     if none has it, if their sizes differ, or if a packed sequence orders samples in its own way."""
-    sizes = set()
-    for leaf in objects(tree):
-        if isinstance(leaf, PackedSequence):
-            return None
-        if (size := size_along(leaf, dim)) is not None:
-            sizes.add(size)
-    return sizes.pop() if len(sizes) == 1 else None
+    held = objects(tree)
+    sizes = {size_along(leaf, dim) for leaf in held} - {None}
+    return sizes.pop() if len(sizes) == 1 and not any(isinstance(leaf, PackedSequence) for leaf in held) else None
 
 
 def may_list_samples(tree: Any) -> bool:
@@ -111,18 +103,15 @@ def can_cut(tree: Any, dim: int = 0) -> bool:
     or tensors of equal type and dimensionality: each may be one sample, or a part of all."""
     size = batch_size(tree, dim)
 
-    def is_certain(leaf: Any) -> bool:
-        if not is_array(leaf):
-            return isinstance(leaf, PLAIN)
-        return _is_dense(leaf) and size_along(leaf, dim) in (None, size)
-
-    def is_doubtful(node: Any) -> bool:
+    def is_certain(node: Any) -> bool:
+        if not is_container(node):
+            return size_along(node, dim) in (None, size) if _is_dense(node) else isinstance(node, PLAIN)
         if type(node) not in (list, tuple) or len(node) != size or dim != 0:
-            return False
+            return True
         are_alike = all(map(is_array, node)) and len({(each.dtype, each.ndim) for each in node}) == 1
-        return are_alike or any(map(is_container, node))
+        return not are_alike and not any(map(is_container, node))
 
-    return bool(size) and not any(is_doubtful(n) if is_container(n) else not is_certain(n) for n in _nodes(tree))
+    return bool(size) and all(map(is_certain, _nodes(tree)))
 
 
 def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
@@ -134,10 +123,7 @@ def flat_tensors(tree: Any) -> Collection[torch.Tensor] | None:
     if kind not in (tuple, list, dict):
         return None
     held: Collection[Any] = tree.values() if kind is dict else tree
-    for child in held:
-        if type(child) is not torch.Tensor:
-            return None
-    return held
+    return held if _TENSOR.issuperset(map(type, held)) else None
 
 
 def nbytes(tree: Any) -> int:
@@ -148,22 +134,18 @@ def nbytes(tree: Any) -> int:
 
 def take(tree: Any, samples: slice | list[int], dim: int = 0) -> Any:
     """The given samples of a batch, in their order: of every tensor, array and (along dim 0) plain list of its size; a
-    leaf without dimension `dim` (a scale, a name) is kept whole. A slice makes views, a list copies. ValueError if
-    `can_cut` is False."""
+    leaf without dimension `dim` is kept whole. A slice makes views, a list copies. ValueError if `can_cut` is False."""
     if not can_cut(tree, dim):
         raise ValueError(f"a batch of type {type(tree).__name__} cannot be split: it does not say what one sample is")
     size = batch_size(tree, dim)
 
     def cut(node: Any) -> Any:
-        if size_along(node, dim) is not None:
-            return node[(slice(None),) * (dim % node.ndim) + (samples,)]
-        return node
+        return node if size_along(node, dim) is None else node[(slice(None),) * (dim % node.ndim) + (samples,)]
 
     def cut_lists(node: Any) -> Any:
         # One with arrays or containers is a structure, and does not hold one value per sample.
-        if type(node) not in (list, tuple) or any(is_array(each) or is_container(each) for each in node):
-            return None
-        if dim != 0 or len(node) != size:
+        is_structure = type(node) not in (list, tuple) or any(is_array(each) or is_container(each) for each in node)
+        if is_structure or dim != 0 or len(node) != size:
             return None
         return node[samples] if isinstance(samples, slice) else type(node)(node[place] for place in samples)
 
@@ -185,9 +167,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def _is_dense(leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.layout is torch.strided and not leaf.is_nested
-    return isinstance(leaf, numpy.ndarray)
+    return is_array(leaf) and (isinstance(leaf, numpy.ndarray) or (leaf.layout is torch.strided and not leaf.is_nested))
 
 
 def is_container(node: Any) -> bool:
@@ -205,8 +185,7 @@ def _map(
     fn: Callable[[Any], Any], node: Any, seen: dict[int, tuple[Any, Any]], whole: Callable[[Any], Any] | None = None
 ) -> Any:
     """Map `fn` over the leaves of `node`; `whole` may replace a container as if it were a leaf. `seen` holds each
-    visited node, by id, and its image: a mapping may create values on demand, and the id of a collected one would be
-    reused."""
+    visited node, by id, and its image: a mapping may create values on demand, whose ids would be used again."""
     if id(node) in seen:
         return seen[id(node)][1]
     if not is_container(node):
@@ -226,14 +205,11 @@ def _rebuild(node: Any, images: list[Any]) -> Any:
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)._make(images)  # type: ignore[attr-defined]
     if isinstance(node, list | tuple | set | frozenset):
-        if type(node) is list or not isinstance(node, list):
-            return type(node)(images)
-        twin = copy.copy(node)
-        twin[:] = images
-        return twin
+        return type(node)(images)
     # A copy rather than a new object, because `__init__` may take other arguments than the fields.
     twin = copy.copy(node)
-    for name, image in zip(_fields(node), images, strict=True):
+    held = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    for name, image in zip(held, images, strict=True):
         object.__setattr__(twin, name, image)  # a frozen dataclass refuses the plain assignment
     return twin
 
@@ -244,10 +220,8 @@ def _like_mapping(node: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
     try:
         twin: Any = copy.copy(node)
         if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
-            # The shallow copy shares the attributes of `node`, including the container that stores the items.
-            for name, value in vars(twin).items():
-                if isinstance(value, MutableMapping | list | set):
-                    setattr(twin, name, copy.copy(value))
+            # The shallow copy shares the container that stores the items.
+            vars(twin).update({name: copy.copy(value) for name, value in vars(twin).items() if is_container(value)})
         for key, value in mapped.items():
             twin[key] = value
     except TypeError:  # an immutable mapping is rebuilt from its items

@@ -151,8 +151,8 @@ def current_world() -> World:
         )
     if _used and current_graph_task_id() >= 0:
         raise NoWorldError(
-            f"in autograd's own thread the replica whose backward pass this is cannot be known: torch {torch.__version__} "
-            "does not hand it on; pass world= what current_world() was in the forward pass, or use torch 2.13 or newer"
+            "in autograd's own thread the replica whose backward pass this is cannot be known: before 2.13, torch does "
+            "not hand it on; pass world= what current_world() was in the forward pass, or use a newer torch"
         )
     if _solo is None:
         _solo = solo_world()

@@ -29,6 +29,12 @@ def logical_devices(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 # By name.
 
 
+@pytest.fixture
+def no_choice(monkeypatch):
+    monkeypatch.delenv("UNISONO_BACKEND", raising=False)
+
+
+@pytest.mark.usefixtures("no_choice")
 def test_accelerators_are_tried_first_and_the_cpu_last():
     assert NAMES[-1] == "cpu"
     here = [get_backend(name) for name in NAMES if name not in MISSING]
@@ -72,11 +78,12 @@ def test_available_devices_are_those_of_every_family_that_has_some(logical_devic
         ("cpu:gloo", "cpu"),
         ("cpu:gloo,cuda:gloo", "cpu"),
         pytest.param("cpu:gloo,cuda:nccl", "cuda", marks=pytest.mark.skipif("cuda" in MISSING, reason="no CUDA here")),
-        ("cpu:mpi", pick_backend().name),
+        ("cpu:mpi", None),
     ],
 )
+@pytest.mark.usefixtures("no_choice")
 def test_a_process_group_belongs_to_the_family_whose_tensors_it_reduces(config, name):
-    assert backend_of_group(config).name == name
+    assert backend_of_group(config).name == (name or pick_backend().name)
 
 
 # By what a user writes.

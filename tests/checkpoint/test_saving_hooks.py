@@ -63,7 +63,9 @@ def test_a_hook_saves_a_model_its_own_way_and_another_loads_it(mode: Mode, is_as
     assert sorted(each.name for each in files_of(tmp_path / "one").iterdir()) == ["own", "state.pt"]
 
 
-def test_files_of_hooks_are_verified_with_the_checkpoint(tmp_path: Path) -> None:
+def test_files_of_hooks_are_verified_with_the_checkpoint_and_dropped_with_a_worse_one(
+    tmp_path: Path,
+) -> None:
     accelerator = Accelerator(project_dir=tmp_path)
     accelerator.prepare(filled(1.0))
     accelerator.register_save_state_pre_hook(lambda models, weights, there: (Path(there) / "x").write_text("text"))
@@ -73,6 +75,9 @@ def test_files_of_hooks_are_verified_with_the_checkpoint(tmp_path: Path) -> None
         (files_of(tmp_path / "checkpoints" / f"checkpoint_{number}") / "x").write_text("tixt")
     with pytest.raises(DamagedCheckpointError, match=r"0.*x has other contents"):
         accelerator.load_state()
+    for score in (1.0, 0.5):
+        accelerator.save_state(tmp_path / "best", score=score)
+    assert len(list((tmp_path / "best").iterdir())) == 2, "the manifest, and the files of the better one"
 
 
 def test_files_of_hooks_are_on_disk_when_the_save_returns(tmp_path: Path) -> None:
@@ -131,24 +136,19 @@ def test_hooks_may_keep_files_in_a_store() -> None:
     assert found == ["text"]
 
 
-def test_a_save_that_is_not_better_drops_what_its_hooks_wrote(tmp_path: Path) -> None:
-    accelerator = Accelerator()
-    accelerator.prepare(filled(1.0))
-    accelerator.register_save_state_pre_hook(lambda models, weights, there: (Path(there) / "x").write_text("text"))
-    assert accelerator.save_state(tmp_path / "best", score=1.0)
-    assert accelerator.save_state(tmp_path / "best", score=0.5) is None
-    assert [each.name for each in tmp_path.iterdir()] == ["best"]
-
-
 @ALL
 @pytest.mark.parametrize("is_safe", [True, False])
-def test_a_model_is_saved_for_use_elsewhere(mode: Mode, is_safe: bool, tmp_path: Path) -> None:
+def test_a_model_is_saved_for_use_elsewhere_or_an_error_on_all_ranks(mode: Mode, is_safe: bool, tmp_path: Path) -> None:
     name = "model.safetensors" if is_safe else "pytorch_model.bin"
     load = pytest.importorskip("safetensors.torch").load_file if is_safe else torch.load
+
+    (tmp_path / "file").write_text("no folder")
 
     def body() -> bool:
         accelerator = Accelerator()
         model = accelerator.prepare(filled(3.0))
+        with pytest.raises(FileExistsError):  # on all ranks
+            accelerator.save_model(model, tmp_path / "file", safe_serialization=is_safe)
         accelerator.save_model(model, tmp_path / "new" / "folder", safe_serialization=is_safe)
         return (tmp_path / "new" / "folder" / name).exists()
 
@@ -158,16 +158,3 @@ def test_a_model_is_saved_for_use_elsewhere(mode: Mode, is_safe: bool, tmp_path:
     plain.load_state_dict(load(path))
     assert plain.weight[0].tolist() == [3.0, 3.0]
     assert [each.name for each in path.parent.iterdir()] == [name]
-
-
-@ALL
-def test_a_model_that_cannot_be_saved_is_an_error_on_all_ranks(mode: Mode, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-
-    def body() -> str:
-        accelerator = Accelerator()
-        with pytest.raises(FileExistsError):
-            accelerator.save_model(accelerator.prepare(filled(3.0)), tmp_path / "file", safe_serialization=False)
-        return "raised"
-
-    assert mode.run(body) == ["raised"] * mode.ranks

@@ -21,7 +21,7 @@ from modes import FAMILY, devices, in_main_memory
 from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, ParallelLoader
-from unisono.backends import get_backend
+from unisono.backends import available_devices, get_backend
 from unisono.tree import take
 
 MOST = 4 if FAMILY == "cpu" else get_backend(FAMILY).device_count()
@@ -193,7 +193,7 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
         refused(TypeError, "is of type Tensor; pass a DataLoader", loader=torch.ones(2)),
         refused(ValueError, "devices=[] is empty; pass at least one device", devices=[]),
         refused(ValueError, "devices=['cpu:0', 'cpu:0'] repeats cpu:0", devices=["cpu", "cpu:0"]),
-        refused(ValueError, "device 'foo' does not exist; there are cpu:0", devices=["foo"]),
+        refused(ValueError, f"device 'foo' does not exist; there are {available_devices()[0]}", devices=["foo"]),
         refused(TypeError, "devices='cpu' is of type str; pass a list of devices", devices="cpu"),
         refused(ValueError, "prefetch=-1 is too small; pass an integer of at least 0", prefetch=-1),
         refused(TypeError, "prefetch=True is of type bool", prefetch=True),

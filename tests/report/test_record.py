@@ -8,10 +8,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from unisono.errors import WorkerDiedError
 from unisono.report.comparison import compare
 from unisono.report.diagnosis import diagnose
 from unisono.report.live import describe, is_alive
-from unisono.report.page import page_data, write_page
+from unisono.report.page import page_data
 from unisono.report.record import Recorder
 from unisono.report.run import Run, read_run
 from unisono.report.trace import write_trace
@@ -290,58 +288,3 @@ def test_steps_that_are_none_are_refused(tmp_path: Path, profile: str) -> None:
         Output(tmp_path, profile=profile)
     with pytest.raises(ValueError, match="pass log_dir as well"):
         Output(profile="1:2")
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-RANKS, LONG = 8, 10_000
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with sync_api.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt install chromium")
-def test_the_page_of_a_large_run_opens_within_two_seconds_and_holds_its_numbers(browser: Any, tmp_path: Path) -> None:
-    for rank in range(RANKS):
-        facts = {"began": 1e9, "rank": rank, "world_size": RANKS, "restart": 0, "command": ["train.py"], "cores": 8}
-        lines: list[Any] = [facts]
-        for second in range(LONG // 200):
-            done = 200 * (second + 1)
-            seconds = {"fetch": 0.1 * second, "compute": 0.7 * second, "reduce": 0.1 * second, "step": 0.1 * second}
-            lines.append(
-                {"t": second + 1.0, "phase": "compute", "doing": "", "step_seconds": [0.005] * 200, "logged": []}
-                | {
-                    "machine_cpu": 0.5,
-                    "cpu_s": second,
-                    "rss": 10**9,
-                    "rank": rank,
-                    "device": f"cpu:{rank}",
-                    "pid": 1,
-                    "host": "here",
-                }
-                | {"seconds": seconds, "samples": 4 * done, "batches": done, "steps": done, "memory": 0, "spans": []}
-            )
-        lines.append({"end": "finished"})
-        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        spans = [[("fetch", "compute", "reduce", "step")[n % 4], 0.00125 * n, 0.00125] for n in range(16_384)]
-        (tmp_path / f"rank-{rank}.spans.jsonl").write_text(json.dumps({"restart": 0, "loop 0": spans}) + "\n")
-    path = write_page(read_run(tmp_path), tmp_path / "page.html")
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(path.as_uri())
-    assert int(page.evaluate("document.body.dataset.ready")) < 2000, "milliseconds"
-    assert errors == []
-    assert page.locator("#ranks tr").count() == RANKS + 1
-    assert page.locator("#charts canvas").count() >= 4
-    drawn = page.evaluate("charts.map(([chart]) => [chart.root.querySelector('.u-title').textContent, chart.data[1]])")
-    assert dict(drawn)["Time of a step"] == [5.0] * LONG
-    page.click("[data-zoom='0.5']")
-    assert page.inner_text("#range").startswith("12.50 to 37.50 s")

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY
+from modes import FAMILY, told
+from torch import nn
 
-from unisono import DeviceLoader, spawn
+from unisono import Accelerator, DeviceLoader, spawn
 from unisono.backends import accelerator, get_backend
 from unisono.backends.accelerator import AcceleratorBackend
 from unisono.backends.device import Device
@@ -136,3 +137,14 @@ def test_workers_have_a_device_each_and_a_group_for_it_after_the_parent_has_used
         return own.index, torch.distributed.get_backend_config(), total.tolist()
 
     assert spawn(work, nprocs=2, backend="toy") == [(rank, "cpu:gloo,toy:toycl", [3.0, 3.0]) for rank in range(2)]
+
+
+def test_sharding_over_gloo_is_refused_where_torch_would_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(index: int) -> str:
+        accelerator = Accelerator(strategy="fsdp")
+        monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,toy:gloo")
+        return told(lambda: accelerator.prepare(nn.Linear(2, 2)), ValueError)
+
+    for found in spawn(prepare, nprocs=2, backend="toy"):
+        assert found.startswith("ValueError: strategy='fsdp' on toy:")
+        assert "a group of toycl, or use strategy='zero1' or 'ddp'" in found

@@ -1,8 +1,5 @@
-"""Device: one device as a value, independent of whether it exists here and of the runtime that serves it.
-
-A `torch.device` names a type and an index. A `Device` also says what executes: torch itself, immediately ("eager"), or
-the XLA runtime, which records a step and compiles it ("xla").
-"""
+"""Device: one device as a value, whether or not it exists here: a `torch.device`, and what executes: torch itself,
+immediately ("eager"), or the XLA runtime, which records a step and compiles it ("xla")."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.arguments import check_type
-from unisono.backends import available_devices, family_names, get_backend, pick_backend, resolve_device
+from unisono.arguments import check_choice, check_integer, check_type
+from unisono.backends import available_devices, family_names, get_backend, pick_backend
 from unisono.backends.accelerator import current_accelerator
 
+# What serves the devices of a kind, the usual one first; all others are eager.
 _RUNTIMES = {"cpu": ("eager", "xla"), "cuda": ("eager", "xla"), "xla": ("xla",)}
-"""What serves the devices of a kind, the usual one first; all others are eager."""
 
 
 @dataclass(frozen=True)
@@ -39,36 +36,27 @@ class Device:
 
     def __post_init__(self) -> None:
         check_type(self.kind, "kind", "pass a string", str)
-        check_type(self.ordinal, "ordinal", "pass an integer", int)
+        check_integer(self.ordinal, "ordinal", 0)
         kind = self.kind.lower()
         if kind in ("gpu", "tpu") and current_accelerator() != kind:
             kind = "cuda" if kind == "gpu" else "xla"
-        if kind not in family_names():
-            kinds = ", ".join(sorted(family_names()))
-            raise ValueError(f"kind={self.kind!r} is not a kind of device; choose one of {kinds}")
-        if self.ordinal < 0:
-            raise ValueError(f"ordinal={self.ordinal} of {kind} does not exist: ordinals start at 0")
+        check_choice(kind, "kind", *sorted(family_names()))
         runtimes = _RUNTIMES.get(kind, ("eager",))
         backend = str(self.backend or runtimes[0]).lower()
-        if backend not in runtimes:
-            raise ValueError(f"backend={self.backend!r} does not serve devices of kind {kind!r}; leave it out")
+        check_choice(backend, "backend", *runtimes)
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "backend", backend)
 
     @classmethod
     def of(cls, device: DeviceLike) -> Device:
         """Convert a `torch.device`, a string such as "cuda:1" or "GPU:1", an index of the picked family, or a `Device`.
-        TypeError, if it is none of these; ValueError, if its kind is unknown."""
+        TypeError if it is none of these; ValueError if its kind is unknown, or its ordinal no number."""
         if isinstance(device, Device):
             return device
         check_type(device, "device", "pass a string, an index or a torch.device", str, int, torch.device)
         if isinstance(device, int):
             device = pick_backend().device(device)
-        if isinstance(device, torch.device):
-            return cls(device.type, device.index or 0)
-        kind, colon, ordinal = device.partition(":")
-        if colon and not ordinal.isdecimal():
-            raise ValueError(f"device {device!r} is not written as a kind, a colon and a number, such as 'cpu:1'")
+        kind, _, ordinal = str(device).partition(":")
         return cls(kind, int(ordinal or 0))
 
     @classmethod
@@ -79,7 +67,7 @@ class Device:
     @classmethod
     def default(cls) -> Device:
         """The first device of the first available family: an accelerator if there is one, otherwise the CPU."""
-        return cls.of(pick_backend().device(0))
+        return cls.of(0)
 
     @classmethod
     def default_xla(cls) -> Device:
@@ -98,17 +86,7 @@ class Device:
         return torch.device(kind, self.ordinal)
 
     def __str__(self) -> str:
-        is_usual = self.backend == Device(self.kind).backend
-        return f"{self.kind}:{self.ordinal}" + ("" if is_usual else f" by {self.backend}")
+        return f"{self.kind}:{self.ordinal}" + (" by xla" if self.kind != "xla" == self.backend else "")
 
 
 DeviceLike = str | int | torch.device | Device
-"""What a user may pass as a device."""
-
-
-def torch_device(device: DeviceLike) -> torch.device:
-    """The normalised `torch.device` that a user means; also "meta", a device with shapes but no data. TypeError and
-    ValueError as by `resolve_device`."""
-    if isinstance(device, Device):
-        device = device.torch_device
-    return torch.device("meta") if str(device) == "meta" else resolve_device(device)[1]

@@ -1,7 +1,5 @@
 """Saves that run concurrently with the loop, which only waits for a copy into host memory that is used again and again.
 
-Ownership: a `Writer` owns the thread of the save in progress. It is not a daemon, so an exiting process waits for it.
-
 *Threads:* the loop calls; `run_save` is the writing thread's body. It only reads what was copied for it: the loop waits
 for that thread before it copies again.
 """
@@ -11,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -22,50 +21,22 @@ from unisono.outcome import Outcome
 logger = logging.getLogger(__name__)
 
 
-class Writer:
-    """Runs saves in a thread, one at a time, and loses none of their errors."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failures: list[BaseException] = []
-
-    def start(self, save: Callable[[], Any], what: str) -> None:
-        """Run a save in a separate thread. No other may be in progress."""
-        assert self._thread is None
-        # Not a daemon: the interpreter's exit waits for the save.
-        self._thread = threading.Thread(
-            target=run_save, args=(save, what, self._failures), name="unisono-checkpoint", daemon=False
-        )
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when no save is in progress."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save is in progress."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether there is a failure to take."""
-        return bool(self._failures)
-
-    def take_failure(self) -> BaseException | None:
-        """The error of a save that has ended, once."""
-        return self._failures.pop() if self._failures else None
+def start_save(save: Callable[[], Any], what: str) -> Future[None]:
+    """Run a save in a thread of its own; the future has its error."""
+    future: Future[None] = Future()
+    # Not a daemon: the interpreter's exit waits for the save.
+    threading.Thread(target=run_save, args=(save, what, future), name="unisono-checkpoint", daemon=False).start()
+    return future
 
 
-def run_save(save: Callable[[], Any], what: str, failures: list[BaseException]) -> None:
-    """Body of the thread: adds its error to `failures`, and logs it, since it may never be asked for."""
+def run_save(save: Callable[[], Any], what: str, future: Future[None]) -> None:
+    """Body of the thread: ends the future, and logs an error, since it may never be asked for."""
     error = Outcome.capture(save).error
-    if error is not None:
-        failures.append(error)
-        kind = type(error).__name__
-        logger.error("%s has failed: %s: %s; raised at the next step or save, or by close()", what, kind, error)
+    if error is None:
+        future.set_result(None)
+        return
+    logger.error("%s has failed: %r; raised at the next step or save, or by close()", what, error)
+    future.set_exception(error)
 
 
 class HostMemory:

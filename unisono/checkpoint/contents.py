@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,8 +18,8 @@ from typing import Any, Literal
 import torch
 
 from unisono.backends import CPU
-from unisono.checkpoint.directory import STATE, Manifest, find, shard_name, verify
-from unisono.checkpoint.folders import Folder, Location, replace_file, write_file, write_tensors
+from unisono.checkpoint.directory import SHARD, STATE, Manifest, find, verify
+from unisono.checkpoint.folders import Folder, Location, replace_file, write_file
 from unisono.checkpoint.objects import joined_state
 from unisono.errors import CheckpointError, DamagedCheckpointError
 
@@ -28,8 +29,7 @@ Format = Literal["torch", "safetensors"]
 @dataclass
 class Contents:
     """The contents of a checkpoint: of each object its kind and class, and its state in plain form, on the host; of
-    each rank that has saved, "states" of its loaders, "generators", "extra", and the gradients that it held of an
-    unfinished step (None between steps)."""
+    each rank, "states" of its loaders, "generators", "extra", and its gradients of an unfinished step, if any."""
 
     path: Location
     manifest: Manifest
@@ -40,14 +40,13 @@ class Contents:
 
 
 def read_contents(folder: Folder) -> Contents:
-    """Read the checkpoint at that place, or the latest one in that folder; all of it is verified. Raises as
-    `directory.find`."""
+    """Read and verify the checkpoint at that place, or the latest one in that folder. Raises as `directory.find`."""
     with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
         found, (local, manifest) = find(folder, lambda each: verify(each, Path(directory) / each.name))
         saved = _load(local / STATE)
         states, held = saved["states"], saved["held"]
         if saved["is_divided"]:
-            parts = [_load(local / shard_name(rank)) for rank in range(manifest.world_size)]
+            parts = [_load(local / SHARD.format(rank)) for rank in range(manifest.world_size)]
             for name in parts[0]["states"]:
                 states[name] = joined_state([each["states"][name] for each in parts])
             held = [each["held"] for each in parts] if any(each["held"] for each in parts) else None
@@ -88,18 +87,12 @@ def export(folder: Folder, out: Path, name: str | None = None, file_format: Form
 
 def write_state(state: Any, out: Path, file_format: Format, name: str) -> None:
     """Write a state on the CPU as one file, complete or not at all; `name` is for errors, those of `export`."""
-    if file_format == "torch":
-        replace_file(out, lambda new: write_tensors(new, state))
-        return
-    try:
+    if file_format == "safetensors":
         save = import_module("safetensors.torch").save
-    except ImportError as error:
-        raise ImportError("safetensors is not installed; pip install 'unisono[export]'") from error
-    if not isinstance(state, Mapping) or not all(isinstance(each, torch.Tensor) for each in state.values()):
-        raise CheckpointError(f"{name} has more than tensors, and safetensors files hold tensors only; use torch's")
-    seen: set[int] = set()
-    apart = {}
-    for key, each in state.items():  # safetensors refuses tensors that share memory
-        apart[key] = each.contiguous().clone() if each.untyped_storage().data_ptr() in seen else each.contiguous()
-        seen.add(each.untyped_storage().data_ptr())
-    replace_file(out, lambda new: write_file(new, save(apart, metadata={"format": "pt"})))
+        if not isinstance(state, Mapping) or not all(isinstance(each, torch.Tensor) for each in state.values()):
+            raise CheckpointError(f"{name} has more than tensors, and safetensors files hold tensors only; use torch's")
+        uses = Counter(each.untyped_storage().data_ptr() for each in state.values())
+        # safetensors refuses tensors that share memory.
+        apart = {k: each.clone() if uses[each.untyped_storage().data_ptr()] > 1 else each for k, each in state.items()}
+        state = save({key: each.contiguous() for key, each in apart.items()}, metadata={"format": "pt"})
+    replace_file(out, lambda new: write_file(new, state))

@@ -8,12 +8,9 @@ which have neither renames nor links.
 
     runs/checkpoints/
         latest                            "checkpoint_200"
-        checkpoint_100/manifest.json      names the files, with their checksums
+        checkpoint_100/manifest.json      names the files, with their checksums; has one of its own
         checkpoint_100/save-3f2a91c05b7e/ state.pt, and for large sharded states shards/
         checkpoint_200/
-
-The manifest is a JSON file with the names, sizes and checksums of the other files, facts for people and tools, and a
-checksum of its own, so that a flipped bit in it is detected, too.
 
 *Threads:* one at a time for each directory; one process of a run writes.
 
@@ -35,9 +32,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 
@@ -49,37 +45,41 @@ logger = logging.getLogger(__name__)
 FORMAT = "unisono checkpoint"
 VERSION = 2
 STATE = "state.pt"
+SHARD = "shards/{}.pt"  # what a rank writes of large sharded states
 LATEST = "latest"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OF_A_SAVE = re.compile(rf"save-[0-9a-f]{{12}}|\.{MANIFEST}\.new")
-
-Write = Callable[[], dict[str, Checksum]]
-"""Writes a checkpoint's files into its draft; returns their checksums, by name."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint consists of: its training step, as the caller counts it, the score and the number of ranks that
-    it was saved with, seconds since 1970; the kind and class of each object, versions of unisono and torch; of each
-    file, by its path in the checkpoint, size and CRC-32."""
+    it was saved with; the kind and class of each object; seconds since 1970; versions; of each file, by its path in the
+    checkpoint, size and CRC-32."""
 
     step: int
     score: float | None
     world_size: int
-    created: float
     objects: Mapping[str, list[str]]
-    versions: Mapping[str, str]
+    created: float = field(default_factory=time.time)
+    versions: Mapping[str, str] = field(
+        default_factory=lambda: {"torch": str(torch.__version__), "unisono": version("unisono")}
+    )
     files: Mapping[str, list[int]] = field(default_factory=dict)
 
     @property
     def directory(self) -> str:
         """The directory of the files, in the checkpoint."""
-        return str(next((PurePosixPath(name).parent for name in self.files if PurePosixPath(name).name == STATE), ""))
+        return next(iter(self.files), "").partition("/")[0]
 
     def to_bytes(self) -> bytes:
         """The contents of its file."""
         known = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps({**known, "crc": _crc(known)}, indent=1).encode()
+        return json.dumps({**known, "crc": self._crc(known)}, indent=1).encode()
+
+    @staticmethod
+    def _crc(known: Mapping[str, Any]) -> int:
+        return zlib.crc32(json.dumps(known, sort_keys=True).encode())
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Manifest:
@@ -90,33 +90,22 @@ class Manifest:
             is_ours = isinstance(known, dict) and known.get("format") == FORMAT
         except ValueError:
             is_ours = False
-        if not is_ours or known.pop("crc", None) != _crc(known):
+        if not is_ours or known.pop("crc", None) != cls._crc(known):
             raise DamagedCheckpointError(f"{path}: its {MANIFEST} is not what was written ({len(data)} bytes)")
         if known["version"] > VERSION:
             raise CheckpointVersionError(
-                f"{path} has version {known['version']} of the format, and this version of unisono reads up to "
-                f"version {VERSION}: load it with unisono {known.get('versions', {}).get('unisono')}, which wrote it"
+                f"{path} has version {known['version']} of the format, and this unisono reads up to version {VERSION}: "
+                f"load it with unisono {known['versions'].get('unisono')}, which wrote it"
             )
-        for name in known["files"]:  # a forged manifest could otherwise name files outside the checkpoint
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        for name in known["files"]:
+            if name.startswith("/") or ".." in name.split("/"):  # forged
                 raise DamagedCheckpointError(f"{path}: its {MANIFEST} names {name!r}, which is not in the checkpoint")
         return cls(**{each.name: known[each.name] for each in fields(cls)})
 
 
-def shard_name(rank: int) -> str:
-    """The file of what that rank writes of large sharded states."""
-    return f"shards/{rank}.pt"
-
-
-def new_manifest(step: int, score: float | None, world_size: int, objects: dict[str, list[str]]) -> Manifest:
-    """Make a manifest, complete except for its files."""
-    versions = {"torch": str(torch.__version__), "unisono": version("unisono")}
-    return Manifest(step, score, world_size, time.time(), objects, versions)
-
-
 def read_manifest(folder: Folder) -> Manifest:
-    """Read the manifest of a checkpoint, without checking its other files. Raises as `Manifest.from_bytes`; and OSError
-    if it cannot be read: a store that does not answer has not damaged its checkpoints."""
+    """Read the manifest of a checkpoint, without its other files. Raises as `Manifest.from_bytes`; OSError if it cannot
+    be read: a store that does not answer has not damaged its checkpoints."""
     try:
         data = folder.read(MANIFEST)
     except FileNotFoundError as error:
@@ -125,9 +114,8 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
-    """Read the whole checkpoint, if it is in a store into that directory, and compare it with its manifest. Returns the
-    directory that has its files, and the manifest. DamagedCheckpointError names the file that is not what was written.
-    """
+    """Read the whole checkpoint, from a store into that directory, and compare it with its manifest. Returns where its
+    files are, and the manifest. DamagedCheckpointError names the file that is not what was written."""
     manifest = read_manifest(folder)
     local = folder.fetch(manifest.files, into)
     for name, (size, crc) in manifest.files.items():
@@ -136,30 +124,23 @@ def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
         except OSError as error:
             raise DamagedCheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
         if found != Checksum(size, crc):
-            raise DamagedCheckpointError(
-                f"{folder}: {name} has other contents than those written: {found.size} bytes of {size}, or another "
-                "CRC-32"
-            )
+            raise DamagedCheckpointError(f"{folder}: {name} has other contents than those written")
     return local / manifest.directory, manifest
-
-
-def _crc(known: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(known, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is saved: its folder; and if that is one of several in its directory, which has a `latest`,
-    how many are kept, including this one; None keeps all."""
+    """Where a checkpoint is saved: its folder; and if that is one of several in a `root`, which has a `latest`, how
+    many are kept, including this one; None keeps all."""
 
     folder: Folder
+    root: Folder | None = None
     keep: int | None = None
-    is_numbered: bool = False
 
     @classmethod
     def numbered(cls, root: Folder, number: int, keep: int | None) -> Place:
         """The place of the checkpoint of that number."""
-        return cls(root / f"checkpoint_{number}", keep, True)
+        return cls(root / f"checkpoint_{number}", root, keep)
 
 
 def choose_place(place: Place | Callable[[], Place], score: float | None) -> Place | None:
@@ -168,17 +149,14 @@ def choose_place(place: Place | Callable[[], Place], score: float | None) -> Pla
     chosen = place() if callable(place) else place
     folder = chosen.folder
     if not _is_ours(folder):
-        what = "holds numbered checkpoints" if list(numbered_in(folder)) else "is no checkpoint"
         raise FileExistsError(
-            f"{folder} {what}, and a checkpoint would replace it; pass an unused path, or that of a checkpoint, such "
-            f"as {folder / 'best'}"
+            f"{folder} is no checkpoint, and one would replace it; pass an unused path, such as {folder / 'best'}"
         )
-    if score is None:
-        return chosen
     known = None
     with suppress(CheckpointError):
-        known = read_manifest(folder).score  # nothing more is read, since the loop is waiting
-    return chosen if not math.isnan(score) and (known is None or score > known) else None
+        known = None if score is None else read_manifest(folder).score
+    is_worse = score is not None and (math.isnan(score) or (known is not None and score <= known))
+    return None if is_worse else chosen
 
 
 def _is_ours(folder: Folder) -> bool:
@@ -190,14 +168,9 @@ def _is_ours(folder: Folder) -> bool:
     return False
 
 
-def new_mark() -> str:
-    """Make the unique name under which a save puts its files."""
-    return f"save-{uuid4().hex[:12]}"
-
-
-def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
-    """Write the checkpoint, completely or not at all; an OSError leaves what was there before intact. The manifest is
-    complete except for its files; `mark` is from `new_mark`."""
+def commit(place: Place, write: Callable[[], dict[str, Checksum]], manifest: Manifest, mark: str) -> None:
+    """Write the checkpoint, completely or not at all; an OSError leaves what was there before intact. `write` writes
+    its files into the draft `mark`; the manifest is complete except for them."""
     folder = place.folder
     try:
         files = {f"{mark}/{name}": list(checksum) for name, checksum in write().items()}
@@ -213,16 +186,19 @@ def commit(place: Place, write: Write, manifest: Manifest, mark: str) -> None:
             if mark not in _files_of(folder):
                 folder.discard(mark)
         raise
-    if place.is_numbered:
-        folder.parent.write(LATEST, folder.name.encode())
+    if place.root is not None:
+        place.root.write(LATEST, folder.name.encode())
     try:
         for name in folder.entries():
             if name != mark and (_OF_A_SAVE.fullmatch(name) or name in replaced):
                 folder.remove(name)
-        for each in outdated(place):
-            each.parent.remove(each.name)
+        if place.root is not None and place.keep is not None:
+            older = [each for each in newest_first(place.root) if _is_ours(each)][place.keep :]
+            # Never the new one, even if the clock was set back, or newer versions, which sort first, leave no room.
+            for each in [each for each in older if each != folder]:
+                place.root.remove(each.name)
     except OSError as error:
-        logger.warning("what is no longer needed at %s cannot be removed: %s", folder.parent, error)
+        logger.warning("what is no longer needed at %s cannot be removed: %s", folder, error)
 
 
 def _files_of(folder: Folder) -> set[str]:
@@ -230,15 +206,6 @@ def _files_of(folder: Folder) -> set[str]:
     with suppress(CheckpointError):
         return {name.partition("/")[0] for name in read_manifest(folder).files}
     return set()
-
-
-def outdated(place: Place) -> list[Folder]:
-    """The checkpoints that are not to be kept once this one has been saved."""
-    if not place.is_numbered or place.keep is None:
-        return []
-    older = [each for each in newest_first(place.folder.parent) if _is_ours(each)][place.keep :]
-    # Never the new one, even if the clock was set back, or newer versions, which sort first, leave no room for it.
-    return [each for each in older if each != place.folder]
 
 
 def numbered_in(root: Folder) -> Iterator[tuple[int, Folder]]:
@@ -256,23 +223,18 @@ def newest_first(root: Folder) -> list[Folder]:
         number, folder = pair
         try:
             return read_manifest(folder).created, number
-        except DamagedCheckpointError:
-            return 0.0, number
-        except CheckpointError:  # of a newer version: not a reason to remove it
-            return math.inf, number
+        except CheckpointError as error:  # one of a newer version is not to be removed for that
+            return 0.0 if isinstance(error, DamagedCheckpointError) else math.inf, number
 
     return [folder for _, folder in sorted(numbered_in(root), key=age, reverse=True)]
 
 
 def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
     """Find the checkpoint at a place; among numbered ones, the one that `latest` names, or else the newest. Returns it
-    with what `check` has read of it.
-
-    Damaged ones are skipped with a warning each, if there is another one.
+    with what `check` has read of it. Damaged ones are skipped with a warning each, if there is another one.
 
     Raises:
-        NoCheckpointError: there is no checkpoint.
-        DamagedCheckpointError: all are damaged.
+        NoCheckpointError, DamagedCheckpointError: there is no checkpoint; or all are damaged.
         CheckpointVersionError: it was written by a newer unisono.
     """
     damaged: list[str] = []
@@ -287,12 +249,7 @@ def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
         return candidate, checked
     if damaged:
         raise DamagedCheckpointError(f"no checkpoint at {folder} is intact: {'; '.join(damaged)}")
-    text = f"there is no checkpoint at {folder}"
-    for each in (folder, *(each for _, each in numbered_in(folder))):
-        if is_unfinished(each):
-            text += f"; {each} has no {MANIFEST}: its save was interrupted"
-            logger.warning("%s has no %s: its save was interrupted", each, MANIFEST)
-    raise NoCheckpointError(text)
+    raise NoCheckpointError(f"there is no checkpoint at {folder}, which has no {MANIFEST}")
 
 
 def _candidates(folder: Folder) -> list[Folder]:

@@ -6,7 +6,7 @@ written as a draft that is published. A store must have what it has acknowledged
 
 *Threads:* any; nothing is shared.
 
-Invariant: once `write_file` or `write_tensors` has returned, the contents are on disk; the name is after `sync`.
+Invariant: once `write_file` has returned, the contents are on disk; the name is after `sync`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -29,14 +29,12 @@ Location = Path | str
 """A folder as the user sees it: a path, or the URL of a store."""
 
 MANIFEST = "manifest.json"
-_WAS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 _PIECE = 1 << 22  # bytes per read
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A directory, which need not exist; `url` is its absolute path, or the URL of a `RemoteFolder`, without a slash at
-    the end."""
+    """A directory, which need not exist; `url` is its absolute path, or a store's URL, without a slash at the end."""
 
     url: str
 
@@ -52,14 +50,9 @@ class Folder:
         return self.url.rpartition("/")[2]
 
     @property
-    def parent(self) -> Self:
-        """The folder that contains it."""
-        return type(self)(self.url.rpartition("/")[0])
-
-    @property
     def location(self) -> Location:
         """As the user sees it."""
-        return Path(self.url)
+        return self.url if "://" in self.url else Path(self.url)
 
     def entries(self) -> dict[str, bool]:
         """What is in the folder, by name, and whether that is a folder; nothing if there is no such folder."""
@@ -72,17 +65,15 @@ class Folder:
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file, completely or not at all."""
-        make_directories(Path(self.url))
         replace_file(Path(self.url, name), lambda new: write_file(new, data))
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it, its manifest first; nothing if there is none."""
+        """Remove a file, or a folder with all that is in it; nothing if there is none."""
         path = Path(self.url, name)
-        if not path.is_dir() or path.is_symlink():
+        if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
             return
-        # First, so that what a kill leaves of a checkpoint is none.
-        (path / MANIFEST).unlink(missing_ok=True)
+        (path / MANIFEST).unlink(missing_ok=True)  # first, so that what a kill leaves of a checkpoint is none
         sync(path)
         shutil.rmtree(path)
 
@@ -99,8 +90,8 @@ class Folder:
     def discard(self, name: str) -> None:
         """Remove a draft, and the folder, if that is all that was in it."""
         self.remove(name)
-        if not self.entries():
-            self.parent.remove(self.name)
+        with suppress(OSError):
+            os.rmdir(self.url)
 
     def fetch(self, names: Iterable[str], into: Path) -> Path:
         """Return a directory with these files of the folder, those that exist; `into` serves if they are elsewhere."""
@@ -109,10 +100,6 @@ class Folder:
 
 class RemoteFolder(Folder):
     """A place in a store. Stores have no empty folders."""
-
-    @property
-    def location(self) -> str:
-        return self.url
 
     def entries(self) -> dict[str, bool]:
         store, place = self._store()
@@ -123,8 +110,7 @@ class RemoteFolder(Folder):
 
     def read(self, name: str) -> bytes:
         store, place = self._store()
-        data: bytes = store.cat_file(f"{place}/{name}")
-        return data
+        return bytes(store.cat_file(f"{place}/{name}"))
 
     def write(self, name: str, data: bytes) -> None:
         store, place = self._store()
@@ -144,16 +130,12 @@ class RemoteFolder(Folder):
 
     def publish(self, name: str) -> None:
         store, place = self._store()
-        local = self.draft(name)
-        for each in [path for path in local.rglob("*") if path.is_file()]:
-            target = f"{place}/{name}/{each.relative_to(local).as_posix()}"
-            store.makedirs(target.rpartition("/")[0], exist_ok=True)
-            store.put_file(str(each), target)
-        shutil.rmtree(local)
+        store.put(f"{self.draft(name)}/", f"{place}/{name}/", recursive=True)
+        shutil.rmtree(self.draft(name))
 
     def discard(self, name: str) -> None:
         shutil.rmtree(self.draft(name))
-        super().discard(name)
+        self.remove(name)
 
     def fetch(self, names: Iterable[str], into: Path) -> Path:
         store, place = self._store()
@@ -164,26 +146,20 @@ class RemoteFolder(Folder):
         return into
 
     def _store(self) -> tuple[Any, str]:
-        """The file system, and the place in it; ImportError if fsspec, or what it needs for this store, is missing."""
-        try:
-            core = import_module("fsspec.core")
-        except ImportError as error:
-            raise ImportError(f"{self} needs fsspec; pip install 'unisono[remote]'") from error
-        file_system, place = core.url_to_fs(self.url)
-        file_system.invalidate_cache()  # of names, which others may have changed
-        return file_system, place
+        """The file system, and the place in it; ImportError if what fsspec needs for this store is missing."""
+        store, place = import_module("fsspec.core").url_to_fs(self.url)  # torch requires fsspec
+        store.invalidate_cache()  # of names, which others may have changed
+        return store, place
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
     """The folder at a path, which becomes absolute and resolved, so that later changes of the working directory or of
     links do not matter; or at a URL. file:// is a path. ValueError if a URL has lost a slash as a `Path`, or is a
-    chain."""
+    chain: a cache shows outdated contents, and "dir::" writes files where it does not find them."""
     text = os.fspath(path)
-    if _WAS_URL.match(text):
-        raise ValueError(f"{text!r} was a URL before it was converted to a path; pass it as a string, with two slashes")
+    if re.match(r"[A-Za-z][\w+.-]+:/(?!/)", text) or ("::" in text and "://" in text):
+        raise ValueError(f"{text!r} is no place for checkpoints; pass the URL of a store itself, as a string: a://b/c")
     if "://" in text and not text.startswith("file://"):
-        if "::" in text:  # a cache shows outdated contents, and "dir::" writes files where it does not find them
-            raise ValueError(f"{text!r} is a chain of file systems; pass the URL of the store itself")
         scheme, _, place = text.partition("://")
         return RemoteFolder(f"{scheme}://{place.rstrip('/')}")
     return Folder(str(Path(text.removeprefix("file://")).resolve()))
@@ -203,9 +179,9 @@ class Checksum(NamedTuple):
         return Checksum(self.size + len(data), zlib.crc32(data, self.crc))
 
 
-class CheckedFile:
-    """An open file that computes its checksum as it is written; has what `torch.save` needs. `failure` is the first
-    error of the system."""
+class _CheckedFile:
+    """An open file that computes its checksum as it is written; has what `torch.save` needs. The first error of the
+    system becomes its `failure`: of one that is raised, torch only says what it then failed to clean up."""
 
     def __init__(self, file: int) -> None:
         self.checksum = Checksum()
@@ -213,51 +189,33 @@ class CheckedFile:
         self._file = file
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of the data."""
         rest = memoryview(data).cast("B")
-        self.checksum = self.checksum.of_more(rest)
-        size = len(rest)
+        size, self.checksum = len(rest), self.checksum.of_more(rest)
         try:
-            while rest:
-                # A write may be short: Linux takes 2 GiB at most.
-                rest = rest[os.write(self._file, rest) :]
+            while rest and self.failure is None:
+                rest = rest[os.write(self._file, rest) :]  # Linux takes 2 GiB at most
         except OSError as error:
-            self.failure = self.failure or error
-            raise
+            self.failure = error
         return size
 
     def flush(self) -> None:
         """Do nothing: there is no buffer."""
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[CheckedFile]:
-    """A new file for the block, on disk when that ends."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def write_file(path: Path, content: Any) -> Checksum:
+    """Create a file, on disk, in a directory that need not exist: bytes, or anything else as `torch.save` writes it."""
+    make_directories(path.parent)
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        yield CheckedFile(file)
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def write_file(path: Path, data: bytes) -> Checksum:
-    """Create a file with that content, on disk."""
-    with _new_file(path) as file:
-        file.write(data)
-    return file.checksum
-
-
-def write_tensors(path: Path, value: Any) -> Checksum:
-    """Create a file as `torch.save` writes it, on disk."""
-    with _new_file(path) as file:
-        try:
-            torch.save(value, file)  # type: ignore[arg-type] # it writes, and that is all that is asked
-        except RuntimeError as error:
-            raise file.failure or error from None  # torch's own error only says what it then failed to clean up
-        finally:
+        file: Any = _CheckedFile(opened)
+        file.write(content) if isinstance(content, bytes) else torch.save(content, file)
+        if (failure := file.failure) is not None:
             file.failure = None  # torch may keep the file for good, and a traceback keeps all that its frames hold
-    return file.checksum
+            raise failure
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+    return file.checksum  # type: ignore[no-any-return]
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
@@ -276,16 +234,10 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 def make_directories(path: Path) -> None:
     """Create the directory and its parents, each one synced to disk."""
-    if path.is_dir():
-        return
-    make_directories(path.parent)
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        # Another process may have created it in the meantime.
-        if not path.is_dir():
-            raise
-    sync(path.parent)
+    missing = [each for each in (path, *path.parents) if not each.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync(each.parent)
 
 
 def sync(path: Path) -> None:
@@ -301,7 +253,6 @@ def checksum_of(path: Path) -> Checksum:
     """The checksum of an existing file; reads all of it."""
     checksum = Checksum()
     with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(_PIECE))
-        while count := file.readinto(buffer):
-            checksum = checksum.of_more(buffer[:count])
+        while piece := file.read(_PIECE):
+            checksum = checksum.of_more(piece)
     return checksum

@@ -25,20 +25,15 @@ from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.states import broadcast_entries, plain_name
 from unisono.world import World
 
-Held = dict[str, torch.Tensor]
-"""Gradients by "<position of the model>/<name of the parameter>"."""
-
 
 def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
-    """The microbatches of the unfinished step; None between steps; CheckpointError if its gradients are reduced, but no
-    optimizer has stepped on them."""
+    """The microbatches of the unfinished step; None between steps; CheckpointError if it only awaits its optimizer."""
     step = steps.step
     if step.state == TAKEN or not step.visits:
         return None
     if any(each.gradients.is_reduced for each in engines):
         raise CheckpointError(
-            "save_state was called between the last backward() of a step and optimizer.step(): gradients that are "
-            "reduced are not saved; call it after optimizer.step(), or after one of the step's earlier microbatches"
+            "save_state was called between the last backward() of a step and optimizer.step(); call it after that"
         )
     loops = list(dict.fromkeys(each.loop for each in step.visits))
     claims = [
@@ -48,8 +43,8 @@ def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
     return {"number": step.number, "claims": claims}
 
 
-def held_gradients(engines: Sequence[Engine]) -> Held:
-    """This rank's gradients. A collective under strategy "fsdp"."""
+def held_gradients(engines: Sequence[Engine]) -> dict[str, torch.Tensor]:
+    """This rank's gradients by "<position of the model>/<parameter>". A collective under strategy "fsdp"."""
     return {
         f"{place}/{plain_name(engine.module, name)}": each.grad
         for place, engine in enumerate(engines)
@@ -64,8 +59,7 @@ def resume_step(
     steps: Steps,
     engines: Sequence[Engine],
 ) -> None:
-    """Continue in the middle of the step that was saved, from what `claims_of` returned on each rank and, on rank zero,
-    their gradients. A collective."""
+    """Continue the saved step, from `claims_of` of each rank and, on rank zero, their gradients. A collective."""
     own = _part_of_gradients(saved, held, steps.world)
     for place, engine in enumerate(engines):
         for name, each in engine.named_leaves().items():

@@ -17,14 +17,13 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.checkpoint.agreement import agree_on
 from unisono.checkpoint.checkpointer import check_count
-from unisono.checkpoint.contents import Format, write_state
+from unisono.checkpoint.contents import write_state
 from unisono.checkpoint.directory import Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import kind_of, meet, user_module
-from unisono.checkpoint.saver import Loaded, Saver
+from unisono.checkpoint.saver import Loaded, Saver, agree_on
 from unisono.errors import CheckpointError
 from unisono.launch.messages import say_once
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
@@ -41,11 +40,6 @@ Hooks = OrderedDict[int, Callable[..., None]]
 """By the ids of their handles, in the order in which they were registered."""
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
-
-_FILES: dict[bool, tuple[str, Format]] = {
-    True: ("model.safetensors", "safetensors"),
-    False: ("pytorch_model.bin", "torch"),
-}
 
 
 class PreparedStates:
@@ -76,8 +70,9 @@ class PreparedStates:
         self._check_optimizers()
         self._warn_of_schedulers()
         place = self._next_place if directory is None else Place(folder_at(directory))
-        if is_async:
-            self._poll_in_steps()
+        for stepper in self._prepared.steppers() if is_async else []:
+            if self._saver.poll not in stepper.checks:  # the next step raises the error of a save that has failed
+                stepper.checks.append(self._saver.poll)
         claims = claims_of(self._steps, self._prepared_engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
         held = None if claims is None else held_gradients(self._prepared_engines())
@@ -123,8 +118,8 @@ class PreparedStates:
         for place, (is_kept, state, was) in enumerate(zip(kept, states, before, strict=True)):
             if is_kept and was and (state.keys() != was.keys() or any(state[key] is not was[key] for key in was)):
                 raise ValueError(
-                    f"a hook has changed the state of model {place}, and what is saved is the model's; remove the "
-                    "state from `weights`, and write a file of your own into `output_dir`"
+                    f"a hook has changed the state of model {place}, and the model's is saved; remove the state from "
+                    "`weights`, and write a file of your own into `output_dir`"
                 )
         return self._named_objects(kept)
 
@@ -137,14 +132,13 @@ class PreparedStates:
         return self._named_objects([any(model is each for each in remaining) for model in models])
 
     def _check_optimizers(self) -> None:
-        """Refuse to leave out the state of an optimizer that trains one of the models, by a CheckpointError."""
+        """CheckpointError if the state of an optimizer that trains one of the models would be left out."""
         for engine in self._prepared_engines():
             for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_unprepared):
                 if each is not None and not any(each is other for other in self._registered):
                     raise CheckpointError(
                         f"save_state would leave out the {type(each).__name__} that has stepped for the {engine.name}, "
-                        "since it was not prepared, and a resumed run would lose its state; prepare it, or pass it to "
-                        "register_for_checkpointing"
+                        "since it was not prepared; prepare it, or pass it to register_for_checkpointing"
                     )
 
     def _warn_of_schedulers(self) -> None:
@@ -154,8 +148,8 @@ class PreparedStates:
         for each in [stepper.optimizer for stepper in self._prepared.steppers()]:
             if hasattr(each.step, STEP_WRAPPED) and id(each) not in followed and self._steps.world.rank == 0:
                 say_once(
-                    f"save_state leaves out the scheduler of the {type(each).__name__}, which was not prepared: a "
-                    "resumed run would begin its schedule again; prepare it, or pass it to register_for_checkpointing"
+                    f"save_state leaves out the scheduler of the {type(each).__name__}, which was not prepared; "
+                    "prepare it, or pass it to register_for_checkpointing"
                 )
 
     def _prepared_engines(self) -> list[Engine]:
@@ -181,12 +175,6 @@ class PreparedStates:
     def _next_place(self) -> Place:
         number = max((number for number, _ in numbered_in(self._root)), default=-1) + 1
         return Place.numbered(self._root, number, self._limit)
-
-    def _poll_in_steps(self) -> None:
-        """Make the next step raise the error of an asynchronous save that failed."""
-        for stepper in self._prepared.steppers():
-            if self._saver.poll not in stepper.checks:
-                stepper.checks.append(self._saver.poll)
 
 
 class CheckpointMethods:
@@ -301,11 +289,11 @@ class CheckpointMethods:
         meet(model)
         copy = on_host if self.world.rank == 0 else None
         state, directory = model_state(user_module(model), self.world, copy), Path(save_directory)
-        name, file_format = _FILES[safe_serialization]
+        name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
 
         def write() -> None:
             directory.mkdir(parents=True, exist_ok=True)
-            write_state(state, directory / name, file_format, type(model).__name__)
+            write_state(state, directory / name, "safetensors" if safe_serialization else "torch", str(type(model)))
 
         agree_on(write, self.world)
 

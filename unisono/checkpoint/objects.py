@@ -45,8 +45,7 @@ OF_EACH_RANK = ("loader", "generator")
 
 
 def kind_of(name: str, each: Any) -> str:
-    """How an object is handled: "model", "optimizer", "loader", "generator" or "state"; TypeError if it cannot be
-    saved."""
+    """How an object is saved: "model", "optimizer", "loader", "generator" or "state"; TypeError if it cannot be."""
     if isinstance(each, DeviceLoader | DeviceIterator | ParallelLoader):
         return "loader"
     if isinstance(each, Optimizer):
@@ -88,11 +87,6 @@ def meet(each: Any, saves: bool = False) -> None:
         each.engine.meet(saves)
 
 
-def modules_of(objects: Objects) -> list[nn.Module]:
-    """The models among the objects."""
-    return [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
-
-
 # Saving.
 
 
@@ -127,9 +121,8 @@ def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:
 
 
 def divided_states(objects: Objects, world: World, copy: Copy) -> dict[str, dict[str, Any]]:
-    """Copies of this rank's part of the states of models and optimizers, if all ranks write: of each object its
-    "names", or its "groups"; "values" that are whole; and "cuts" of sharded tensors: the shape of the whole, where the
-    cut begins in it, and the cut."""
+    """Copies of this rank's part of the states of models and optimizers: of each its "names", or its "groups"; "values"
+    that are whole; and "cuts" of sharded tensors: the shape of the whole, where the cut begins in it, and the cut."""
     parts: dict[str, dict[str, Any]] = {}
     for name, each in objects.items():
         kind = kind_of(name, each)
@@ -164,14 +157,11 @@ def joined_state(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_fit(objects: Objects, states: Mapping[str, Any], saved: Mapping[str, Sequence[str]], where: str) -> None:
-    """Check that a checkpoint holds these objects, before anything is changed. A CheckpointMismatchError has the first
-    names that are missing, unexpected or of another shape, or both classes of an optimizer."""
+    """Check that a checkpoint holds these objects, before anything is changed; a CheckpointMismatchError says where
+    they differ."""
     for name, (kind, own_class) in kinds_of(objects).items():
         if name not in saved:
-            raise CheckpointMismatchError(
-                f"{where} has no {name}: it holds {', '.join(saved)}; load the objects that were saved, under the same "
-                "names and in the same order"
-            )
+            raise CheckpointMismatchError(f"{where} has no {name}: it holds {', '.join(saved)}; load what was saved")
         saved_kind, saved_class = saved[name]
         if saved_kind != kind:
             raise CheckpointMismatchError(f"{name} is a {kind}, and in {where} it is a {saved_kind}")
@@ -180,16 +170,14 @@ def check_fit(objects: Objects, states: Mapping[str, Any], saved: Mapping[str, S
         elif kind == "optimizer":
             if saved_class != own_class:
                 raise CheckpointMismatchError(
-                    f"{name} in {where} is the state of {saved_class}, and this is {own_class}, which reads other "
-                    f"numbers in it, or misses some; make {saved_class}, or load what `unisono checkpoint export "
-                    f"--object {name}` writes into the plain optimizer"
+                    f"{name} in {where} is the state of {saved_class}, and this is {own_class}; make {saved_class}, or "
+                    f"load what `unisono checkpoint export --object {name}` writes into the plain optimizer"
                 )
             own = [len(group["params"]) for group in objects[name].param_groups]
             there = [len(group["params"]) for group in states[name]["param_groups"]]
             if own != there:
                 raise CheckpointMismatchError(
-                    f"{name} in {where} has groups of {there} parameters, and the {own_class} has groups of {own}; "
-                    "make it for the same parameters, in the same groups and order"
+                    f"{name} in {where} has groups of {there} parameters, and the {own_class} has groups of {own}"
                 )
 
 
@@ -197,12 +185,11 @@ def _check_model(what: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
     own = {plain_name(model, key): _form_of(value) for key, value in model.state_dict().items()}
     there = {key: _form_of(value) for key, value in saved.items()}
     names = [key for key in {**own, **there} if own.get(key) != there.get(key)]
+    shown = [f"{key} (saved: {there.get(key, 'missing')}, here: {own.get(key, 'missing')})" for key in names[:5]]
     if names:
-        shown = [f"{key} (saved: {there.get(key, 'missing')}, here: {own.get(key, 'missing')})" for key in names[:5]]
         raise CheckpointMismatchError(
             f"{what} is of another model than this {type(model).__name__}: {len(names)} names differ, "
-            f"{', '.join(shown)}; build the model that was saved, or load the tensors that fit from `unisono "
-            "checkpoint export`"
+            f"{', '.join(shown)}; build that model, or load the tensors that fit from `unisono checkpoint export`"
         )
 
 

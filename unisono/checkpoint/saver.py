@@ -13,24 +13,23 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 
-from unisono.checkpoint.agreement import agree_on, encode_error, raise_any, raise_together
-from unisono.checkpoint.background import HostMemory, Writer, host_view
+from unisono.checkpoint.background import HostMemory, host_view, start_save
 from unisono.checkpoint.contents import Contents, read_contents
 from unisono.checkpoint.directory import (
+    SHARD,
     STATE,
     Manifest,
     Place,
     choose_place,
     commit,
-    new_manifest,
-    new_mark,
-    shard_name,
 )
 from unisono.checkpoint.folders import (
     Checksum,
@@ -38,9 +37,8 @@ from unisono.checkpoint.folders import (
     Location,
     RemoteFolder,
     checksum_of,
-    make_directories,
     sync,
-    write_tensors,
+    write_file,
 )
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
 from unisono.checkpoint.objects import (
@@ -48,11 +46,12 @@ from unisono.checkpoint.objects import (
     Objects,
     check_fit,
     divided_states,
+    kind_of,
     kinds_of,
     meet,
-    modules_of,
     own_states,
     restore,
+    user_module,
     whole_states,
 )
 from unisono.checkpoint.serialization import as_plain
@@ -69,6 +68,33 @@ from unisono.world import World
 logger = logging.getLogger(__name__)
 
 SMALL = 256 << 20  # bytes of parameters: up to this size rank zero writes everything
+
+
+def agree_on(ask: Callable[[], Any], world: World) -> Any:
+    """Call `ask` on rank zero, and return its result on all ranks; or raise its error on all of them. A collective."""
+    outcome: Outcome[Any] = Outcome.capture(ask) if world.rank == 0 else Outcome()
+    if outcome.error is not None and not isinstance(outcome.error, Exception):
+        raise outcome.error
+    found, failed = world.comm.broadcast_object((outcome.value, encode_error(outcome.error)))
+    raise_any([failed], outcome.error)
+    return found if world.rank else outcome.value
+
+
+def encode_error(error: BaseException | None) -> bytes | None:
+    """Encode an error for the other ranks, even if it cannot be pickled."""
+    return None if error is None else Outcome.failure(error).to_bytes()
+
+
+def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
+    """Raise, on all ranks, an error that one has reported; on that rank, the original error."""
+    for each in failed:
+        if each is not None:
+            Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
+
+
+def raise_together(own: BaseException | None, world: World) -> None:
+    """Raise, on all ranks, the error of the first rank that has one. A collective."""
+    raise_any(world.comm.all_gather_object(encode_error(own)), own)
 
 
 class Loaded(NamedTuple):
@@ -95,13 +121,9 @@ class Restored(NamedTuple):
     held: Sequence[Mapping[str, torch.Tensor]] | None
 
 
-class _Copied(NamedTuple):
-    """What is to be written, in main memory: this rank's own state; on rank zero the contents of `state.pt`; if all
-    ranks write concurrently, this rank's part."""
-
-    own: dict[str, Any]
-    contents: dict[str, Any]
-    part: dict[str, Any] | None = None
+_Copied = tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]
+# What is to be written, in main memory: this rank's own state; on rank zero the contents of `state.pt`; if all ranks
+# write concurrently, this rank's part.
 
 
 class Saver:
@@ -109,7 +131,8 @@ class Saver:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._memory, self._writer = HostMemory(), Writer()
+        self._memory = HostMemory()
+        self._save: Future[None] | None = None  # the last asynchronous one
         self._group: SideGroup | None = None  # of the threads that write
         self._is_writing = False  # on some rank, perhaps; the same on all
 
@@ -120,24 +143,31 @@ class Saver:
         collective until the save has ended on all of them, and nothing from then on."""
         if self._is_writing:
             self.world.comm.announce("a step during a save")
-            own = torch.tensor([self._writer.is_writing, self._writer.has_failed], dtype=torch.int32, device=HOST)
+            is_done = self._save is None or self._save.done()
+            failure = self._save.exception() if self._save is not None and is_done else None
+            own = torch.tensor([not is_done, failure is not None], dtype=torch.int32, device=HOST)
             is_writing, has_failed = self.world.comm.all_reduce(own, "max").tolist()
             self._is_writing = bool(is_writing or has_failed)
             if has_failed:
-                raise_together(self._writer.take_failure(), self.world)
+                self._save = None if is_done else self._save
+                raise_together(failure, self.world)
 
     def wait(self) -> None:
         """Wait for the save in progress, and raise its error on all ranks if it failed. A collective."""
-        self._writer.wait()
-        self._is_writing = False
-        raise_together(self._writer.take_failure(), self.world)
+        raise_together(self._end_save(), self.world)
 
     def close(self) -> None:
         """Wait for the save in progress, and raise its error if it failed on this rank; release the host memory."""
-        self._writer.wait()
-        self._memory, self._is_writing = HostMemory(), False
-        if (failure := self._writer.take_failure()) is not None:
+        failure = self._end_save()
+        self._memory = HostMemory()
+        if failure is not None:
             raise failure
+
+    def _end_save(self) -> BaseException | None:
+        """Wait for the save in progress; returns its error."""
+        failure = None if self._save is None else self._save.exception()
+        self._save, self._is_writing = None, False
+        return failure
 
     # Saving.
 
@@ -153,16 +183,15 @@ class Saver:
         choose: Callable[[Path], Objects] | None = None,
     ) -> Location | None:
         """Save the objects, and the `facts` and `held` gradients of this rank; returns and raises as
-        `Checkpointer.save`, on all ranks. A collective. `place` may be a function, which rank zero calls. `choose` is
-        called on all ranks with a directory, rank zero's, whose files become part of the checkpoint, and returns the
-        objects to save in place of all."""
+        `Checkpointer.save`, on all ranks. A collective. Rank zero calls `place`, if it is a function. All call `choose`
+        with a directory, rank zero's, whose files become part of the checkpoint; it returns the objects to save."""
         world = self.world
         world.comm.announce(f"save_state at step {step}")
         self.wait()
         score = None if score is None else float(score)
-        # All ranks derive the path of their shards from the same mark.
-        agreed: tuple[Place | None, str] = agree_on(lambda: (choose_place(place, score), new_mark()), world)
-        chosen, mark = agreed
+        # The mark is a unique name, from which all ranks derive the path of their shards.
+        chosen: Place | None
+        chosen, mark = agree_on(lambda: (choose_place(place, score), f"save-{uuid4().hex[:12]}"), world)
         if chosen is None:
             return None
         for each in objects.values():
@@ -183,14 +212,14 @@ class Saver:
             if world.rank == 0 and choose is not None:
                 chosen.folder.discard(mark)
             raise
-        manifest = new_manifest(step, score, world.world_size, kinds_of(objects))
+        manifest = Manifest(step, score, world.world_size, kinds_of(objects))
         write = partial(self._write_checkpoint, chosen, contents, part, manifest, mark)
         if not is_async:
             raise_together(Outcome.capture(write).error, world)
         else:
             self._is_writing = True
             if contents is not None or part is not None:
-                self._writer.start(write, f"saving {chosen.folder} at step {step}")
+                self._save = start_save(write, f"saving {chosen.folder} at step {step}")
         return chosen.folder.location
 
     def _copy_states(
@@ -210,11 +239,11 @@ class Saver:
             rest = {name: each for name, each in objects.items() if name not in states}
             contents |= {"states": whole_states(rest, world, copy), "is_divided": True}
             held = {name: copy(each) for name, each in (held or {}).items()}
-            return _Copied(own, contents, {"states": states, "held": held})
+            return own, contents, {"states": states, "held": held}
         if held is not None:
             contents["held"] = self._gather_held(held, copy)
         contents["states"] = whole_states(objects, world, copy)
-        return _Copied(own, contents)
+        return own, contents, None
 
     def _gather_held(self, held: Mapping[str, torch.Tensor], copy: Copy) -> list[dict[str, torch.Tensor]]:
         """Gather the gradients accumulated on each rank, on rank zero. A collective."""
@@ -227,7 +256,7 @@ class Saver:
 
     def _is_divided(self, objects: Objects) -> bool:
         """Whether ranks write their shards concurrently. The same on all ranks."""
-        modules = modules_of(objects)
+        modules = [user_module(each) for name, each in objects.items() if kind_of(name, each) == "model"]
         are_divided = any(map(is_sharded, modules)) or any(map(is_divided, objects.values()))
         if not are_divided or not self.world.takes_engines:
             return False
@@ -235,7 +264,7 @@ class Saver:
 
     def _agreed_copy(self, outcome: Outcome[_Copied]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """The contents of `state.pt`, on rank zero, and this rank's part; raises on all ranks if one could not copy."""
-        own = outcome.value and outcome.value.own
+        own = outcome.value and outcome.value[0]
         found = self.world.comm.all_gather_object((encode_error(outcome.error), own))
         raise_any([failed for failed, _ in found], outcome.error)
         own, contents, part = outcome.unwrap()
@@ -265,30 +294,25 @@ class Saver:
         files: dict[str, Checksum] = {}
         if part is not None and self._group is not None:
             # All ranks meet here, whatever happens to one: in the threads that write, so in a group of their own.
-            outcome = Outcome.capture(self._write_part, folder, part, mark)
+            outcome = Outcome.capture(lambda: write_file(folder.draft(mark) / SHARD.format(self.world.rank), part))
             written = encode_error(outcome.error), outcome.value
             found = self._group.all_gather_object(written, self.world.world_size)
             raise_any([failed for failed, _ in found], outcome.error)
-            files = {shard_name(rank): checksum for rank, (_, checksum) in enumerate(found)}
+            files = {SHARD.format(rank): checksum for rank, (_, checksum) in enumerate(found)}
         if contents is None:
             return files
         directory = folder.draft(mark)
         if lost := [name for name in files if not (directory / name).exists()]:
             raise CheckpointError(
                 f"another machine has written {lost[0]}, which is not in {directory} here; pass a directory on a file "
-                "system that all machines share, or a URL, to which rank zero alone writes"
+                "system that all machines share, or a URL"
             )
         for path in sorted(directory.rglob("*")):  # parts, and files of hooks
             sync(path)
             if path.is_file() and (name := path.relative_to(directory).as_posix()) not in files:
                 files[name] = checksum_of(path)
-        files[STATE] = write_tensors(directory / STATE, contents)
+        files[STATE] = write_file(directory / STATE, contents)
         return files
-
-    def _write_part(self, folder: Folder, part: dict[str, Any], mark: str) -> Checksum:
-        path = folder.draft(mark) / shard_name(self.world.rank)
-        make_directories(path.parent)
-        return write_tensors(path, part)
 
     # Loading.
 
@@ -306,8 +330,8 @@ class Saver:
         must_exist: bool = True,
         choose: Callable[[str], Objects] | None = None,
     ) -> Restored | None:
-        """Load the objects. A collective. Rank zero's folder counts. Raises as `Checkpointer.load`. `choose` is called
-        with the place of the files that were found, and returns the objects to load in place of all."""
+        """Load the objects from rank zero's folder. A collective. Raises as `Checkpointer.load`. `choose` is called
+        with the place of the files, and returns the objects to load."""
         world = self.world
         world.comm.announce("load_state")
         self.wait()

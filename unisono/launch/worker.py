@@ -158,7 +158,7 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
     global _is_loading
     _is_loading = True
     try:
-        loaded = loads_call(job.call, lambda settings: _adopt_settings(settings, world, reporter))
+        fn, args = loads_call(job.call, lambda settings: _adopt_settings(settings, world, reporter))
     except Exception as error:
         raise UnpicklableError(
             f"fn or its arguments cannot be rebuilt in the worker ({type(error).__name__}: {error}); everything they "
@@ -169,7 +169,7 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
     # Once per machine is enough: its ranks import the same files.
     if world.local_rank == 0:
         compare_modules(pickle.loads(job.caller.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
-    return preemption.call(loaded.fn, world.rank, *loaded.args)
+    return preemption.call(fn, world.rank, *args)
 
 
 def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) -> None:

@@ -61,7 +61,7 @@ class LoaderWorker(_Process):  # type: ignore[misc]
         if (numpy := sys.modules.get("numpy")) is not None:
             getattr(numpy.random.get_bit_generator().lock, _RENEW)()
             numpy.random.seed(0)  # no state is left half-written; torch seeds each worker again
-        torch.manual_seed(0)  # acquires the generator's lock, which is not Python's
+        torch.default_generator.manual_seed(0)  # acquires its lock, which is not Python's
         loggers = [logging.root, *logging.root.manager.loggerDict.values()]
         handlers = [each for logger in loggers for each in getattr(logger, "handlers", ())]
         logs = [each.stream for each in handlers if isinstance(each, logging.StreamHandler)]
@@ -82,6 +82,8 @@ class Context(_Context):  # type: ignore[misc]
 def context_of(given: Any) -> Any:
     """The multiprocessing context for a DataLoader whose own is `given`: None, a name, or a context."""
     method = given if isinstance(given, str) else (given or multiprocessing).get_start_method()
+    if "numpy" in sys.modules:
+        import numpy.random  # noqa: F401 - else each worker would, in 20 ms
     return Context() if method == "fork" else given
 
 

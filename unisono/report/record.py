@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import torch
 
-from unisono.report.summary import summarise
+from unisono.report.summary import CLOCK, summarise
 from unisono.timeline import EVALUATE, LOG, SAVE, STEP, Span, Track
 from unisono.world import World
 
@@ -102,6 +102,8 @@ class Recorder:
             try:
                 if number == steps.start - 1:
                     profiler.start()
+                    with torch.profiler.record_function(f"{CLOCK}{time.perf_counter_ns() - self._began_ns}"):
+                        pass
                 elif number == steps.stop - 1:
                     timeline.at_step = None
                     profiler.stop()

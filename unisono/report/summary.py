@@ -35,6 +35,7 @@ from unisono.timeline import (
 )
 from unisono.world import World, current_world
 
+CLOCK = "unisono: nanoseconds of the record "  # begins the name of an event of torch.profiler, which has its time
 LOOP_PHASES = (FETCH, COMPUTE, REDUCE, STEP)
 """The phases that, with the named ones, tile a loop's time, in the order of a step; `MOVE` runs concurrently."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.report.run import RankRecord, Run
-from unisono.report.summary import label
+from unisono.report.summary import CLOCK, label
 
 
 def write_trace(run: Run, path: str | Path) -> Path:
@@ -33,20 +33,22 @@ def _events(run: Run) -> Iterator[dict[str, Any]]:
             for span in spans:
                 times = {"ts": offset + span.start / 1e3, "dur": (span.stop - span.start) / 1e3}
                 yield {"ph": "X", "name": label(span.phase), **common, **times}
-        yield from _profiled(record, 1e6 * record.began - offset)
+        yield from _profiled(record, offset)
 
 
-def _profiled(record: RankRecord, began_us: float) -> Iterator[dict[str, Any]]:
+def _profiled(record: RankRecord, offset_us: float) -> Iterator[dict[str, Any]]:
     """The events of torch.profiler of a rank, if it was asked for: its processes become ones of the rank."""
     path = record.path.with_suffix(".trace.json")
     if not path.exists():
         return
     try:
-        found = json.loads(path.read_text())
-    except ValueError:
+        events = json.loads(path.read_text())["traceEvents"]
+        # By one event of known time: the profiler's clock may be milliseconds off, where it follows a GPU.
+        clock = next(each for each in events if each.get("name", "").startswith(CLOCK))
+    except (ValueError, StopIteration):
         record.cut.append(f"{path.name} is cut off")
         return
-    base_us = found.get("baseTimeNanoseconds", 0) / 1e3
-    for event in found["traceEvents"]:
-        moved = {"ts": event["ts"] + base_us - began_us} if "ts" in event else {}
+    shift_us = offset_us + int(clock["name"].removeprefix(CLOCK)) / 1e3 - clock["ts"]
+    for event in events:
+        moved = {"ts": event["ts"] + shift_us} if "ts" in event else {}
         yield {**event, **moved, "pid": f"rank {record.rank}: {event.get('pid', '')}"}

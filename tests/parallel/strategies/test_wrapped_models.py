@@ -18,11 +18,13 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 
 def wrapped_already() -> dict[str, nn.Module]:
     """By what is said of them."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     wrapped, sharded, in_part = DistributedDataParallel(model()), model(), model()
-    fully_shard(sharded)
-    fully_shard(in_part[0])
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(sharded, mesh=mesh)
+    fully_shard(in_part[0], mesh=mesh)
     itself = "it is wrapped or sharded already"
     return {
         f"{itself} (DistributedDataParallel), and so reduces gradients": wrapped,

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -51,6 +52,13 @@ class FSDPStrategy(Strategy):
 
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
+        family = self.world.backend
+        if family.is_accelerated() and f"{family.name}:gloo" in dist.get_backend_config().split(","):
+            raise ValueError(
+                f"strategy='fsdp' on {self.world.device} cannot use this group, which is of gloo: torch crashes when "
+                "it gathers shards there; give each rank a device of its own and a group of "
+                f"{family.process_group_backend}, or use strategy='zero1' or 'ddp'"
+            )
         if isinstance(each, Optimizer):
             check_elementwise(each, self.options, takes_whole=False)
         else:

@@ -1,0 +1,149 @@
+"""What people look at, in a real browser: the search of the site, and the page of a large run."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.report.page import write_page
+from unisono.report.run import read_run
+
+ROOT = Path(__file__).parent.parent
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+RANKS, STEPS = 8, 10_000
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt install chromium"),
+]
+
+SEARCHES = {
+    "learning rate": "schedules",
+    "save best model": "checkpoints",
+    "fp16": "training",
+    "nccl": "troubleshooting",
+    "gradient clipping": "training",
+    "resume": "quickstart",
+    "oom": "troubleshooting",
+    "early stopping": "evaluation",
+    "slurm": "several_machines",
+    "tensorboard": "quickstart",
+    "hang": "hangs",
+    "batchnorm": "faq",
+    "model.module": "coming_from",
+    "state_dict": "reference/training",
+}
+"""Words, and the page that is among the first two."""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with sync_api.sync_playwright() as started:
+        yield started
+
+
+@pytest.fixture
+def browser(driver: Any) -> Iterator[Any]:
+    started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    yield started
+    started.close()
+
+
+class Silent(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(directory)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=200, capture_output=True)
+    handler = functools.partial(Silent, directory=str(directory))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_search_finds_the_right_page_among_the_first_two(browser: Any, site: str) -> None:
+    page, wrong = browser.new_page(), {}
+    for words, expected in SEARCHES.items():
+        page.goto(site)
+        page.click("input.md-search__input")
+        page.keyboard.type(words)
+        first = "document.querySelector('.md-search-result__meta')?.textContent.match(/[0-9]+ match|No match/)"
+        page.wait_for_function(first, timeout=60_000)
+        page.wait_for_function("document.querySelectorAll('.md-search-result__link').length > 0", timeout=60_000)
+        links = page.eval_on_selector_all(".md-search-result__link", "all => all.map(one => one.getAttribute('href'))")
+        pages = list(dict.fromkeys(each.split("?")[0].removeprefix(site).strip("/.") for each in links))
+        if expected not in pages[:2]:
+            wrong[words] = pages[:3]
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_first_page_shows_code_and_both_outputs_above_the_fold(
+    browser: Any, site: str, width: int, scheme: str
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.goto(site)
+    outputs = page.locator("td pre")
+    assert outputs.count() == 2
+    assert all(each.bounding_box()["y"] + each.bounding_box()["height"] < 900 for each in outputs.all())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_page_of_a_large_run_opens_within_two_seconds_and_holds_its_numbers(browser: Any, tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        facts = {"began": 1e9, "rank": rank, "world_size": RANKS, "restart": 0, "command": ["train.py"], "cores": 8}
+        lines: list[dict[str, Any]] = [facts]
+        for second in range(STEPS // 200):
+            done = 200 * (second + 1)
+            seconds = {"fetch": 0.1 * second, "compute": 0.7 * second, "reduce": 0.1 * second, "step": 0.1 * second}
+            lines.append(
+                {"t": second + 1.0, "phase": "compute", "doing": "", "step_seconds": [0.005] * 200, "logged": []}
+                | {
+                    "machine_cpu": 0.5,
+                    "cpu_s": second,
+                    "rss": 10**9,
+                    "rank": rank,
+                    "device": f"cpu:{rank}",
+                    "pid": 1,
+                    "host": "here",
+                }
+                | {"seconds": seconds, "samples": 4 * done, "batches": done, "steps": done, "memory": 0, "spans": []}
+            )
+        lines.append({"end": "finished"})
+        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        spans = [[("fetch", "compute", "reduce", "step")[n % 4], 0.00125 * n, 0.00125] for n in range(16_384)]
+        (tmp_path / f"rank-{rank}.spans.jsonl").write_text(json.dumps({"restart": 0, "loop 0": spans}) + "\n")
+    path = write_page(read_run(tmp_path), tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(path.as_uri())
+    assert int(page.evaluate("document.body.dataset.ready")) < 2000, "milliseconds"
+    assert errors == []
+    assert page.locator("#ranks tr").count() == RANKS + 1
+    assert page.locator("#charts canvas").count() >= 4
+    drawn = page.evaluate("charts.map(([chart]) => [chart.root.querySelector('.u-title').textContent, chart.data[1]])")
+    assert dict(drawn)["Time of a step"] == [5.0] * STEPS
+    page.click("[data-zoom='0.5']")
+    assert page.inner_text("#range").startswith("12.50 to 37.50 s")
