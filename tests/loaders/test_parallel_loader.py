@@ -213,6 +213,8 @@ def test_a_device_is_named_in_any_way_and_must_be_the_loaders():
     assert [list(parallel.per_device_loader(device)) for device in (0, torch.device("cpu:1"))] == [[0], [1]]
     with pytest.raises(ValueError, match="device cpu:2 is not one of this loader's devices: cpu:0, cpu:1"):
         parallel.per_device_loader("cpu:2")
+    with pytest.raises(TypeError, match=r"per_device_loader\(device\)"):
+        iter(parallel)
 
 
 @pytest.mark.parametrize("make", [DeviceLoader, lambda batches, **more: ParallelLoader(batches, ["cpu"], **more)])

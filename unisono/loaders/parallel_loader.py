@@ -214,6 +214,12 @@ class ParallelLoader:
         else:
             self._receivers = [lane.receive for lane in pipeline.lanes]
 
+    def __iter__(self) -> Any:
+        raise TypeError(
+            "a ParallelLoader is looped over device by device, each in its thread: pass it to a DataParallel, or use "
+            "loader.per_device_loader(device); for one device there is DeviceLoader(loader)"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(_NO_COPY.format(type(self).__name__))
 
