@@ -61,7 +61,7 @@ class LoaderWorker(_Process):  # type: ignore[misc]
         if (numpy := sys.modules.get("numpy")) is not None:
             getattr(numpy.random.get_bit_generator().lock, _RENEW)()
             numpy.random.seed(0)  # no state is left half-written; torch seeds each worker again
-        torch.default_generator.manual_seed(0)  # acquires its lock, which is not Python's
+        torch.manual_seed(0)  # not the generator's alone: it acquires whatever torch does again after the report
         loggers = [logging.root, *logging.root.manager.loggerDict.values()]
         handlers = [each for logger in loggers for each in getattr(logger, "handlers", ())]
         logs = [each.stream for each in handlers if isinstance(each, logging.StreamHandler)]
