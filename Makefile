@@ -16,6 +16,8 @@ XLA_PIP = $(XLA)/bin/pip --disable-pip-version-check install --quiet --no-compil
 ON_XLA := PJRT_DEVICE=CPU $(XLA)/bin/python $(PYTEST) --backend xla
 
 NEWEST := .venv-newest
+# Python, too: the newest that pyenv has, or else the same.
+NEWEST_PYTHON ?= $(lastword $(PYTHON) $(sort $(wildcard $(dir $(shell command -v $(PYTHON)))../versions/3.1[3-9].*/bin/python3)))
 NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --upgrade
 
 .PHONY: demo test test-slow test-all test-xla test-newest test-toy soak gpu-check check docs package bench clean
@@ -108,7 +110,7 @@ $(XLA)/.test: $(XLA)/.pair
 # A separate target, as above.
 $(NEWEST)/.torch: setup.cfg
 	@echo "installing the newest torch into $(NEWEST): 5 GB with a CUDA build, a few minutes the first time"
-	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@test -x $(NEWEST)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST)
 	@$(NEWEST_PIP) torch
 	@touch $@
 

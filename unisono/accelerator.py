@@ -130,7 +130,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self.device = self.world.device
         self.scaler = None
         if mixed_precision == "fp16":
-            self.scaler = LossScaler(self.device.type, self.world.rank == 0, **(scaler_options or {}))
+            self.scaler = LossScaler(self.device.type, **(scaler_options or {}))
         self.mixed_precision, self.project_dir, self.split_batches = mixed_precision, project_dir, split_batches
         self._trackers = Trackers(log_with, project_dir, self.world.rank == 0)
         self._steps = Steps(self.world, gradient_accumulation_steps)
@@ -439,7 +439,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             state: with the names of the module that was given to `prepare`; what other ranks than zero pass is ignored.
         """
         if isinstance(prepared, Optimizer):
-            load_optimizer_state(prepared, state, self.world, may_differ=False)
+            load_optimizer_state(prepared, state, self.world)
         else:
             meet(prepared)
             load_model_state(self.unwrap_model(prepared), state, self.world)

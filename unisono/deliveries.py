@@ -164,11 +164,6 @@ class Deliveries:
         self._changing = threading.Lock()  # for the loops and what is known by memory; `end` never acquires it
         self._used: Batch | None = None  # by the last pass
 
-    @property
-    def is_unused(self) -> bool:
-        """Whether no loop over a loader has begun."""
-        return not self._loops
-
     def begin(
         self,
         ends_here: Callable[[], bool] = lambda: False,
@@ -338,7 +333,7 @@ class Deliveries:
         return [each for each in found if each.is_trained] or found[:1]
 
     def recent(self) -> list[Loop]:
-        """The last few loops, open and ended; the loop that received the latest batch comes first."""
+        """The last few loops, open and ended; the one that received the latest batch first. Empty before any."""
         return self._loops[: -REMEMBERED - 1 : -1]
 
 

@@ -16,19 +16,20 @@ pytestmark = [pytest.mark.any_family, pytest.mark.every_mode]
 mode = each_of(scaling(SOLO, THREADS_2, THREADS_3, PROCESSES_2))
 
 
-def test_every_rank_knows_its_place(mode):
-    found = mode.run(lambda: (unisono.rank(), unisono.local_rank(), unisono.world_size(), unisono.is_rank_zero()))
-    assert found == [(rank, rank, mode.ranks, rank == 0) for rank in range(mode.ranks)]
+def test_a_rank_knows_its_place_and_reduces_and_receives_in_place(mode):
+    root = mode.ranks - 1
 
+    def body():
+        rank = unisono.rank()
+        assert (unisono.local_rank(), unisono.world_size(), unisono.is_rank_zero()) == (rank, mode.ranks, rank == 0)
+        assert unisono.all_reduce(torch.tensor(1)) == mode.ranks, "the sum is what is meant without a word"
+        reduced, sent = torch.tensor([1.0, 2.0]) + rank, torch.full((2,), float(rank))
+        assert unisono.all_reduce(reduced, "max") is reduced
+        assert unisono.broadcast(sent, root) is sent
+        return rank, reduced.tolist(), sent.tolist(), unisono.broadcast(torch.tensor(rank + 5)).item()
 
-def test_all_reduce_folds_in_place(mode):
-    def reduce():
-        tensor = torch.tensor([1.0, 2.0]) + unisono.rank()
-        assert unisono.all_reduce(tensor, "max") is tensor
-        assert unisono.all_reduce(torch.tensor(1)) == unisono.world_size(), "the sum is what is meant without a word"
-        return tensor.tolist()
-
-    assert mode.run(reduce) == [[float(mode.ranks), 1.0 + mode.ranks]] * mode.ranks
+    expected = [1.0 + root, 2.0 + root], [float(root)] * 2, 5
+    assert mode.run(body) == [(rank, *expected) for rank in range(mode.ranks)]
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -42,18 +43,6 @@ def test_all_gather_concatenates_in_rank_order(mode, dim):
 
     parts = [torch.arange(6).reshape(2, 3) + 10 * rank for rank in range(mode.ranks)]
     assert mode.run(gather) == [torch.cat(parts, dim).tolist()] * mode.ranks
-
-
-def test_broadcast_gives_every_rank_the_roots(mode):
-    root = mode.ranks - 1
-
-    def send():
-        tensor = torch.full((2,), float(unisono.rank()))
-        assert unisono.broadcast(tensor, root) is tensor
-        first = unisono.broadcast(torch.tensor(unisono.rank() + 5))
-        return tensor.tolist(), first.item()
-
-    assert mode.run(send) == [([float(root)] * 2, 5)] * mode.ranks
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from modes import FAMILY, PROCESSES_2, THREADS_2, THREADS_3, THREADS_4, Mode, each_of, fitting, scaling
+from modes import FAMILY, PROCESSES_2, THREADS_2, THREADS_3, Mode, each_of, scaling
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import unisono
 from unisono import current_world
-from unisono.errors import CollectiveMismatchError
 from unisono.parallel import gradients
 from unisono.parallel.gradients import reduce_gradients
 
@@ -121,19 +120,3 @@ def test_gradients_of_a_bucket_are_written_in_place_by_one_call(mode):
     for is_in_place, names in mode.run(body):
         assert is_in_place
         assert [each for each in names if "foreach" in each] == ["aten::_foreach_copy_"]
-
-
-@pytest.mark.any_family
-@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
-def test_ranks_in_different_places_are_told(mode):
-    def body() -> None:
-        weight = parameter((2,))
-        weight.grad = torch.ones(2)
-        reduce_gradients([weight], current_world(), 0.5, f"step {1 + unisono.rank()}")
-
-    with pytest.raises(CollectiveMismatchError, match=r"the gradients of step 1 .*while rank 1 .* of step 2"):
-        mode.run(body)
-
-
-def test_a_model_without_parameters_has_nothing_to_reduce():
-    assert THREADS_4.run(lambda: reduce_gradients([], current_world(), 1.0, "a step")) == [None] * 4

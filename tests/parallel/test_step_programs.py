@@ -107,10 +107,6 @@ def test_what_was_wrong_once_is_exact_or_refused(mode: Mode, setup: Setup, lines
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_under_every_strategy_it_does(strategy: str) -> None:
     loops = [any_program(random.Random(seed).choice) for seed in range(20)]
-    # A step that is not zeroed, and one of more microbatches than it needs.
-    left = "forward fit; backward accelerator; "
-    lines = f"draw a; {(left + 'step f; ') * 4}{left}draw a; {left}draw a; {left}step f"
-    loops.append(Program(Setup(every=3), tuple(lines.split("; "))))
     outcomes = run_programs(PROCESSES_2, loops, strategy)
     verdicts = [judge(each, 2, found, strategy == "fsdp") for each, found in zip(loops, outcomes, strict=True)]
     different = [f"{each}\n{one.reason}" for each, one in zip(loops, verdicts, strict=True) if one.kind == "different"]

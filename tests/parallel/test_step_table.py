@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
-from twin import State, assert_all_are, compare, data, loader_of, mean_loss, model, seeded, sgd, steps
+from twin import Case, State, assert_all_are, compare, data, loader_of, mean_loss, model, plain_run, seeded, sgd, steps
 
 from unisono import Accelerator, DeviceLoader, backward, optimizer_step
 from unisono.strategies import FSDP
@@ -228,12 +228,7 @@ UNDER_STRATEGIES = {
         )
         for every in (1, 2)
     },
-    **{
-        f"gradients are never zeroed, in steps of {every}": program(
-            ["draw a; forward fit; backward accelerator; step f"] * 8, samples=23, every=every
-        )
-        for every in (1, 2)
-    },
+    "gradients are never zeroed": program(["draw a; forward fit; backward accelerator; step f"] * 8, samples=23),
     "a forward pass stands between a forward pass and its backward pass, and after both": program(
         ["draw a; forward fit; evaluate 1; backward plain; evaluate 1; forward square; drop; step f; zero f none"] * 4,
         samples=23,
@@ -286,14 +281,6 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
         others=12 * ranks,
         every=2,
     ),
-    "gradients are never zeroed, and a step gets a microbatch after it was complete": lambda ranks: program(
-        [
-            f"draw a; forward fit; backward accelerator; draw a; forward fit; backward accelerator; {line}step f"
-            for line in ("", "draw a; forward fit; backward accelerator; ")
-        ],
-        samples=16 * ranks,
-        every=2,
-    ),
     "data from no loader has the rows of an uneven tail": lambda ranks: program(
         [*["draw a; " + VISIT] * 2, f"foreign 0; {VISIT}"], samples=6 * ranks - 1, batch=3
     ),
@@ -315,6 +302,26 @@ EXACT_OR_REFUSED: dict[str, Callable[[int], Program]] = {
 @pytest.mark.parametrize("what", EXACT_OR_REFUSED)
 def test_they_are_or_it_is_refused_where(what: str, mode: Mode) -> None:
     assert verdict_on(mode, EXACT_OR_REFUSED[what](mode.ranks)) in ("exact", "refused")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@PROCESSES
+def test_gradients_of_the_step_before_must_be_zeroed_in_steps_of_two(mode: Mode, strategy: str) -> None:
+    def run(zero: Callable[[nn.Parameter], object]) -> State:
+        accelerator, network = Accelerator(strategy=strategy, gradient_accumulation_steps=2), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(23, 3))
+        for batch in loader:
+            accelerator.backward(mean_loss(network, batch))
+            optimizer.step()
+            for each in network.parameters() if accelerator.sync_gradients else ():
+                zero(each)
+        return accelerator.state_dict(network)
+
+    expected = plain_run(Case(23, 3, 2, epochs=1), mode.ranks, sgd)
+    for zero in (lambda each: setattr(each, "grad", None), lambda each: each.grad.zero_()):
+        assert_all_are(mode.run(lambda zero=zero: run(zero))[:1], expected)
+    with pytest.raises(RuntimeError, match=r"are of two steps.*were not zeroed"):
+        mode.run(lambda: run(lambda each: None))
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["prepared", "by hand"])

@@ -31,7 +31,7 @@ def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
     step = steps.step
     if step.state == TAKEN or not step.visits:
         return None
-    if any(each.gradients.is_reduced for each in engines):
+    if any(each.gradients.reduced_by is not None for each in engines):
         raise CheckpointError(
             "save_state was called between the last backward() of a step and optimizer.step(); call it after that"
         )

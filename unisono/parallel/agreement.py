@@ -20,6 +20,8 @@ from torch import nn
 from unisono.arguments import check_integer
 from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import CollectiveMismatchError, ReplicasDifferError
+from unisono.parallel.collectives import with_shape
+from unisono.parallel.gradients import buckets
 from unisono.parallel.parameter_names import in_brackets
 from unisono.timeline import REDUCE
 from unisono.torch_private import BatchNorm, foreach_copy_
@@ -109,20 +111,17 @@ def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None =
 
 @torch.no_grad()
 def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int = 0) -> None:
-    """Copy the root's tensors to every rank, in place: one collective for each type and device."""
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for each in tensors:
-        alike.setdefault((each.dtype, each.device), []).append(each)
-    for group in alike.values():
+    """Copy the root's tensors to every rank, in place, in flat buckets."""
+    for group in buckets(tensors):
         flat = torch.cat([each.reshape(-1) for each in group])
         world.comm.broadcast(flat, root)
         parts = flat.split([each.numel() for each in group])
         foreach_copy_(group, [part.view_as(each) for each, part in zip(group, parts, strict=True)])
 
 
-def warn_of_unequal_buffers(module: nn.Module, world: World) -> bool:
-    """Warn on rank zero if its buffers are about to replace others of the ranks, which have other values, and return
-    whether they have. Those of BatchNorm always have, unless it is synchronised (docs/limits.md). A collective."""
+def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
+    """Warn on rank zero if its buffers are about to replace others of the ranks, which have other values. Those of
+    BatchNorm always have, unless it is synchronised (docs/limits.md). A collective."""
     named: dict[str, torch.Tensor] = {
         f"the buffer {f'{path}.{name}' if path else name!r}": buffer
         for path, part in module.named_modules()
@@ -139,7 +138,6 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> bool:
             type(module).__name__,
             found[1],
         )
-    return found is not None
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:
@@ -194,7 +192,7 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> tuple[
     if world.comm.size == 1 or _all_agree(named, world):
         return None
     readable = _readable_tensors(named, world)
-    own = [(name, _describe_form(tensor), int(fingerprint([tensor]))) for name, tensor in readable.items()]
+    own = [(name, with_shape(tensor), int(fingerprint([tensor]))) for name, tensor in readable.items()]
     everyone = world.comm.all_gather_object(own)
     # By position, not by name: models of different structure have other names from the first difference on.
     rows = zip_longest(*everyone)
@@ -209,7 +207,7 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> tuple[
 
 def _all_agree(named: Mapping[str, torch.Tensor], world: World) -> bool:
     # Names, types and shapes, too: equal bits of another shape are a difference.
-    forms = zlib.crc32(repr([(name, _describe_form(tensor)) for name, tensor in named.items()]).encode())
+    forms = zlib.crc32(repr([(name, with_shape(tensor)) for name, tensor in named.items()]).encode())
     own = fingerprint(list(_readable_tensors(named, world).values())) ^ forms
     # The least and the greatest in one reduction: all are equal if these two are. Negating 62 bits cannot overflow.
     least, negated_greatest = world.comm.all_reduce(torch.stack([own, -own]), "min").tolist()
@@ -221,10 +219,6 @@ def _readable_tensors(named: Mapping[str, torch.Tensor], world: World) -> Mappin
     if not world.backend.is_lazy:
         return named
     return {name: tensor.detach().cpu() for name, tensor in named.items()}
-
-
-def _describe_form(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _describe_value(held: tuple[str, str, int] | None, name: str) -> str:

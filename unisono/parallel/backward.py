@@ -33,12 +33,11 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
-from unisono.parallel.claims import Claim, Crossings, check_counts, refuse_crossed
+from unisono.parallel.claims import Claim, Crossings, Origin, check_counts, find_origin, named_origin, refuse_crossed
 from unisono.parallel.gradients import scaled
-from unisono.parallel.steps import COLLECTING, Origin, Steps, Visit
-from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
+from unisono.parallel.steps import COLLECTING, Steps, Visit
+from unisono.parallel.strategies.engine import Engine, is_left_at, weak_method
 from unisono.parallel.strategies.sharded import is_distributed
-from unisono.parallel.weak_methods import weak_method
 from unisono.timeline import BACKWARD
 from unisono.torch_private import current_graph_task_id, is_summed, queue_callback
 from unisono.tree import tensors
@@ -75,14 +74,13 @@ class Passes:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.origin = steps.origin_of()  # of the last forward pass
+        self.origin = Origin((None,), steps.world)  # of the last forward pass
         self.went_past = False  # a backward pass of the current step was not begun by `backward`
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
-        self._is_called = False  # `backward`, and it runs
-        self._has_warned = self._is_checked = False
+        self._is_checked = False  # the first loss
         self._parts: set[float] = set()  # of the batches of the forward passes since the last request
-        self._given: tuple[Any, Origin | None] | None = None  # to `backward`, which runs: the weight, and the batch
+        self._call: tuple[Any, Origin | None] | None = None  # of `backward`, while it runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
         self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
@@ -108,7 +106,7 @@ class Passes:
         if steps.origin is None and steps.now == steps.requested:
             self._parts.clear()
         inputs = tensors(values)
-        self.origin = steps.origin = origin = steps.find(inputs, syncs, engine.give_optimizers)
+        self.origin = steps.origin = origin = find_origin(self._world, inputs, syncs, engine.give_optimizers)
         origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
         self._parts.add(origin.part)
         if origin.part != 1 or steps.step.every > 1 or steps.every > 1:
@@ -157,31 +155,19 @@ class Passes:
                 "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
                 "(weight_decay=)"
             )
-        if not self._engines and not self._has_warned and self._world.comm.size > 1:
-            self._has_warned = True
+        if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
+            self._is_checked = True
             if self._world.rank == 0:
-                logger.warning(
-                    "accelerator.backward() is called, and no model is prepared: nothing reduces its gradients, and "
-                    "each of the %d ranks trains a model of its own; model, optimizer, loader = accelerator.prepare("
-                    "model, optimizer, loader)",
-                    self._world.comm.size,
-                )
+                self._warn_of_loss(loss, weight)
         timeline, before = self._world.timeline, None
         track = timeline.backward = timeline.loop() if timeline.is_recorded else None
         if track is not None:
             before = track.switch(BACKWARD)
-        if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
-            self._is_checked = True
-            if weight is None and is_summed(loss.grad_fn) and self._world.rank == 0:
-                logger.warning(
-                    "the loss was computed with reduction='sum', and gradients are weighted as those of means over "
-                    "samples, so the result depends on the number of ranks and microbatches; use reduction='mean', or "
-                    "accelerator.backward(loss / count, weight=count)"
-                )
-        self._is_called = True
+        self._call = weight, None
         try:
+            if batch is not None:
+                self._call = weight, named_origin(batch, self._world)
             if weight is not None or batch is not None:
-                self._given = weight, None if batch is None else self.steps.name(batch)
                 for engine in list(self._engines):
                     engine.scale_leaves()
             loss.backward(retain_graph=retain_graph)
@@ -189,10 +175,25 @@ class Passes:
             raise_translated(error, self._world.comm)
             raise
         finally:
-            self._is_called, self._given = False, None
-            timeline.backward = None
+            self._call = timeline.backward = None
             if track is not None:
                 track.switch(before)
+
+    def _warn_of_loss(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
+        """Warn of a loss of no prepared model, or of one that is no mean."""
+        if not self._engines and self._world.comm.size > 1:
+            logger.warning(
+                "accelerator.backward() is called, and no model is prepared: nothing reduces its gradients, and each "
+                "of the %d ranks trains a model of its own; model, optimizer, loader = accelerator.prepare(model, "
+                "optimizer, loader)",
+                self._world.comm.size,
+            )
+        elif weight is None and is_summed(loss.grad_fn):
+            logger.warning(
+                "the loss was computed with reduction='sum', and gradients are weighted as those of means over "
+                "samples, so the result depends on the number of ranks and microbatches; use reduction='mean', or "
+                "accelerator.backward(loss / count, weight=count)"
+            )
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""
@@ -203,7 +204,7 @@ class Passes:
                 "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
                 "batch and zero_grad() after each step"
             )
-        origin = self.origin if self._parts else self.steps.find()  # without a forward pass of the model
+        origin = self.origin if self._parts else find_origin(self._world)  # without a forward pass of the model
         self._count_late(origin, engine)
         engine.adopt(origin.part)
 
@@ -300,7 +301,7 @@ class Passes:
 
     def _check_named(self, engine: Engine, origin: Origin) -> None:
         """Check that outputs are not known to be of another batch than the user names."""
-        named = self._given[1] if self._given is not None else None
+        _, named = self._call or (None, None)
         if named is None or origin.is_computed or origin.batch in (None, named.batch):
             return
         raise ValueError(
@@ -308,17 +309,6 @@ class Passes:
             "for the loss of each batch, or, if the loss is a mean over the samples of one of them, pass their number "
             "as weight="
         )
-
-    def _check_graphs(self, engine: Engine, part: float) -> None:
-        """Check that gradients which were differentiated, and which may be in this pass, have its part: they bypass the
-        outputs, where they could be scaled by themselves."""
-        if any(each.part != part for each in engine.graphs):
-            raise ValueError(
-                "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of "
-                "another one, of which this rank has a different part; call accelerator.backward(loss, batch=batch) "
-                "for each of them"
-            )
-        engine.graphs.clear()
 
     @staticmethod
     def _arrive_at_leaf(passes: ref[Passes], engine: ref[Engine], gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -366,7 +356,7 @@ class Passes:
             if each.requires_grad and is_left_at(each):
                 break
         else:
-            run = _Run(task, origin, is_taken=any(is_taken_from(each) for each in engine.leaves()))
+            run = _Run(task, origin, is_taken=any(is_left_at(each) is None for each in engine.leaves()))
             if outer is None:
                 engine.passing = run
                 self._passed_by[task] = ref(engine), run, engine.gradients.arrivals.count()
@@ -389,17 +379,16 @@ class Passes:
     def _count_run(self, engine: Engine, run: _Run) -> None:
         """Count a backward pass that leaves gradients at the model's parameters."""
         # One loss may pass through several models: the pass is counted once, by the first that it reaches.
-        counted = self._running.get(run.task)
-        if run.is_mixed and self._given is None:
+        counted, (weight, named) = self._running.get(run.task), self._call or (None, None)
+        is_named = weight is not None or named is not None
+        if run.is_mixed and not is_named:
             raise RuntimeError(
                 f"outputs of the {engine.name} from several batches met in one backward pass, and all its parameters "
                 "are in checkpoints with use_reentrant=True, so that no weights can be applied; pass "
                 "use_reentrant=False, or call backward() for the loss of each batch"
             )
         if counted is None:
-            self.went_past = self.went_past or not self._is_called
-            is_named = self._given is not None
-            weight, named = self._given or (None, None)
+            self.went_past = self.went_past or self._call is None
             if named is not None and run.origin is not None:
                 self._check_named(engine, run.origin)
             origin = named or run.origin or self._bypassing(engine)
@@ -415,7 +404,14 @@ class Passes:
         if origin.batch is not counted.origin.batch and counted.part is None:
             self._join_origin(engine, origin)
         if engine.graphs and counted.part is None:
-            self._check_graphs(engine, run.part)
+            # These gradients may be in this pass, and bypass the outputs, where they could be scaled by themselves.
+            if any(each.part != run.part for each in engine.graphs):
+                raise ValueError(
+                    "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of "
+                    "another one, of which this rank has a different part; call accelerator.backward(loss, "
+                    "batch=batch) for each of them"
+                )
+            engine.graphs.clear()
         held = engine.gradients
         is_weighed = self.steps.step.every > 1 or run.part != 1
         # Or the assigned ones are of another batch.
@@ -437,7 +433,7 @@ class Passes:
         if engine.graphs:  # of several batches: it is not known which
             found = list(dict.fromkeys(batch for each in engine.graphs for batch in each.candidates))
             return Origin(found, self._world, is_computed=len(found) > 1)
-        return self.origin if self.steps.is_recent() else self.steps.find()
+        return self.origin if self.steps.is_recent() else find_origin(self._world)
 
     def _watch_end(self, task: int) -> None:
         """Have `_end` called at the end of the running backward pass, unless it ends with an error."""

@@ -31,7 +31,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,25 +40,6 @@ from torch.nn import functional as F
 from unisono.protocols import Communicator
 from unisono.torch_private import CHECK_INPUT_DIM, BatchNorm, disable_dynamo
 from unisono.world import World
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The rank that a layer belongs to. Copies of the layer share it; an unpickled layer has none."""
-
-    comm: Communicator
-    weigh: Callable[[], float]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        # A communicator cannot be pickled. The call on loading returns None: the copy behaves as a plain BatchNorm.
-        return _nobody, ()
-
-
-def _nobody() -> None:
-    """The ranks of a layer that belongs to no rank."""
 
 
 class _Statistics(NamedTuple):
@@ -73,20 +53,22 @@ class _Statistics(NamedTuple):
 class SyncBatchNorm(BatchNorm):
     """The mixin that `synchronize_batch_norm` adds to a BatchNorm; there is one class for each kind of BatchNorm.
 
-    In evaluation, alone in its world, or after unpickling, the layer behaves as the original BatchNorm.
+    In evaluation, alone in its world, copied or unpickled, the layer behaves as the original BatchNorm.
+
+    Attributes:
+        ranks: those over whose samples it normalises, and what weighs them; None for the rank's own alone.
     """
 
-    _ranks: _Ranks | None = None
+    ranks: tuple[Communicator, Callable[[], float]] | None = None
 
-    def meet_in(self, comm: Communicator, weigh: Callable[[], float]) -> None:
-        """Normalise over the samples of these ranks from now on. `weigh`: as for `synchronize_batch_norm`."""
-        self._ranks = _Ranks(comm, weigh)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "ranks": None}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training or self._ranks is None or self._ranks.comm.size == 1:
+        if not self.training or self.ranks is None:
             return super().forward(input)
         getattr(self, CHECK_INPUT_DIM)(input)
-        return _normalize(self, self._ranks, input)
+        return _normalize(self, *self.ranks, input)
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d): ...
@@ -135,20 +117,22 @@ def synchronize_batch_norm(module: nn.Module, world: World, weigh: Callable[[], 
     for layer in layers.values():
         layer.__class__ = _SYNCHRONIZED.get(type(layer), type(layer))
         assert isinstance(layer, SyncBatchNorm)
-        layer.meet_in(world.comm, weigh)
+        layer.ranks = (world.comm, weigh) if world.comm.size > 1 else None
     return module
 
 
 @disable_dynamo
-def _normalize(layer: SyncBatchNorm, ranks: _Ranks, input: torch.Tensor) -> torch.Tensor:
+def _normalize(
+    layer: SyncBatchNorm, comm: Communicator, weigh: Callable[[], float], input: torch.Tensor
+) -> torch.Tensor:
     """The layer's output in training. Not traced by torch.compile, since it contains collectives."""
-    share = float(ranks.weigh())
-    found = _gather_statistics(input.detach(), ranks.comm, share)
+    share = float(weigh())
+    found = _gather_statistics(input.detach(), comm, share)
     _update_running(layer, found)
     # The weight may change until the backward pass. Whether the batch counts may not: its statistics are left out
     # already.
-    weigh = ranks.weigh if share else float
-    output: torch.Tensor = _Normalize.apply(input, layer.weight, layer.bias, found, layer.eps, ranks.comm, weigh)
+    weigh = weigh if share else float
+    output: torch.Tensor = _Normalize.apply(input, layer.weight, layer.bias, found, layer.eps, comm, weigh)
     return output
 
 

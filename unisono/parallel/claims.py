@@ -1,14 +1,16 @@
-"""Claims: how many of the samples of a microbatch a rank's gradients stand for: n and N, which come with the batch,
-from the loader; or n from the user, who counts tokens: then N is summed over the ranks."""
+"""Claims: of which batch a pass is, and how many of the samples of its microbatch a rank's gradients stand for: n and
+N, which come with the batch, from the loader; or n from the user, who counts tokens: then N is summed over the ranks.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from unisono.comm.operations import HOST
 from unisono.deliveries import Batch
@@ -72,6 +74,65 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
     return _counted(batch.samples, batch.total)
 
 
+class Origin:
+    """Where the inputs of a forward pass come from, and what a pass on that batch claims.
+
+    Attributes:
+        candidates: the batches that may be meant, the most likely first; None stands for data of no loader.
+        is_computed: whether the inputs share no memory with a batch.
+        may_lag: whether they may be computed from the batch before, which was used last.
+        is_chained: whether the inputs were computed with gradients, for example by another model.
+        syncs: whether the backward pass may reduce.
+        optimizers: returns those of the model.
+    """
+
+    __slots__ = ("batch", "candidates", "claim", "is_chained", "is_computed", "may_lag", "optimizers", "part", "syncs")
+
+    def __init__(
+        self,
+        candidates: Sequence[Batch | None],
+        world: World,
+        is_computed: bool = False,
+        syncs: bool = True,
+        optimizers: Callable[[], Collection[Optimizer]] = tuple,
+    ) -> None:
+        self.candidates, self.batch = candidates, candidates[0]
+        self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
+        self.is_chained = self.may_lag = False
+        self.claim = claim = claim_of(self.batch, None, world)
+        self.part = claim.samples * world.comm.size / claim.total if claim.total else 0.0
+
+
+def find_origin(
+    world: World,
+    inputs: Sequence[torch.Tensor] = (),
+    syncs: bool = True,
+    optimizers: Callable[[], Collection[Optimizer]] = tuple,
+) -> Origin:
+    """Where these inputs of a pass come from; note the batch as used."""
+    deliveries = world.state.deliveries
+    batches: Sequence[Batch | None] = deliveries.find_in(inputs)
+    is_computed = not batches
+    if is_computed:
+        # Of the first tensor that has rows; a nested one may have no shape.
+        rows = next((int(each.size(0)) for each in inputs if each.ndim), None)
+        batches = deliveries.computed_from(rows, inputs)
+    found = Origin(batches, world, is_computed, syncs, optimizers)
+    if found.batch is not None:
+        found.may_lag = is_computed and found.batch.loop.lags
+        deliveries.use(found.batch)
+    return found
+
+
+def named_origin(batch: Any, world: World) -> Origin:
+    """The origin that the user names by tensors of a batch; an empty value names data of no loader."""
+    if isinstance(batch, list | tuple) and not batch:
+        return Origin((None,), world)
+    named = world.state.deliveries.named(batch)
+    world.state.deliveries.use(named[0])
+    return Origin(named, world)
+
+
 def checked_weight(weight: float | torch.Tensor) -> float:
     """Return the weight as a number; TypeError or ValueError if it is none, negative, or not finite."""
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
@@ -84,6 +145,17 @@ def checked_weight(weight: float | torch.Tensor) -> float:
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"weight={weight} is not a weight; pass a finite, non-negative number")
     return float(weight)
+
+
+def check_same(known: Claim, claim: Claim) -> None:
+    """Check the claims of two losses of one microbatch, or of two passes through its graph."""
+    if known[:2] != claim[:2]:
+        raise ValueError(
+            f"one batch has the weights {known.samples:g} of {known.total:g} and {claim.samples:g} of {claim.total:g} "
+            "on all ranks; if these are losses of several batches that come from no prepared loader, or means over "
+            "different terms of one batch, such as its tokens of two kinds, let the lines of each run in `with "
+            "accelerator.accumulate():`; otherwise add the losses up, and call backward once"
+        )
 
 
 def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = True) -> None:
@@ -142,11 +214,3 @@ def refuse_crossed(part: float) -> None:
             "loss of the global batch on each rank, and give all ranks the same weight, as in backward(loss, "
             "weight=len(gathered) / world_size)"
         )
-
-
-def rows_of(values: Sequence[torch.Tensor]) -> int | None:
-    """The number of rows of a pass's inputs: of the first tensor that has any."""
-    for each in values:
-        if each.ndim:
-            return int(each.size(0))  # a nested tensor may have no shape
-    return None

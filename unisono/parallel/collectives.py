@@ -111,11 +111,8 @@ def gather_samples(
     batch: Any, valid_samples: int, dim: int, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]], world: World
 ) -> Any:
     """The samples of all ranks, gathered as tensors padded to the largest number of samples. The caller has announced
-    the structure of the batch: in lock-step, ranks with other ones would gather unrelated leaves together.
-
-    Args:
-        gather: gathers the tensors of all ranks, which have one shape.
-    """
+    the structure of the batch: in lock-step, ranks with other ones would gather unrelated leaves together. `gather` is
+    of the tensors of all ranks, which have one shape."""
     counts = world.comm.all_gather(torch.tensor([valid_samples], device=HOST))
     numbers = [int(count) for count in counts]
 
@@ -130,15 +127,7 @@ def gather_samples(
 
 
 def refuse_gradient(tensor: Any, name: str, way_out: str | None = None) -> None:
-    """Refuse a tensor whose gradient the collective would silently drop.
-
-    Args:
-        name: the name of the collective.
-        way_out: the name of its differentiable counterpart; None if it is the same.
-
-    Raises:
-        ValueError: the tensor requires grad, and gradients are recorded.
-    """
+    """Refuse (ValueError) a tensor whose gradient the collective would drop; `way_out` is its counterpart with one."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} got a tensor that requires grad, and its result would have no gradient; pass x.detach() for the "
@@ -147,12 +136,7 @@ def refuse_gradient(tensor: Any, name: str, way_out: str | None = None) -> None:
 
 
 def check_samples(batch: Any, valid_samples: int, dim: int) -> None:
-    """Refuse batches without that many samples.
-
-    Raises:
-        TypeError: something in the batch is not a tensor, or `valid_samples` is not an integer.
-        ValueError: a tensor has fewer samples than that, or no such dimension.
-    """
+    """Refuse (TypeError, ValueError) what is no tensor with that many samples along that dimension."""
     unknown = "a loader's is None where a batch does not say how many samples it holds; count them, as in len(labels)"
     check_type(valid_samples, "valid_samples", unknown if valid_samples is None else "pass an integer", int)
     for leaf in leaves(batch):
@@ -263,18 +247,8 @@ def pad_nested(values: Any, dim: int, pad_index: float, pad_first: bool, world: 
 
 
 def _enter(name: str, values: Any, world: World, with_gradient: str | None, has_shapes: bool = True) -> None:
-    """Refuse values that cannot be sent, and compare the structure with the other ranks'.
-
-    Args:
-        with_gradient: the function of `unisono.functional` for tensors that require grad; None if such tensors are
-            allowed.
-        has_shapes: whether the shapes must be equal on all ranks.
-
-    Raises:
-        TypeError: something in it is not a tensor.
-        ValueError: a tensor requires grad.
-        CollectiveMismatchError: another rank's differs.
-    """
+    """Refuse values that cannot be sent, and compare the structure with the other ranks'. `with_gradient` is the
+    function of `unisono.functional` for tensors that require grad; None if these are allowed."""
     called = name.split()[0]
     for each in leaves(values):
         if not isinstance(each, torch.Tensor):
@@ -284,23 +258,13 @@ def _enter(name: str, values: Any, world: World, with_gradient: str | None, has_
             )
         if with_gradient is not None:
             refuse_gradient(each, called, with_gradient)
-    announce_structure(name, values, world, with_shape if has_shapes else None)
+    announce_structure(name, values, world, has_shapes)
 
 
-def announce_structure(
-    name: str, values: Any, world: World, describe_tensor: Callable[[torch.Tensor], str] | None = None
-) -> None:
-    """Compare the structure of the values with the other ranks'.
-
-    Args:
-        name: the operation.
-        describe_tensor: describes a tensor in words that are equal on all ranks; None uses its type and number of
-            dimensions.
-
-    Raises:
-        CollectiveMismatchError: the structure of another rank differs; raised here, or in the next call.
-    """
-    described = _describe(values, describe_tensor or _without_sizes)
+def announce_structure(name: str, values: Any, world: World, has_shapes: bool = False) -> None:
+    """Compare the structure of the values of an operation with the other ranks'; if one differs, this or the next call
+    raises CollectiveMismatchError."""
+    described = _describe(values, with_shape if has_shapes else _without_sizes)
     if len(described) > _SHOWN:
         # The checksum stands for the part that is cut off, so that a difference there is found, too.
         described = f"{described[:_SHOWN]}... ({zlib.crc32(described.encode()):08x})"

@@ -51,11 +51,9 @@ def _with_a_frame(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_order() -> None:
-    """Make torch keep its compiled graphs in a fixed order, which it otherwise changes at each use; process-wide.
-
-    A thread that searches for its graph while another thread moves that graph to the front misses it, and compiles it
-    again; after some repetitions torch gives up and runs the model uncompiled.
-    """
+    """Make torch keep its compiled graphs in a fixed order, process-wide."""
+    # A thread that searches for its graph while another one moves that to the front misses it, and compiles it again;
+    # after some repetitions torch gives up and runs the model uncompiled.
     if set_lru_cache is not None:
         set_lru_cache(False)
 

@@ -1,11 +1,9 @@
 """DataParallel: one replica of the model per device, each in its own thread with its part of every global batch.
 
 The semantics are those of PyTorch/XLA's thread-based `DataParallel`, without its faults: an exception of a replica is
-raised in the caller; no batch is dropped; loops always get plain batches; any list of devices is allowed.
-
-The object owns the replicas, a context, a timeline and random generators for each, and the threads. Each call resets
-the replicas' communicator, so after a failed call the object can be called again, although its replicas may differ by
-then: a note of the error says so.
+raised in the caller; no batch is dropped; loops always get plain batches; any list of devices is allowed. Each call
+resets the replicas' communicator, so after a failed call the object can be called again, although its replicas may
+differ by then: a note of the error says so.
 
 *Threads:* one call at a time; `loop_fn` runs concurrently in the replica threads, under the caller's grad mode,
 autocast and context variables.
@@ -114,9 +112,10 @@ class DataParallel:
             resolved = resolve_devices(device_ids)
         self.devices = [str(device) for _, device in resolved]
         self._resolved = resolved
-        self._threads = ReplicaThreads(len(resolved))
+        self._threads, self._num_threads = ReplicaThreads(len(resolved)), fair_num_threads(len(resolved))
         self._calls: dict[object, None] = {}  # the mark of the running call, then of calls that are being refused
-        self.models = self._copy_to_devices(module)  # enters like a call, with the attributes above
+        # Enters like a call, with the attributes above.
+        self.models = [module] if self._is_native else self._run_alone(lambda: self._copy_to_devices(module))
         self._contexts = [ReplicaContext(device) for _, device in resolved]
         self._timelines = [Timeline() for _ in resolved]
         self._randomness = [
@@ -195,32 +194,24 @@ class DataParallel:
         Raises:
             BusyError: a call is running; a loop loads into its own model, on each replica.
         """
-        mark = object()
-        try:
-            self._admit_call(mark)
-            first, *_ = [model.load_state_dict(state, strict) for model in self.models]
-            return first
-        finally:
-            self._calls.pop(mark, None)
+        return self._run_alone(lambda: [model.load_state_dict(state, strict) for model in self.models])[0]
 
     def _copy_to_devices(self, module: nn.Module) -> list[nn.Module]:
-        if self._is_native:
-            return [module]
+        for backend, device in self._resolved:
+            backend.start(device)
+        return [move_module(copy.deepcopy(module), device) for _, device in self._resolved]
+
+    def _run_alone(self, run: Callable[[], list[T]]) -> list[T]:
+        """Run this while no other call of this object does, nor of another one over a lazy device; else BusyError."""
         mark = object()
         try:
             self._admit_call(mark)
-            for backend, device in self._resolved:
-                backend.start(device)
-            return [move_module(copy.deepcopy(module), device) for _, device in self._resolved]
+            return run()
         finally:
-            self._calls.pop(mark, None)
+            self._calls.pop(mark, None)  # one atomic operation, so no interrupt can leave it
 
     def _admit_call(self, mark: object) -> None:
-        """Admit one call at a time. The caller removes its mark in one atomic operation, so no interrupt can leave it.
-
-        Raises:
-            BusyError: another call is running, or was abandoned by its caller; or another object uses a lazy device.
-        """
+        """Admit one call at a time."""
         # A dict keeps the order of insertion, and inserts atomically: of concurrent calls one is first, and runs.
         self._calls[mark] = None
         first, *_ = self._calls  # also atomic: other calls begin and end meanwhile
@@ -242,25 +233,24 @@ class DataParallel:
         passing: Callable[[list[World]], AbstractContextManager[list[DeviceIterator]]],
     ) -> list[T]:
         """Call `part(world, loaders)` for every rank, with the iterators that `passing(worlds)` returns."""
-        mark = object()
-        try:
-            self._admit_call(mark)
-            worlds = self._fresh_worlds()
-            with passing(worlds) as loaders:
-                return self._play_parts(lambda rank: part(worlds[rank], loaders), worlds, loaders)
-        finally:
-            self._calls.pop(mark, None)
 
-    def _fresh_worlds(self) -> list[World]:
-        """The replicas' worlds, the same in each call, so that objects in a context remain valid."""
-        _refuse_ranks(current_world())
-        meet_anew(self._own_worlds)
-        for world in self._own_worlds:
-            world.state.restart()
-        return self._own_worlds
+        def run() -> list[T]:
+            if (outer := current_world()).world_size > 1:
+                raise RuntimeError(
+                    f"DataParallel in rank {outer.rank} of {outer.world_size}: its threads would meet only each other, "
+                    "not the other ranks; use one or the other"
+                )
+            meet_anew(self._worlds)
+            for world in self._worlds:
+                world.state.restart()
+            with passing(self._worlds) as loaders:
+                return self._play_parts(lambda rank: part(self._worlds[rank], loaders), self._worlds, loaders)
+
+        return self._run_alone(run)
 
     @cached_property
-    def _own_worlds(self) -> list[World]:
+    def _worlds(self) -> list[World]:
+        """The same in each call, so that objects in a context remain valid."""
         if self._is_native:
             return [solo_world(*self._resolved[0], self._timelines[0])]
         return thread_worlds([device for _, device in self._resolved], self._timelines)
@@ -284,10 +274,6 @@ class DataParallel:
         return ParallelLoader(
             loader, self.devices, batch_dim=batch_dim, fixed_batch_size=fixed_batch_size, sources=self._sources
         )
-
-    @cached_property
-    def _num_threads(self) -> int:
-        return fair_num_threads(len(self.devices))
 
     def _play_parts(self, part: Callable[[int], T], worlds: list[World], loaders: Sequence[DeviceIterator]) -> list[T]:
         """Call `part(rank)` for every rank: in this thread for a native run, otherwise in the replica threads."""
@@ -354,11 +340,7 @@ def _replica_body(
     loaders: Sequence[DeviceIterator],
     failed: list[int],
 ) -> Callable[[], T]:
-    """The body of a replica thread: runs its part in its world, which it leaves, or breaks if it fails.
-
-    A failure closes the loaders of all replicas, since the others may never reach a collective. Before that, the thread
-    appends its rank to `failed`, so that replicas woken with an error come after it.
-    """
+    """The body of a replica thread: runs its part in its world, which it leaves, or breaks if it fails."""
 
     def play() -> T:
         with use_world(world):
@@ -375,10 +357,10 @@ def _replica_body(
             world.comm.leave()
             return result
         except BaseException as error:
-            failed.append(world.rank)
+            failed.append(world.rank)  # before replicas are woken with an error, which come after it
             add_note_once(error, str(world))
             world.comm.abort(error)
-            for each in loaders:
+            for each in loaders:  # the others may never reach a collective
                 each.close()
             raise
         finally:
@@ -389,8 +371,7 @@ def _replica_body(
 
 
 def _modes_of_this_thread(families: Iterable[str]) -> Callable[[Callable[[], T]], T]:
-    """What calls a function in another thread, once, under this thread's grad mode, inference mode, autocast for these
-    families and the CPU, and context variables."""
+    """What calls a function in another thread, once, under the modes of this one."""
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     casting = [each for each in {HOST.type, *families} if torch.is_autocast_enabled(each)]
     dtypes, caches = [torch.get_autocast_dtype(each) for each in casting], torch.is_autocast_cache_enabled()
@@ -406,14 +387,6 @@ def _modes_of_this_thread(families: Iterable[str]) -> Callable[[Callable[[], T]]
             return body()
 
     return lambda body: variables.run(call, body)
-
-
-def _refuse_ranks(world: World) -> None:
-    if world.world_size > 1:
-        raise RuntimeError(
-            f"DataParallel in rank {world.rank} of {world.world_size}: its threads would meet only each other, not the "
-            "other ranks; use one or the other"
-        )
 
 
 def _only_device(module: nn.Module) -> torch.device:

@@ -20,29 +20,18 @@ from unisono.world import World
 BUCKET_BYTES = 64 * 2**20  # large enough to be bandwidth-bound, small enough not to double a model's memory
 
 
-def reduce_gradients(
-    parameters: Sequence[torch.Tensor],
-    world: World,
-    factor: float,
-    place: str,
-    *,
-    is_part: bool = False,
-) -> None:
+def reduce_gradients(parameters: Sequence[torch.Tensor], world: World, factor: float, place: str) -> None:
     """Replace the gradients, in place, by the sum over the ranks of factor times gradient.
 
     Args:
         parameters: the same ones in the same order on each rank.
         place: the position of this rank in its loop, in words that are equal on all ranks in lock-step.
-        is_part: whether the step has further parameters, so that none of these needs to have a gradient.
 
     Raises:
-        RuntimeError: no parameter has a gradient, on any rank.
         CollectiveMismatchError: the ranks are at different positions.
     """
     if world.comm.size == 1 or not parameters:
         scale_gradients(parameters, factor, in_place=not world.backend.is_lazy)
-        if not is_part:
-            check_presence(parameters)
         return
     for each in parameters:
         if each.grad is not None and each.grad.layout is not torch.strided:
@@ -61,8 +50,6 @@ def reduce_gradients(
             present = _ids_with_gradient(flat[-len(notes) :], parameters)
             flat, notes = flat[: -len(notes)], []
         _unflatten(flat, bucket, present, in_place=not world.backend.is_lazy)
-    if not is_part:
-        check_presence(parameters)
 
 
 def is_sparse(tensor: torch.Tensor | None) -> bool:

@@ -21,10 +21,10 @@ from unisono.arguments import check_type
 from unisono.deliveries import name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.backward import Passes
-from unisono.parallel.claims import Crossings, check_counts, claim_of, refuse_crossed
-from unisono.parallel.gradients import reduce_gradients, scaled
+from unisono.parallel.claims import Crossings, Origin, check_counts, claim_of, find_origin, named_origin, refuse_crossed
+from unisono.parallel.gradients import check_presence, reduce_gradients, scaled
 from unisono.parallel.parameter_names import describe_rates, trained_parameters
-from unisono.parallel.steps import Origin, Steps
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.sharded import holds_any
 from unisono.timeline import REDUCE, STEP
 from unisono.world import World, current_world
@@ -100,7 +100,7 @@ def backward(
         trainer.backward(loss, weight, batch)
         return
     steps = hand.steps_of(world)
-    origin = steps.find() if batch is None else steps.name(batch)
+    origin = find_origin(world) if batch is None else named_origin(batch, world)
     # Data of no loader cannot be distinguished, so each backward pass on it counts as a new microbatch.
     visit = steps.count(origin, weight, elsewhere=object())
     part, crossings = visit.claim.part(world.comm.size), world.state.part(Crossings)
@@ -194,7 +194,7 @@ def reduce_held(optimizer: Optimizer, world: World, origin: Origin | None = None
     if _is_counted(optimizer, hand):
         part, factor, place = steps.fraction(), steps.factor(), steps.step.place()
     else:
-        origin = origin or steps.find()
+        origin = origin or find_origin(world)
         # A sum of plain backward passes: the batches need not be of one size, but one number weighs them all.
         check_counts(origin.candidates, world, is_mean=False)
         claim = claim_of(origin.batch, None, world)
@@ -205,6 +205,7 @@ def reduce_held(optimizer: Optimizer, world: World, origin: Origin | None = None
         place = "a step" if origin.batch is None else f"a step on {name_batches([origin.batch])}"
     parameters = trained_parameters(optimizer)
     reduce_gradients(parameters, world, factor, place + describe_rates([optimizer]))
+    check_presence(parameters)
     for each in parameters:
         unreduced.pop(each, None)
     return part
@@ -224,25 +225,24 @@ def check_once(optimizer: Optimizer, parameters: Sequence[torch.Tensor], world: 
     # Only after the comparison has succeeded: after an error the next step compares again.
     agreed.add(optimizer)
     if optimizer not in prepared:
-        warn_of_foreign_batches(world, "optimizer_step", "DeviceLoader(loader) cuts it")
+        warn_of_foreign_batches(world)
 
 
-def warn_of_foreign_batches(world: World, called: str, way_out: str) -> None:
+def warn_of_foreign_batches(world: World) -> None:
     """Warn on rank zero of several if no loader of this package has delivered a batch."""
-    is_expected = world.state.part(ByHand).brings_batches or not world.state.deliveries.is_unused
+    is_expected = world.state.part(ByHand).brings_batches or bool(world.state.deliveries.recent())
     if world.rank == 0 and world.world_size > 1 and not is_expected:
         logger.warning(
-            "%s on %d ranks without batches of a prepared loader: a plain DataLoader gives each rank all data; %s",
-            called,
+            "a step on %d ranks without batches of a prepared loader: a plain DataLoader gives each rank all data; "
+            "prepare(loader) cuts it, or by hand DeviceLoader(loader)",
             world.world_size,
-            way_out,
         )
 
 
 def _reducing(optimizer: Optimizer, closure: Callable[[], Any], world: World) -> Callable[[], Any]:
     """A closure for `optimizer`, each call of which is a separate step."""
     hand = world.state.part(ByHand)
-    origin = hand.steps_of(world).find(())
+    origin = find_origin(world)
 
     def compute() -> Any:
         hand.steps_of(world).give_up()

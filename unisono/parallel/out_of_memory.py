@@ -1,17 +1,13 @@
 """Find the largest batch size that fits: attempts with decreasing sizes, on all ranks together.
 
 After each attempt the ranks exchange whether one of them ran out of memory, and retry together. They meet only there:
-if a rank runs out of memory while its peers wait for it inside the attempt, for example in a reduction of gradients, it
-has reached the end of the attempt and they have not. That is a `CollectiveMismatchError` on all of them, since a
-collective that others have begun cannot be cancelled.
-
-*Threads:* the rank's own; nothing is kept from call to call.
+if a rank ran out of memory while its peers wait for it inside the attempt, as in a reduction, all of them get a
+`CollectiveMismatchError`, since a collective that others have begun cannot be cancelled.
 """
 
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -93,18 +89,8 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        _let_go(error)
         # The text alone: the error's traceback would keep the tensors of the attempt alive.
         return None, str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Clear the local variables of the calls that the error passed through, and those of its causes."""
-    seen = set()
-    while error is not None and id(error) not in seen:  # an error may be its own cause
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _failed_anywhere(reason: str, size: int, world: World) -> bool:

@@ -107,8 +107,7 @@ def where(holds: Callable[[], bool], function: Callable[P, T]) -> Callable[P, T 
 
 @contextmanager
 def _first_alone(is_first: bool, world: World) -> Iterator[None]:
-    """A block that some ranks run first, and the others after these have left it. If it fails on a first rank, the
-    others are notified as soon as that rank ends."""
+    """A block that some ranks run first, and the others after these have left it."""
     if not is_first:
         barrier(world)
     yield

@@ -70,11 +70,8 @@ def own_generator(generator: torch.Generator) -> Iterator[None]:
 
 
 class ReplicaGenerators:
-    """The random generators of one replica, which continue from call to call.
-
-    A device with its own generator gets the replica's state while the replica runs; its previous state is restored
-    afterwards.
-    """
+    """The random generators of one replica, which continue from call to call. A device with its own generator gets the
+    replica's state while the replica runs, and then its own again."""
 
     def __init__(self, seed: int, backend: Backend, device: torch.device) -> None:
         self.cpu = torch.Generator().manual_seed(seed)
@@ -100,7 +97,7 @@ class ReplicaGenerators:
                 self._backend.set_rng_state(before, self._device)
 
     def seed_device(self, family: str, seed: int) -> None:
-        """Seed the generator of the replica's device, if it belongs to that family."""
+        """Seed the generator of the replica's device, if it is of that family."""
         if family == self._device.type:
             seed_device(self._backend, self._device, seed)
 
@@ -164,10 +161,8 @@ def _register_kernels() -> list[torch.library.Library]:
 
 
 def _redirect_torch_random() -> None:
-    """Make the functions of `torch.random`, under any alias, use the thread's own generator.
-
-    By replacing the name in their code, not the object: operators receive that as well, and reject an `_Ambient`.
-    """
+    """Make the functions of `torch.random`, under any alias, use the thread's own generator."""
+    # By replacing the name in their code, not the object: operators receive that as well, and reject an `_Ambient`.
     torch.random.unisono_generator = _Ambient()  # type: ignore[attr-defined]
     for each in list(vars(torch.random).values()):
         if isinstance(each, FunctionType) and "default_generator" in each.__code__.co_names:
@@ -176,13 +171,10 @@ def _redirect_torch_random() -> None:
 
 
 def _leave_first_calls_alone() -> None:
-    """Disable torch's check of a compiled graph's first call for aliasing custom operators: its mode hides the kernels.
-
-    By changing the default, for the whole process: a setting applies to one thread's context only, and a graph compiled
-    by one replica is checked in the first call of the next.
-    """
+    """Disable the check of a compiled graph's first call for aliasing custom operators: its mode hides the kernels."""
     from unisono.torch_private import functorch_entries
 
+    # The default, for the process: a setting is of one thread, and another one may make a graph's first call.
     entry = functorch_entries.get("check_custom_op_aliasing")
     if entry is not None:
         entry.default = False

@@ -17,53 +17,18 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
 
 from unisono.deliveries import Batch, Loop, name_batches
-from unisono.parallel.claims import Claim, check_counts, claim_of, rows_of
+from unisono.parallel.claims import Claim, Origin, check_counts, check_same, claim_of
 from unisono.world import World
 
 COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
 
-_UNKNOWN_ROWS = (
-    "it is not known how many rows this batch has: a collate_fn made it, and its tensors and lists do not agree, or "
-    "may be samples or fields; let it return a tuple or a dict of tensors with the rows along their first dimension, "
-    "or pass their number, accelerator.backward(loss, weight=number)"
-)
 _ELSEWHERE = object()  # stands for the batch, and the loop, of data from no loader
-
-
-class Origin:
-    """Where the inputs of a forward pass come from, and what a pass on that batch claims.
-
-    Attributes:
-        candidates: the batches that may be meant, the most likely first; None stands for data of no loader.
-        is_computed: whether the inputs share no memory with a batch.
-        may_lag: whether they may be computed from the batch before, which was used last.
-        is_chained: whether the inputs were computed with gradients, for example by another model.
-        syncs: whether the backward pass may reduce.
-        optimizers: returns those of the model.
-    """
-
-    __slots__ = ("batch", "candidates", "claim", "is_chained", "is_computed", "may_lag", "optimizers", "part", "syncs")
-
-    def __init__(
-        self,
-        candidates: Sequence[Batch | None],
-        world: World,
-        is_computed: bool = False,
-        syncs: bool = True,
-        optimizers: Callable[[], Collection[Optimizer]] = tuple,
-    ) -> None:
-        self.candidates, self.batch = candidates, candidates[0]
-        self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
-        self.is_chained = self.may_lag = False
-        self.claim = claim = claim_of(self.batch, None, world)
-        self.part = claim.samples * world.comm.size / claim.total if claim.total else 0.0
 
 
 class Visit:
@@ -207,36 +172,6 @@ class Steps:
         finally:
             self._block = before
 
-    def find(
-        self,
-        inputs: Sequence[torch.Tensor] = (),
-        syncs: bool = True,
-        optimizers: Callable[[], Collection[Optimizer]] = tuple,
-    ) -> Origin:
-        """Where these inputs of a pass come from; note the batch as used."""
-        deliveries = self.world.state.deliveries
-        batches: Sequence[Batch | None] = deliveries.find_in(inputs)
-        is_computed = not batches
-        if is_computed:
-            batches = deliveries.computed_from(rows_of(inputs), inputs)
-        found = Origin(batches, self.world, is_computed, syncs, optimizers)
-        if found.batch is not None:
-            found.may_lag = is_computed and found.batch.loop.lags
-            deliveries.use(found.batch)
-        return found
-
-    def origin_of(self, batches: Sequence[Batch | None] = (None,)) -> Origin:
-        """The origin of a pass on one of these batches."""
-        return Origin(batches, self.world)
-
-    def name(self, batch: Any) -> Origin:
-        """The origin that the user names by tensors of a batch; an empty value names data of no loader."""
-        if isinstance(batch, list | tuple) and not batch:
-            return self.origin_of()
-        named = self.world.state.deliveries.named(batch)
-        self.world.state.deliveries.use(named[0])
-        return self.origin_of(named)
-
     def _check_microbatch(self, origin: Origin) -> None:
         """Check that it is known which microbatch a pass is of, and whether its loop ends."""
         batch, is_in_block = origin.batch, self._block is not None
@@ -288,7 +223,10 @@ class Steps:
         if 1 < step.every < math.inf and not is_named:
             self._check_microbatch(origin)
         if weight is None and batch is not None and batch.is_guess and (self._size > 1 or step.every > 1):
-            raise ValueError(_UNKNOWN_ROWS)
+            raise ValueError(
+                "it is not known how many rows this batch has, which a collate_fn has made; let it return tensors with "
+                "the rows along their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
+            )
         claim = origin.claim if weight is None else claim_of(batch, weight, self.world)
         self.origin = None
         if batch is not None and 1 < step.every < math.inf:
@@ -298,7 +236,7 @@ class Steps:
             if known is not None and known.claim.is_empty:  # a block goes on to a batch that counts
                 known = None
         if known is not None:
-            _check_same(known.claim, claim)
+            check_same(known.claim, claim)
             if source is self._block:  # it may go on to another loop, and to the last batch of one
                 if batch is not None and batch.loop not in known.loops:
                     known.loops += (batch.loop,)
@@ -472,17 +410,6 @@ class Steps:
 def step_after(step: Step, every: float) -> Step:
     """The step after this one; or its replacement, if no optimizer has stepped."""
     return Step(step.number + (step.state == TAKEN and bool(step.visits)), every=every)
-
-
-def _check_same(known: Claim, claim: Claim) -> None:
-    # A second loss of a microbatch, or a second pass through its graph: entered twice, its samples would count twice.
-    if known[:2] != claim[:2]:
-        raise ValueError(
-            f"one batch has the weights {known.samples:g} of {known.total:g} and {claim.samples:g} of {claim.total:g} "
-            "on all ranks; if these are losses of several batches that come from no prepared loader, or means over "
-            "different terms of one batch, such as its tokens of two kinds, let the lines of each run in `with "
-            "accelerator.accumulate():`; otherwise add the losses up, and call backward once"
-        )
 
 
 def _check_totals(visits: list[Visit]) -> None:

@@ -84,21 +84,6 @@ def test_hooks_of_the_module_and_of_the_prepared_model_are_called(prepared):
     assert called == ["module", "prepared"]
 
 
-def test_a_copy_is_one_of_the_module_and_shares_nothing():
-    def body():
-        accelerator, network = Accelerator(), model()
-        network, optimizer = accelerator.prepare(network, sgd(network.parameters()))
-        network(torch.ones(1, 5).double()).sum().backward()
-        average = copy.deepcopy(network)
-        assert type(average) is nn.Sequential
-        average(torch.ones(1, 5).double()).sum().backward()
-        optimizer.step()
-        assert not torch.equal(average[0].weight, network.get_parameter("0.weight"))
-
-    for mode in (THREADS_2, PROCESSES_2):
-        mode.run(body)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_an_average_that_is_prepared_beside_the_model_is_that_of_one_device(strategy):
     def lines(accelerator, loader):

@@ -207,6 +207,7 @@ def test_a_position_that_is_given_needs_no_unit(mode: Mode) -> None:
             for number, (inputs, _, _) in enumerate(loader):
                 accelerator.backward(network(inputs).sum())
                 optimizer.step()
+                optimizer.zero_grad()
                 scheduler.step(epoch + number / len(loader))
                 rates.append(optimizer.param_groups[0]["lr"])
         return rates

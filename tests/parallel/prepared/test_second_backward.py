@@ -220,22 +220,30 @@ def upstream(accelerator: Any, loader: DataLoader[Any]) -> State:
 
 @STRATEGIES
 def test_penalties_on_gradients_are_those_of_the_whole_batch_under_every_strategy(strategy: str) -> None:
-    loops = [*(steps(each, units) for each in LINES), upstream]
+    lines = LINES if strategy != "fsdp" else (straight, with_a_penalty_on_parameters)
+    loops = [*(steps(each, units) for each in lines), *[upstream] * (strategy != "fsdp")]
     ranks = in_workers(lambda: [loop(Accelerator(strategy=strategy), loader_of(23, 3)) for loop in loops])
     for place, loop in enumerate(loops):
         print(place)
         assert_all_are([states[place] for states in ranks], loop(Plain(), loader_of(23, 6)))
 
 
-def test_a_penalty_is_accumulated_under_fsdp_as_losses_are() -> None:
-    check(steps(with_a_penalty, units), "fsdp", 2)
-
-
-@STRATEGIES
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_gradients_with_a_graph_that_ranks_would_have_to_share_are_refused(strategy: str) -> None:
     for each in refusals(strategy, lambda _, network, batch: mean_loss(network, batch).backward(create_graph=True)):
         assert "backward(create_graph=True) through the Units" in each
         assert "torch.autograd.grad(..., create_graph=True), and call backward()" in each
+
+
+def of_the_middle(accelerator: Any, network: Any, batch: list[torch.Tensor]) -> None:
+    torch.autograd.grad(network(batch[0]).sum(), network.hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("lines", [with_a_penalty, of_the_middle])
+def test_gradients_with_a_graph_are_refused_under_fsdp(lines: Learn) -> None:
+    for each in refusals("fsdp", lines):
+        assert "a backward pass with create_graph=True through the Units" in each
+        assert "use strategy='ddp'" in each
 
 
 def test_gradients_of_parameters_elsewhere_are_refused_under_fsdp() -> None:
@@ -246,17 +254,6 @@ def test_gradients_of_parameters_elsewhere_are_refused_under_fsdp() -> None:
     for each in PROCESSES_2.told(body, RuntimeError):
         assert "gradients of the Sequential were requested by torch.autograd.grad(loss, parameters)" in each
         assert "let loss.backward() leave them in .grad, or use strategy='ddp'" in each
-
-
-def test_a_graph_that_begins_inside_of_a_sharded_model_is_refused() -> None:
-    def lines(accelerator: Any, network: Any, batch: list[torch.Tensor]) -> None:
-        outputs = network(batch[0])
-        (found,) = torch.autograd.grad(outputs.sum(), network.hidden, create_graph=True)
-        accelerator.backward(outputs.mean() + found.pow(2).mean())
-
-    for each in refusals("fsdp", lines):
-        assert "through the Units, none of whose inputs requires a gradient" in each
-        assert "with respect to an input of the model" in each
 
 
 def test_a_penalty_on_parts_of_parameters_is_refused_where_it_would_count_wrongly() -> None:
@@ -271,16 +268,20 @@ def test_a_penalty_on_parts_of_parameters_is_refused_where_it_would_count_wrongl
 
 
 def test_a_loss_past_all_outputs_is_refused_under_fsdp_and_the_way_out_is_one() -> None:
+    class Hiding(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.hidden = super().forward(inputs)
+            return 2 * self.hidden
+
     def loop(names_outputs: bool) -> Lines:
-        def learn(accelerator: Any, network: nn.Module, batch: list[torch.Tensor]) -> None:
-            varied = batch[0].clone().requires_grad_()
-            outputs = network(varied)
-            (found,) = torch.autograd.grad(outputs.sum(), varied, create_graph=True)
-            accelerator.backward(found.pow(2).mean() + (0 * outputs.sum() if names_outputs else 0))
+        def learn(accelerator: Any, network: Any, batch: list[torch.Tensor]) -> None:
+            outputs = network(batch[0])
+            accelerator.backward(network.hidden.pow(2).mean() + (0 * outputs.sum() if names_outputs else 0))
 
-        return steps(learn, lambda: seeded(nn.Linear(5, 2).double()))
+        return steps(learn, lambda: seeded(Hiding(5, 2).double()))
 
-    for each in in_workers(lambda: told(lambda: loop(False)(Accelerator(strategy="fsdp"), loader_of(23, 3)))):
+    make = partial(Accelerator, strategy="fsdp", gradient_accumulation_steps=2)
+    for each in in_workers(lambda: told(lambda: loop(False)(make(), loader_of(23, 3)))):
         assert "on none of its outputs" in each
         assert "add 0 * outputs.sum()" in each
-    check(loop(True), "fsdp")
+    check(loop(True), "fsdp", 2)

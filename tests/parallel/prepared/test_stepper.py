@@ -29,9 +29,8 @@ def test_batches_that_no_loader_has_cut_are_told_of_once(mode: Mode, capfd, capl
 
     mode.run(train)
     told = caplog.text + capfd.readouterr().err
-    assert told.count("optimizer.step() on 2 ranks") == 1
+    assert told.count("a step on 2 ranks without batches of a prepared loader") == 1
     assert "prepare(loader)" in told
-    assert "optimizer_step" not in told
 
 
 def test_a_rank_without_any_gradient_raises_before_it_meets_the_others() -> None:

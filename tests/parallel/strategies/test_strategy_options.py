@@ -17,22 +17,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin import Plain, State, assert_all_are, compare, loader_of, seeded, sgd, steps, straight, train
 
-from unisono import Accelerator, strategies
+from unisono import Accelerator
 from unisono.parallel.strategies.sharded import shard
-from unisono.parallel.strategies.strategy import STRATEGIES, options_of
 from unisono.strategies import DDP, FSDP, ZeRO1
 from unisono.world import World, solo_world
 
 
 def wide() -> nn.Module:
     return nn.Sequential(*(seeded(nn.Linear(5, 5).double(), number) for number in range(4)), nn.Linear(5, 2).double())
-
-
-@pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_a_name_stands_for_the_defaults(name: str) -> None:
-    assert options_of(name) == type(options_of(name))()
-    assert options_of(name).name == name
-    assert type(options_of(name)) in vars(strategies).values()
 
 
 @pytest.mark.slow

@@ -144,8 +144,7 @@ def _cut(values: Any, stretches: Stretches, count: int) -> tuple[Any, int]:
 
 
 def _check_rounds(are_same: bool, world: World) -> None:
-    """Refuse rows of batches that the ranks received in different rounds: some samples would count twice, others not at
-    all."""
+    """Refuse rows of batches of different rounds: some samples would count twice, others not at all."""
     if not are_same:
         raise CollectiveMismatchError(
             f"rank {world.rank} gathers the samples of a batch for a metric, and another rank those of a batch of "
@@ -172,7 +171,7 @@ def synchronize_metric(metric: Any, world: World) -> None:
     for each in metric.modules():
         if isinstance(each, loaded_class("torchmetrics", "Metric")):
             each.dist_sync_fn = partial(_gather_state, world)
-            each.distributed_available_fn = partial(_has_peers, world)
+            each.distributed_available_fn = lambda: world.world_size > 1
             each.update = wraps(each.update)(partial(_update, each, each.update, world))
 
 
@@ -186,10 +185,6 @@ def _update(metric: Any, update: Callable[..., Any], world: World, *args: Any, *
             "loader.valid_samples; metric.update(scores[:count], labels[:count])), or pass it sync_on_compute=False"
         )
     return update(*args, **kwargs)
-
-
-def _has_peers(world: World) -> bool:
-    return world.world_size > 1
 
 
 def _gather_state(world: World, own: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

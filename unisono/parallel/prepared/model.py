@@ -14,7 +14,7 @@ from torch import nn
 
 from unisono.parallel.backward import Passes
 from unisono.parallel.compilation import keep_out_of_graphs
-from unisono.parallel.prepared.stepper import Stepper
+from unisono.parallel.prepared.stepper import alive, steppers
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_sharded
 from unisono.timeline import FORWARD
@@ -44,7 +44,6 @@ class PreparedModel(nn.Module):
         self._passes = passes
         self._autocast = autocast
         self._syncs = True
-        self._steppers: list[Stepper] = []
         self._forward_methods: set[str] = set()
         self.training = engine.module.training
         passes.join(engine)
@@ -54,10 +53,6 @@ class PreparedModel(nn.Module):
     def engine(self) -> Engine:
         """The engine, which runs the module."""
         return self._engine[0]
-
-    def train_by(self, stepper: Stepper) -> None:
-        """Record that an optimizer of this model's parameters is prepared."""
-        self._steppers.append(stepper)
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
         """Let a method of the module run as the module itself does when called.
@@ -138,12 +133,12 @@ class PreparedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`module.zero_grad`, which does nothing between microbatches of one step."""
-        if all(stepper.may_zero() for stepper in self._steppers):
-            self.engine.gradients.add_earlier()
+        own = [each for each in alive(steppers) if each.trains(self.engine)]
+        if all(each.may_zero() for each in own):
             self.engine.zero_grad(set_to_none)
             self.engine.forget()
-            for stepper in self._steppers:
-                stepper.forget()
+            for each in own:
+                each.forget()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.parallel.means import Mean
+from unisono.parallel.optimizer import prepared
 from unisono.parallel.parameter_names import parameters_of, remember_names, trained_parameters
 from unisono.parallel.prepared.builder import Builder
 from unisono.parallel.prepared.metrics import is_metric
@@ -23,24 +24,24 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scheduler import PreparedScheduler, Unit
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
+from unisono.parallel.strategies.engine import weak_method
 from unisono.parallel.strategies.sharded import clip_grad_norm, sharded_like
-from unisono.parallel.weak_methods import weak_method
 from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
 from unisono.tree import tree_map
+
+T = TypeVar("T")
 
 
 class PreparedObjects:
     """The objects that one Accelerator has prepared, referenced weakly."""
 
     def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
-        self._models: list[ref[PreparedModel]] = []  # in the order of preparation, the same on each rank
-        self._steppers: list[ref[Stepper]] = []
+        # In the order of preparation, the same on each rank.
+        self.models, self.steppers = _Known[PreparedModel](), _Known[Stepper]()
+        self.loaders, self.schedulers, self.means = _Known[Any](), _Known[PreparedScheduler](), _Known[Mean]()
         self._builder = builder
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
-        self._loaders: list[ref[Any]] = []
-        self._schedulers: list[ref[PreparedScheduler]] = []
-        self._means: list[ref[Mean]] = []
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Prepare each object, and return the results in the same order. If one cannot be prepared, none is changed.
@@ -65,38 +66,18 @@ class PreparedObjects:
             if is_metric(each):
                 made[id(each)] = self._builder.metric(each)
                 if isinstance(each, Mean):
-                    self._means.append(ref(each))
+                    self.means.add(each)
             elif isinstance(each, LRScheduler | ReduceLROnPlateau):
                 made[id(each)] = self._add_scheduler(each, made)
             elif each is not None and id(each) not in made:
                 made[id(each)] = loader = self._make_loader(each)
-                _all_prepared[each] = _all_prepared[loader] = loader
-                self._loaders.append(ref(loader))
+                _remember(loader, each)
+                self.loaders.add(loader)
         return [_rebuild(each, made) for each in objects]
-
-    def models(self) -> list[PreparedModel]:
-        """The prepared models."""
-        return [model for each in self._models if (model := each()) is not None]
 
     def modules(self) -> list[nn.Module]:
         """The modules of the prepared models."""
         return [model.module for model in self.models()]
-
-    def steppers(self) -> list[Stepper]:
-        """The steppers of the prepared optimizers."""
-        return [stepper for each in self._steppers if (stepper := each()) is not None]
-
-    def schedulers(self) -> list[PreparedScheduler]:
-        """The prepared schedulers."""
-        return [scheduler for each in self._schedulers if (scheduler := each()) is not None]
-
-    def loaders(self) -> list[Any]:
-        """The prepared loaders."""
-        return [loader for each in self._loaders if (loader := each()) is not None]
-
-    def means(self) -> list[Mean]:
-        """The prepared means."""
-        return [mean for each in self._means if (mean := each()) is not None]
 
     def clip_norm(
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -131,8 +112,7 @@ class PreparedObjects:
     def _reduced(
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str
     ) -> Iterator[list[torch.Tensor] | None]:
-        """A block that changes the gradients of these parameters, which are reduced and unscaled; while microbatches
-        accumulate, it gets None."""
+        """A block that changes these gradients, reduced and unscaled; it gets None while microbatches accumulate."""
         found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         known = {id(each) for module in self.modules() for each in module.parameters()}
         wanted = {id(parameter) for parameter in found}
@@ -157,15 +137,10 @@ class PreparedObjects:
         """Release everything. Models and optimizers can be prepared again."""
         for stepper in self.steppers():
             stepper.release()
-            _all_prepared.forget(stepper.optimizer)
         for model in self.models():
             model.engine.release()
-            _all_prepared.forget(model)
-        self._models.clear()
-        self._steppers.clear()
-        self._loaders.clear()
-        self._schedulers.clear()
-        self._means.clear()
+        for known in (self.models, self.steppers, self.loaders, self.schedulers, self.means):
+            known.clear()
         self._builder.passes.steps.give_up()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
@@ -173,7 +148,7 @@ class PreparedObjects:
         name = type(each).__name__
         is_ours = isinstance(each, PreparedModel | PreparedScheduler)
         known = [*before, *self.means()]
-        if is_ours or each in _all_prepared or (each is not None and any(each is other for other in known)):
+        if is_ours or _is_prepared(each) or (each is not None and any(each is other for other in known)):
             raise ValueError(
                 f"the {name} at position {where} is already prepared; prepare each object once, and continue with what "
                 "prepare() returned"
@@ -222,19 +197,19 @@ class PreparedObjects:
         model.engine.replaced.update((each, True) for each in before if each not in now)
         remember_names(model.module)
         watch(model.engine, self._builder.done_in_steps())
-        self._models.append(ref(model))
+        self.models.add(model)
         for stepper in self.steppers():
             self._join(model, stepper)
-        _all_prepared[module] = _all_prepared[model.module] = model
+        _remember(model, module, model.module)
         return model
 
     def _add_optimizer(self, optimizer: Optimizer) -> Optimizer:
         made = self._builder.strategy.wrap_optimizer(optimizer)
         stepper = self._builder.stepper(made)
-        self._steppers.append(ref(stepper))
+        self.steppers.add(stepper)
         stepper.join = weak_method(self._join_all)
         self._join_all(stepper)
-        _all_prepared[optimizer] = _all_prepared[made] = made
+        _remember(made, optimizer)
         return made
 
     def _join_all(self, stepper: Stepper) -> None:
@@ -246,7 +221,6 @@ class PreparedObjects:
         """Connect a model with the optimizer of some of its parameters."""
         own = {id(each) for each in parameters_of(stepper.optimizer)}
         if any(id(each) in own for each in model.parameters()):
-            model.train_by(stepper)
             stepper.train(model.engine)
 
     def _stepper_of(self, optimizer: Optimizer) -> Stepper | None:
@@ -260,10 +234,20 @@ class PreparedObjects:
             setattr(optimizer.step.__func__, STEP_WRAPPED, True)
         stepper = self._stepper_of(optimizer)
         assert stepper is not None  # ensured by `_check`
-        prepared = PreparedScheduler(scheduler, stepper, self._schedule_unit)
-        _all_prepared[scheduler] = prepared
-        self._schedulers.append(ref(prepared))
-        return prepared
+        follower = PreparedScheduler(scheduler, stepper, self._schedule_unit)
+        _remember(follower, scheduler)
+        self.schedulers.add(follower)
+        return follower
+
+
+class _Known(list[ref[T]]):
+    """Objects that are held weakly; a call returns them."""
+
+    def add(self, each: T) -> None:
+        self.append(ref(each))
+
+    def __call__(self) -> list[T]:
+        return [found for each in self if (found := each()) is not None]
 
 
 class Places:
@@ -320,34 +304,24 @@ def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
         _follow(part, made)
 
 
-class _Registry:
-    """Objects that any Accelerator has prepared, with the results, both held weakly: an object may be prepared again
-    when its result is gone."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-
-    def __contains__(self, each: Any) -> bool:
-        try:
-            made = self._known.get(each)
-        except TypeError:  # it supports no weak references, or has no hash
-            return False
-        return made is not None and made() is not None
-
-    def __setitem__(self, each: Any, made: Any) -> None:
-        with suppress(TypeError):
-            self._known[each] = ref(made)
-
-    def forget(self, made: Any) -> None:
-        """Forget that this object, or the one that it was made from, is prepared."""
-        for reference in self._known.keyrefs():  # a copy: threads of other ranks may add entries meanwhile
-            known = reference()
-            was = None if known is None else self._known.get(known)
-            if was is not None and (was() is made or known is made):
-                self._known.pop(known, None)
+# Of what any Accelerator has prepared: the results. An object may be prepared again when its result is gone.
+_made: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
 
-_all_prepared = _Registry()
+def _remember(made: Any, *objects: Any) -> None:
+    for each in (made, *objects):
+        with suppress(TypeError):  # it supports no weak references, or has no hash
+            _made[each] = ref(made)
+
+
+def _is_prepared(each: Any) -> bool:
+    try:
+        made = found() if (found := _made.get(each)) is not None else None
+    except TypeError:
+        return False
+    if isinstance(made, PreparedModel):
+        return not made.engine.is_released
+    return made in prepared if isinstance(made, Optimizer) else made is not None
 
 
 def _check_devices(where: str, module: nn.Module) -> None:

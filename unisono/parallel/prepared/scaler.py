@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from weakref import WeakSet
 
@@ -15,26 +14,20 @@ from unisono.parallel.gradients import values_of
 from unisono.parallel.parameter_names import parameters_of
 from unisono.world import World
 
-logger = logging.getLogger(__name__)
-
 
 class LossScaler(GradScaler):
     """Updates the scale for a step when the next one begins, or when its state is read: by then all optimizers of the
-    step have stepped.
-
-    The scale stays on the device: the host reads it only to log a step that it knows to be skipped.
+    step have stepped. The scale stays on the device.
 
     Attributes:
         unscaled: the optimizers whose gradients are unscaled, and that have neither stepped nor zeroed them.
         is_due: whether an optimizer has stepped, or skipped its step, since the last update.
-        has_skipped: whether one of them has skipped it. Fused optimizers skip on the device, unknown to the host.
     """
 
-    def __init__(self, device: str, is_telling: bool, **options: float) -> None:
+    def __init__(self, device: str, **options: float) -> None:
         super().__init__(device, **options)  # type: ignore[arg-type]
         self.unscaled: WeakSet[Optimizer] = WeakSet()
-        self.is_due = self.has_skipped = False
-        self._is_telling = is_telling
+        self.is_due = False
 
     def unscale_(self, optimizer: Optimizer) -> None:
         super().unscale_(optimizer)
@@ -56,9 +49,7 @@ class LossScaler(GradScaler):
         """Update the scale according to the steps that were taken or skipped."""
         if self.is_due:
             self.update()
-            if self.has_skipped and self._is_telling:
-                logger.info("fp16: gradients overflowed, no step was taken; the loss scale is %g", self.get_scale())
-            self.is_due = self.has_skipped = False
+            self.is_due = False
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()

@@ -30,9 +30,7 @@ class PreparedScheduler:
 
     Inside a loop, `step` advances as far as the calls on one device would have by then; between loops it advances by
     one. If the optimizer's `step` was called since the last call, but took no step (between microbatches, after an
-    overflow), the call does nothing.
-
-    Without a unit it is an error where the units differ.
+    overflow), the call does nothing. Without a unit it is an error where the units differ.
     """
 
     def __init__(self, scheduler: Scheduler, stepper: Stepper, unit: Unit | None = None) -> None:

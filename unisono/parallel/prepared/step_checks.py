@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -17,14 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.parameter_names import parameters_of
-from unisono.parallel.prepared.stepper import steppers, stepping
+from unisono.parallel.prepared.stepper import alive, steppers, stepping
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.world import given_world
 
 logger = logging.getLogger(__name__)
-
-K = TypeVar("K")
 
 # The engines of all prepared models of this process, each with the settings that only prepared optimizers apply.
 _engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()
@@ -37,15 +35,10 @@ def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
     _engines[engine] = tuple(done_in_steps)
 
 
-def _alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
-    """The live keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
-    return [each for reference in table.keyrefs() if (each := reference()) is not None]
-
-
 def release_engines_of(module: nn.Module) -> None:
     """Disable the hooks that an earlier `prepare` has attached to this module, or to a part of it."""
     own = set(module.parameters())
-    for engine in _alive(_engines):
+    for engine in alive(_engines):
         if not engine.is_released and any(each in own for each in engine.module.parameters()):
             engine.release()
 
@@ -62,7 +55,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
         )
     places = {id(each) for each in own}
     is_ours = optimizer in by_hand.prepared
-    for engine in [each for each in _alive(_engines) if not each.is_released]:
+    for engine in [each for each in alive(_engines) if not each.is_released]:
         asked = _engines.get(engine, ())
         if len(engine.replaced) and any(each in engine.replaced for each in own):
             raise RuntimeError(
@@ -75,7 +68,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             continue
         is_ours = True
         # A prepared optimizer's step may have called this one, as in SAM, and in ZeRO-1 for the rank's part.
-        is_within = any(each.is_stepping(engine) for each in _alive(steppers))
+        is_within = any(each.is_stepping(engine) for each in alive(steppers))
         is_plain = optimizer not in by_hand.prepared and not is_within
         if asked and is_plain and not engine.gradients.is_own:
             raise RuntimeError(
@@ -100,7 +93,7 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             # An optimizer that is not prepared has no stepper, which would note it.
             engine.trainer(optimizer).is_unprepared = True
             engine.step_unprepared(optimizer)
-            for stepper in _alive(steppers):
+            for stepper in alive(steppers):
                 if any(id(each) in places for each in parameters_of(stepper.optimizer)):
                     stepper.note_step_within()
     if not is_ours:
@@ -108,15 +101,12 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
-    """Warn once of an optimizer that steps a model which was left out of `prepare`.
-
-    Not an error: the user may reduce the gradients (DistributedDataParallel), or train a model of each rank's own.
-    """
+    """Warn once of an optimizer that steps a model which was left out of `prepare`, perhaps on purpose."""
     world = given_world()  # a step of a plain script must neither need nor start one
     if world is None or world.comm.size == 1 or world.rank != 0 or optimizer in _warned:
         return
     hand = world.state.part(by_hand.ByHand)
-    if not hand.trainers or world.state.deliveries.is_unused or optimizer in hand.agreed:
+    if not hand.trainers or not world.state.deliveries.recent() or optimizer in hand.agreed:
         return
     if any(isinstance(each, nn.Parameter) and each.grad is not None and not is_distributed(each) for each in own):
         _warned.add(optimizer)

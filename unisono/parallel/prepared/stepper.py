@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -37,11 +37,18 @@ from unisono.world import World
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
+
 steppers: WeakKeyDictionary[Stepper, None] = WeakKeyDictionary()
 """Those of this process, of all ranks that are its threads."""
 
 stepping: set[int] = set()
 """The ids of the optimizers whose steps run, by their steppers."""
+
+
+def alive(table: WeakKeyDictionary[K, Any]) -> list[K]:
+    """The live keys. Threads of other ranks may add entries meanwhile; copying the references is atomic."""
+    return [each for reference in table.keyrefs() if (each := reference()) is not None]
 
 
 class Taken(NamedTuple):
@@ -239,9 +246,6 @@ class Stepper:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
         if id(self.optimizer) in stepping or self._steps.step.every == 1 or self.may_zero():
-            for engine in self._engines:
-                if engine.gradients.earlier:  # zeroed in place, those of parameters frozen since, too
-                    engine.gradients.add_earlier()
             self._plain_zero(set_to_none)
             self.forget()
 
@@ -257,7 +261,8 @@ class Stepper:
         held = [each.gradients for each in self._engines]
         passed = [each.passed for each in held if each.passed is not None and each.passed[0] is step]
         # Final by a pass of its own, not by that of another model, which its own may follow in the same microbatch.
-        is_final = any(each.is_reduced for each in held) and any(at >= step.visits[-1].microbatch for _, at in passed)
+        is_reduced = any(each.reduced_by is not None for each in held)
+        is_final = is_reduced and any(at >= step.visits[-1].microbatch for _, at in passed)
         return not passed or is_final or any(at > steps.requested for _, at in passed)
 
     def forget(self) -> None:
@@ -338,10 +343,7 @@ class Stepper:
             elif self._max_grad_norm is not None or not self.taken.steps:
                 self._finish()
             if self._scaler is not None:
-                before = self.taken.steps
-                result = self._scaler.step(self.optimizer, **arguments)
-                self._scaler.has_skipped |= self.taken.steps == before
-                return result
+                return self._scaler.step(self.optimizer, **arguments)
             self._count_step()
             return self._plain_step(**arguments)
         finally:
@@ -350,7 +352,7 @@ class Stepper:
     def _finish(self) -> None:
         """Clip the gradients, between the reduction and the step."""
         if not self.taken.steps:
-            by_hand.warn_of_foreign_batches(self.world, "optimizer.step()", "prepare(loader) cuts it")
+            by_hand.warn_of_foreign_batches(self.world)
         if self._max_grad_norm is not None:
             clip_grad_norm(trained_parameters(self.optimizer), self._max_grad_norm, world=self.world)
 

@@ -8,7 +8,7 @@ broadcast after a step. So a forward pass has no collective, and one rank alone 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -93,7 +93,8 @@ class DDPEngine(Engine):
         )
         if fills and "broadcast_buffers" in _SYNCS_NO_BUFFERS:  # of an older torch, which sends no first values either
             broadcast_together([*self.module.buffers()], self._world)
-        self._replicated.fill_buckets()
+        push_rebuilt_parameters(self._replicated.reducer)
+        rebuild_buckets(self._replicated.reducer)  # the final ones; with find_unused_parameters torch keeps the first
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
         attach_hook(self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self._world.timeline)
 
@@ -145,7 +146,13 @@ class DDPEngine(Engine):
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if self._unsent:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
-            raise RuntimeError(unused(type(self.module).__name__, lacking))
+            shown = ", ".join(map(repr, lacking[:5])) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+            raise RuntimeError(
+                f"the backward pass gave no gradient to {shown or 'some parameters'} of the {self.name} on this rank, "
+                "and the strategy waits for all that were trained when it was prepared; where parameters are unused or "
+                "frozen, or the loss leaves an output out, pass all outputs to the loss, and Accelerator(strategy="
+                "unisono.strategies.DDP(find_unused_parameters=True))"
+            )
 
 
 class _Ordered(DistributedDataParallel):
@@ -162,11 +169,6 @@ class _Ordered(DistributedDataParallel):
         parameters, are_sparse = super()._build_params_for_reducer()
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
-    def fill_buckets(self) -> None:
-        """Create the final buckets. A collective. With find_unused_parameters, torch keeps its initial buckets."""
-        push_rebuilt_parameters(self.reducer)
-        rebuild_buckets(self.reducer)
-
 
 def attach_hook(
     ddp: DistributedDataParallel,
@@ -175,15 +177,11 @@ def attach_hook(
     finish: Callable[[], None] = lambda: None,
     timeline: Timeline | None = None,
 ) -> None:
-    """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`.
+    """Make this DDP reduce gradients to the sum over the ranks of `scale() * gradient`, and call `finish` when the last
+    bucket of a backward pass is sent.
 
     Hooks compute the mean over the ranks: gradients are multiplied by scale() * size before. DDP sends buckets in the
     order of their indices, so that all buckets of a backward pass have the factor that was computed for the first one.
-
-    Args:
-        hook: as `DDP.comm_hook`.
-        finish: called when the last bucket of a backward pass is sent.
-        timeline: what is spent here, and after it, in a recorded backward pass, is spent on reducing.
     """
     group = ddp.process_group  # `weighted` must not reference the DDP, whose C++ part references it
     size: int = group.size()
@@ -237,17 +235,6 @@ def failed_before(model: str) -> str:
         f"the backward pass before, through the {model}, has failed on this rank in the middle of its reduction, which "
         "cannot be resumed, and other ranks may be waiting in it; let the error end the run, or restart on all ranks: "
         "accelerator.free_memory(), and prepare() (under strategy='fsdp' a new model)"
-    )
-
-
-def unused(model: str, names: Sequence[str]) -> str:
-    """The error message for a backward pass that gave some parameters no gradient."""
-    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"the backward pass gave no gradient to {shown or 'some parameters'} of the {model} on this rank, and the "
-        "strategy waits for all that were trained when it was prepared; where parameters are unused or frozen, or the "
-        "loss leaves an output out, pass all outputs to the loss, and Accelerator(strategy=unisono.strategies.DDP("
-        "find_unused_parameters=True))"
     )
 
 

@@ -19,13 +19,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Optimizer
 
-from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.gradients import buckets
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.engine import Engine, Trainer
+from unisono.parallel.strategies.engine import Engine, Trainer, weak_method
 from unisono.parallel.strategies.states import load_optimizer_state
 from unisono.parallel.strategies.strategy import Strategy
-from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import DiLoCo
 from unisono.timeline import REDUCE
 from unisono.world import World
@@ -53,9 +51,7 @@ class DiLoCoStrategy(Strategy):
         if isinstance(each, LBFGS):  # whose state is at one parameter, and has no place for the momenta of the others
             raise TypeError("strategy='diloco' does not work with LBFGS; use strategy='ddp', or another optimizer")
 
-    def wrap_model(self, module: nn.Module) -> Engine:
-        if self.world.world_size > 1:
-            broadcast_parameters(module, world=self.world)
+    def engine_of(self, module: nn.Module) -> Engine:
         return DiLoCoEngine(module, self.world, self.steps, self.options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, call
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
@@ -21,9 +21,12 @@ from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.parameter_names import describe_rates
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.held import HeldGradients, Members
-from unisono.parallel.weak_methods import weak_method
-from unisono.torch_private import queue_callback, will_engine_execute_node
+from unisono.parallel.strategies.sharded import holds_any
+from unisono.torch_private import will_engine_execute_node
 from unisono.world import World
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Trainer:
@@ -75,8 +78,8 @@ class Engine:
         self.replaced = WeakTensorKeyDictionary()
         self._world, self._steps = world, steps
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
-        self._is_agreed = False  # whether the ranks have compared their models
-        self._shared, self._has_warned = 0, False  # how often buffers were shared, and whether they have differed
+        self._agreed: list[torch.Tensor] = []  # the trained parameters that the ranks have compared
+        self._shared = 0  # how often buffers were shared
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
         self._trained = self.trained()  # in the last forward pass
@@ -144,17 +147,14 @@ class Engine:
         steps, size = self._steps, self._world.comm.size
         held, reduced_by = self.gradients, self.gradients.reduced_by
         is_other = held.passed is not None and held.passed[0] is not steps.step
-        if is_other and held.is_own and steps.step.every > 1:
-            raise RuntimeError(
-                f"the gradients of the {self.name} are of two steps: its optimizer was not asked to step when the "
-                "first was complete; call the step() of each optimizer on each microbatch, or use an Accelerator each"
-            )
-        if reduced_by is not None and is_other and steps.step.every > 1:
-            held.set_aside()
-            if self.gathers:  # the sharded ones are out of sight in a pass, and the next reduction adds to them
-                held.earlier = dict.fromkeys(self.reduced())
-        elif reduced_by is not None and held.earlier:
-            self._refuse_earlier()
+        if is_other and steps.step.every > 1:
+            # Gradients that the user has zeroed by hand are of no step.
+            if held.is_own or holds_any(self.reduced(), self._world):
+                raise RuntimeError(
+                    f"the gradients of the {self.name} are of two steps: those of the first were not zeroed, or its "
+                    "optimizer was not asked to step when it was complete; call the step() of each optimizer on each "
+                    "microbatch, and zero_grad() after it, or use an Accelerator each"
+                )
         elif reduced_by and steps.step.every > 1:
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
             # gathered, it adds to what is reduced.
@@ -174,15 +174,12 @@ class Engine:
     def finish(self) -> None:
         """Called when a reducing backward pass has ended. A collective."""
         self._settle(self.complete)
-        if self.gradients.earlier:
-            # torch's own final callback, which assigns `.grad`, may follow this one, but precedes one queued now.
-            queue_callback(weak_method(self.gradients.add_earlier))
 
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
         self._shared += 1
-        if not self._has_warned and str(self._shared).rstrip("0") == "1":  # 1, 10, 100, ...
-            self._has_warned = warn_of_unequal_buffers(self.module, self._world)
+        if self._shared in (1, 10, 100):
+            warn_of_unequal_buffers(self.module, self._world)
         broadcast_together(self.members.buffers(), self._world)
 
     def complete(self) -> None:
@@ -192,7 +189,6 @@ class Engine:
     def reduce(self) -> None:
         """Reduce at a step, if the gradients are still those of this rank alone. A collective."""
         self._settle(self.reduce_late)
-        self.gradients.add_earlier()
 
     def follow(self) -> None:
         """Have `.grad` be that of the step, after a pass by which it became final, or larger, and which has not reduced
@@ -203,17 +199,8 @@ class Engine:
         if held.is_own and not self.gathers:  # which reduces in a pass only
             self.reduce()
         elif held.reduced_by and held.reduced_by != factor:
-            if held.earlier:
-                self._refuse_earlier()
             scale_gradients(self.reduced(), factor / held.reduced_by)
             held.note_reduction(factor)
-
-    def _refuse_earlier(self) -> NoReturn:
-        raise RuntimeError(
-            f"the gradients of the {self.name} hold those of an earlier step, which were not zeroed, and a microbatch "
-            "is to be averaged with those of this step, which was complete; zero_grad() after each step, or step as "
-            "soon as its microbatches are there"
-        )
 
     def _settle(self, reduce: Callable[[], None]) -> None:
         factor = self._steps.factor()
@@ -235,11 +222,11 @@ class Engine:
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Reduce the gradients of these parameters together; None means all trained parameters."""
-        if not self._is_agreed and self._world.comm.size > 1:
+        if self._agreed is not self._trained and self._world.comm.size > 1:
             check_agreement(self.trained(), self._world)
-            self._is_agreed = True  # after the comparison: an error leaves it to be repeated
+            self._agreed = self._trained  # after the comparison: an error leaves it to be repeated
         reduced = self.members.with_gradients() if parameters is None else parameters
-        reduce_gradients(reduced, self._world, self._steps.factor(), self.place(), is_part=True)
+        reduce_gradients(reduced, self._world, self._steps.factor(), self.place())
 
     def count_leaves(self) -> None:
         """Count the gradients that arrive at the leaves; again, when others train."""
@@ -323,6 +310,19 @@ class Engine:
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
 
 
+def weak_method(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A method as a callback for torch, whose references the garbage collector does not see: it returns None when its
+    object is gone."""
+    bound: Any = method
+    held, function = ref(bound.__self__), bound.__func__
+
+    def weak(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        found = held()
+        return None if found is None else function(found, *args, **kwargs)  # type: ignore[return-value]
+
+    return weak
+
+
 def _optimizers_of(engine: Callable[[], Engine | None]) -> list[Optimizer]:
     return [] if (found := engine()) is None else found.optimizers()
 
@@ -332,18 +332,10 @@ def _remove(hooks: dict[torch.Tensor, RemovableHandle]) -> None:
         hooks.popitem()[1].remove()
 
 
-def is_left_at(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass accumulates a gradient in this leaf's `.grad`."""
+def is_left_at(leaf: torch.Tensor) -> bool | None:
+    """Whether the running backward pass accumulates a gradient in this leaf's `.grad`; None if it is
+    `torch.autograd.grad` with respect to leaves that include this one."""
     try:
         return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
-    except (RuntimeError, AttributeError):  # AttributeError: in torch.func.grad
-        return False
-
-
-def is_taken_from(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass is `torch.autograd.grad` with respect to leaves that include this one."""
-    try:
-        will_engine_execute_node(get_gradient_edge(leaf).node)
     except (RuntimeError, AttributeError):  # torch refuses the query for such a leaf; in torch.func.grad
-        return True
-    return False
+        return None

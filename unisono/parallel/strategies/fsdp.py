@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm.selection import raise_translated
-from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
-from unisono.parallel.strategies.engine import Engine, is_left_at, is_taken_from
+from unisono.parallel.strategies.engine import Engine, is_left_at, weak_method
 from unisono.parallel.strategies.sharded import (
     Rebinding,
     any_whole_gradient,
@@ -29,7 +28,6 @@ from unisono.parallel.strategies.sharded import (
     whole_parameters,
 )
 from unisono.parallel.strategies.strategy import Strategy, check_elementwise
-from unisono.parallel.weak_methods import weak_method
 from unisono.strategies import FSDP
 from unisono.torch_private import (
     FSDP_CONTEXT,
@@ -64,8 +62,7 @@ class FSDPStrategy(Strategy):
         else:
             check_shardable(each, self.options.units)
 
-    def wrap_model(self, module: nn.Module) -> Engine:
-        broadcast_parameters(module, world=self.world)
+    def engine_of(self, module: nn.Module) -> Engine:
         return FSDPEngine(module, self.world, self.steps, self.options)
 
 
@@ -74,9 +71,6 @@ class FSDPEngine(Engine):
 
     The gradients of a loss arrive at the whole parameters, which exist while the model runs. Only those of a penalty on
     the parameters arrive at the module's own, sharded ones.
-
-    A second backward pass, through gradients computed by `torch.autograd.grad`, can be detected only at the gradients
-    of the model's inputs; the entire model is gathered when it begins.
     """
 
     gathers = True
@@ -92,12 +86,12 @@ class FSDPEngine(Engine):
         self._known.update(dict.fromkeys(self._whole))  # these replace the module's own while it runs
         self._places = [(each, name) for each in sharded.modules() for name, _ in each.named_parameters(recurse=False)]
         self._held = {id(each) for each in (*self._whole, *self._parts)}
-        self._entries = WeakTensorKeyDictionary()  # inputs that already have the hook `_leave`
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
         for each in self._parts:
             if each.requires_grad:
                 each.register_hook(weak_method(self._arrive_at_part))
-        self._flags = self._were_trained = [each.requires_grad for each in self._parts]
+        self._flags = [each.requires_grad for each in self._parts]
+        self._trained = list(compress(self._parts, self._flags))
         self._backward_pass = -1  # the last one that was announced
         self._is_running = False  # in a forward pass of the prepared model
         self._is_reducing = False  # during a reducing backward pass, and after one that failed
@@ -118,10 +112,6 @@ class FSDPEngine(Engine):
             self._take_flags()
         self._refuse_replaced()
         self._announce_forward(self._sharded, method)
-        entries = _with_gradients((*args, kwargs) if kwargs else args) if torch.is_grad_enabled() else []
-        for each in entries:
-            if each not in self._entries:  # a trained prompt, for example, is an input repeatedly
-                self._entries[each] = each.register_hook(weak_method(self._leave))
         outer, self._is_running = self._is_running, True
         try:
             result = call(*args, **kwargs)
@@ -133,10 +123,6 @@ class FSDPEngine(Engine):
             self._is_running = outer
         if not torch.is_grad_enabled():
             self._reshard()  # FSDP2 keeps parameters gathered for the backward pass, which does not come
-            return result
-        for each in _with_gradients(result) if not entries else ():
-            if each.grad_fn is not None:
-                each.grad_fn.register_prehook(weak_method(self._refuse_graph))
         return result
 
     def _announce_forward(self, module: nn.Module, method: str | None = None) -> None:
@@ -190,31 +176,12 @@ class FSDPEngine(Engine):
 
     def pass_by(self) -> None:
         """Refuse a pass that computes the gradients of parameters."""
-        if any(is_taken_from(each) or is_left_at(each) for each in [*self._whole, *self._parts] if each.requires_grad):
+        if any(is_left_at(each) is not False for each in [*self._whole, *self._parts] if each.requires_grad):
             raise RuntimeError(
                 f"gradients of the {self.name} were requested by torch.autograd.grad(loss, parameters), or "
                 "backward(inputs=parameters), and under strategy='fsdp' no rank has them as a whole; let "
                 "loss.backward() leave them in .grad, or use strategy='ddp'"
             )
-
-    def _refuse_graph(self, _: object) -> None:
-        """Refuse gradients with a graph, since a backward pass through it could not be detected."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"torch.autograd.grad(..., create_graph=True) through the {self.name}, none of whose inputs requires a "
-                "gradient: strategy='fsdp' cannot know when its parameters are to be gathered for the second backward "
-                "pass; take the gradient with respect to an input of the model, or use strategy='ddp'"
-            )
-
-    def _leave(self, gradient: torch.Tensor) -> None:
-        """Handle the gradient of an input; if it has a graph, a second backward pass can begin at it."""
-        if torch.is_grad_enabled() and gradient.requires_grad:
-            gradient.register_hook(weak_method(self._gather))
-
-    def _gather(self, _: torch.Tensor) -> None:
-        self._announce()
-        for unit in self._units:
-            unit.unshard()
 
     def _arrive_at_part(self, _: torch.Tensor) -> None:
         """Refuse a penalty on the parameters, complete on every rank, which would count in each microbatch."""
@@ -228,13 +195,13 @@ class FSDPEngine(Engine):
     def refresh(self) -> None:
         """Check that no parameters were added; nor frozen or unfrozen in the middle of a step."""
         self._take_flags()
-        trained = self._flags
-        if trained != self._were_trained and self.gradients.is_own:
+        trained: list[torch.Tensor] = list(compress(self._parts, self._flags))
+        if list(map(id, trained)) != list(map(id, self._trained)) and self.gradients.is_own:
             raise RuntimeError(
                 f"parameters of the {self.name} were frozen or unfrozen while microbatches accumulate, and "
                 "strategy='fsdp' cannot reduce what they hold; do so after optimizer.step(), or use strategy='ddp'"
             )
-        self._were_trained = trained
+        self._trained = trained
         if new := [each for each in self.trained() if each not in self._known]:
             self._refuse_added(new)
 
@@ -258,7 +225,12 @@ class FSDPEngine(Engine):
             leaf.register_hook(weak_method(self._announce))
         return outputs
 
-    def _announce(self, _: torch.Tensor | None = None) -> None:
+    def _announce(self, _: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a backward pass with create_graph=True through the {self.name}: strategy='fsdp' cannot know when its "
+                "parameters are to be gathered for the second backward pass; use strategy='ddp'"
+            )
         backward_pass = current_graph_task_id()
         # Each output calls this, and the pass is announced once.
         if backward_pass != self._backward_pass:

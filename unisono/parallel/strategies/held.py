@@ -118,7 +118,6 @@ class HeldGradients:
         passed: the step of the last counted backward pass through the model, and its time (`Steps.now`); None if the
             gradients are zero.
         reduced_by: the factor by which they were reduced over the ranks; None if they are not.
-        earlier: those of earlier steps, which were not zeroed; None for those that were added again.
         known: of each trained parameter, the gradient that passes have left, and torch's count of writes to it; None
             if torch.autograd.grad was not asked for others since the last step.
     """
@@ -130,13 +129,7 @@ class HeldGradients:
         self._members, self._steps = members, steps
         self._is_alone = world.comm.size == 1
         self._noticed = 0  # the number of arrivals up to the last reduction
-        self.earlier: dict[torch.Tensor, torch.Tensor | None] = {}
         self.known: dict[torch.Tensor, tuple[torch.Tensor | None, int]] | None = None
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether they are reduced over the ranks."""
-        return self.reduced_by is not None
 
     @property
     def is_own(self) -> bool:
@@ -190,20 +183,6 @@ class HeldGradients:
         self._noticed = self.arrivals.count()
         if self.known is not None:
             self.look_again()
-        self.earlier.clear()
-
-    def set_aside(self) -> None:
-        """Keep those of an earlier step, which were not zeroed, out of the reduction of this one."""
-        self.earlier = {each: each.grad for each in self._members.with_gradients() if each.grad is not None}
-        for each in self.earlier:
-            each.grad = None
-
-    def add_earlier(self) -> None:
-        """Add what was set aside."""
-        for each, earlier in self.earlier.items():
-            if earlier is not None:
-                each.grad = earlier if each.grad is None else each.grad + earlier
-        self.earlier = dict.fromkeys(self.earlier)
 
     def resume(self) -> None:
         """Note that they are those of the current step so far."""

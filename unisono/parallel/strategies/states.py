@@ -32,12 +32,9 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Elsewhere(dict[str, Any]):
-    """Stands for a state that is on rank zero: without entries, so that `if state:` means that it is here.
-
-    It is a dict for `Accelerator.load_state_dict`, which takes rank zero's, for copies, and as a result of `spawn`. If
-    every rank saved what it has to one file, the last one would leave {} there: so whatever reads it or pickles it for
-    a file is a CheckpointError.
-    """
+    """Stands for a state that is on rank zero: without entries, so that `if state:` means that it is here. If every
+    rank saved what it has to one file, the last one would leave {} there: so whatever reads it or pickles it for a file
+    is a CheckpointError."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -154,18 +151,14 @@ def optimizer_parts(optimizer: Optimizer, world: World) -> dict[tuple[int, str],
     return {key: value for key, value in entries.items() if world.rank == 0 or is_distributed(value)}
 
 
-def load_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], world: World | None = None, may_differ: bool = True
-) -> None:
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], world: World | None = None) -> None:
     """Load rank zero's plain state on every rank.
 
     Args:
-        state: of an optimizer for the same parameters in the same groups.
-        may_differ: whether it may be of another class, as far as its groups show that. Options that they lack stay as
-            they are, and parameters begin without values.
+        state: of an optimizer of the same class, for the same parameters in the same groups.
 
     Raises:
-        CheckpointMismatchError: it is of another class.
+        CheckpointMismatchError: it is of another class, as far as its groups show that.
         ValueError: it is not such a state, or its groups differ; raised on every rank.
     """
     world = world or current_world()
@@ -175,19 +168,16 @@ def load_optimizer_state(
     groups = world.comm.broadcast_object(numbered(state["param_groups"]) if is_given else None)
     _check_groups(groups, optimizer)
     plain = optimizer.optim if is_divided(optimizer) else optimizer
-    other = _other_class(groups, plain)
-    if other and not may_differ:
+    if other := _other_class(groups, plain):
         raise CheckpointMismatchError(
             f"the state is of an optimizer of another class than {type(plain).__name__}: {other}; load it into one of "
             "the class that was saved, or begin without a state"
         )
-    pairs = zip(optimizer.param_groups, groups, strict=True)
-    groups = [{**{name: own[name] for name in own if name not in _LATER}, **group} for own, group in pairs]
     parameters, kept = parameters_of(optimizer), set(parameters_of(plain))
     entries: dict[tuple[int, str], Any] = {}
     for (number, name), value in broadcast_entries(_flat(state) if world.rank == 0 else {}, world):
         # Every rank receives each value; with ZeRO-1 only the rank that steps the parameter keeps it.
-        if parameters[number] in kept and not other.startswith("its groups"):
+        if parameters[number] in kept:
             entries[number, name] = _cut_like(parameters[number], value)
     loaded = {"state": by_parameter(entries), "param_groups": groups}
     if is_divided(optimizer):

@@ -80,6 +80,10 @@ class Strategy:
         """Create the engine of the module; all ranks get rank zero's parameters. A collective."""
         if self.world.world_size > 1:
             broadcast_parameters(module, world=self.world)
+        return self.engine_of(module)
+
+    def engine_of(self, module: nn.Module) -> Engine:
+        """The engine of a module that is the same on all ranks."""
         return Engine(module, self.world, self.steps, getattr(self.options, "broadcast_buffers", True))
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:

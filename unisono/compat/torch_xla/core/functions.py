@@ -84,8 +84,8 @@ class SyncBatchNorm(batch_norm.SyncBatchNorm):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        samples = float(len(input))
-        self.meet_in(current_world().comm, lambda: samples)
+        samples, comm = float(len(input)), current_world().comm
+        self.ranks = (comm, lambda: samples) if comm.size > 1 else None
         return super().forward(input)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
