@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
-from unisono.loaders.stream_parts import Made, PartReader
+from unisono.loaders.streams import Made, PartReader
 from unisono.loaders.workers import use_worker_info
 
 _one_at_a_time = threading.Lock()  # the generators and the worker info are the process's
@@ -31,7 +31,7 @@ def stand_ins() -> Iterator[None]:
     """Streams are read by stand-ins in the block, or in the function that it decorates, where processes were."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unisono.loaders.streams.WorkerPool", StandIns)
-        patch.setattr("unisono.loaders.stream_parts.answer_as_one_rank", lambda: None)  # it would be for this process
+        patch.setattr("unisono.loaders.streams.answer_as_one_rank", lambda: None)  # it would be for this process
         yield
 
 

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from unisono import DeviceLoader
 
 COUNT = 23
-
-
 SIZE = 3
+DEVICE_OPTIONS = ("tail", "split", "already_sharded", "fixed_batch_size")
 
 
 class Stream(IterableDataset):
@@ -91,7 +90,7 @@ def passes(
     """For each rank one pass for each place of the plan, which says how many batches it takes; None takes all."""
 
     def body() -> list[Got]:
-        device_options = {name: options[name] for name in ("tail", "split", "already_sharded") if name in options}
+        device_options = {name: options[name] for name in DEVICE_OPTIONS if name in options}
         more = {name: value for name, value in options.items() if name not in device_options}
         loader = DeviceLoader(loader_of(make(), workers, **more), **device_options)
         if state is not None:

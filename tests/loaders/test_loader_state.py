@@ -168,7 +168,8 @@ def test_a_state_of_another_loader_is_refused_with_both_values(reason, words, ch
     ("state", "words"),
     [
         *[(each, f"state={each!r:.200} is not what a loader's") for each in ({}, None, 5, [STATE], {"epoch": 1})],
-        *[({**STATE, name: ...}, f"the state has no {name}") for name in ("epoch", "seed", "length", "offset")],
+        *[({**STATE, name: ...}, f"the state's {name} is None") for name in ("epoch", "offset")],
+        *[({**STATE, name: ...}, f"the state was saved with {name}=None") for name in ("seed", "length")],
     ],
 )
 def test_what_is_no_state_or_lacks_something_is_refused(state, words):

@@ -23,11 +23,9 @@ from hypothesis import strategies as st
 
 from unisono.errors import BrokenWorldError, CollectiveMismatchError
 from unisono.loaders.channel import EndOfChannel
-from unisono.loaders.lockstep import Lockstep
+from unisono.loaders.lockstep import Lockstep, Position, Read, StreamPosition, StreamProgress
 from unisono.loaders.pipeline import Delivery, Stamps
 from unisono.loaders.sharding import Claim, Rule
-from unisono.loaders.sources import Begun
-from unisono.loaders.stream_parts import Position, Read, StreamPosition
 from unisono.world import World, thread_worlds
 
 
@@ -75,8 +73,8 @@ class Shelf:
         self.is_cancelled = True
 
 
-def start_of(ranks: int) -> Begun:
-    return Begun(0, StreamPosition("stride").cut_for(ranks, 1).to_state(0), iter(()))
+def start_of(ranks: int) -> StreamProgress:
+    return StreamProgress(StreamPosition().cut_for(ranks, 1))
 
 
 def deliveries_of(rank: int, batches: Sequence[Any], mark: int = 7, by: Any = "worker") -> list[Delivery]:
@@ -196,25 +194,16 @@ def test_a_wait_for_another_rank_counts_as_one_for_peers():
 # Ends.
 
 
-@given(sizes=some_sizes, ahead=st.integers(1, 4))
-def test_drop_ends_before_the_first_round_that_is_incomplete(sizes, ahead):
-    ranks = Ranks(numbered(sizes), ahead, tail="drop")
+@given(sizes=some_sizes, ahead=st.integers(1, 4), is_fixed=st.booleans())
+def test_drop_and_a_fixed_size_end_before_the_first_round_that_is_incomplete(sizes, ahead, is_fixed):
+    ranks = Ranks(numbered(sizes), ahead, tail="split" if is_fixed else "drop", fixed_batch_size=is_fixed)
     assert [len(each) for each in ranks.drain()] == [min(map(len, sizes))] * len(sizes)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "steps"), [(([4, 4, 4], [4, 4, 2]), 2), (([4, 4], [4, 4, 4]), 2), (([4], [3]), 0), (([4, 4], [4, 4]), 2)]
-)
-def test_a_fixed_batch_size_ends_before_the_first_round_that_differs_on_any_rank(sizes, steps):
-    ranks = Ranks(numbered(sizes), 2, fixed_batch_size=True)
-    assert [len(each) for each in ranks.drain()] == [steps, steps]
-
-
-def test_pad_fills_each_batch_up_to_the_largest_and_fillers_too():
-    first, second = Ranks(numbered([[3, 1], [3]]), tail="pad").drain()
-    assert [each.batch.tolist() for each in first] == [[0, 1, 2], [3, 3, 3]]
-    assert [each.batch.tolist() for each in second] == [[4, 5, 6], [4, 4, 4]]
-    assert [(each.claim.samples, each.claim.repeated) for each in first + second] == [(3, 0), (1, 2), (3, 0), (0, 3)]
+def test_pad_fills_what_only_keeps_step_too():
+    second = Ranks(numbered([[3, 3], [3]]), tail="pad").drain()[1]
+    assert [each.batch.tolist() for each in second] == [[6, 7, 8], [6, 6, 6]]
+    assert [(each.claim.samples, each.claim.repeated) for each in second] == [(3, 0), (0, 3)]
 
 
 @pytest.mark.parametrize(("tail", "size"), [("split", 1), ("pad", 3)])
@@ -298,7 +287,7 @@ def test_ranks_that_stand_at_different_batches_are_told():
 
     for error in ranks.run(body):
         assert type(error) is CollectiveMismatchError
-        assert "rank 0 asks for what comes after 4 samples of the stream, rank 1 after 0;" in str(error)
+        assert "after 4 samples of the stream with 1 loader worker(s), rank 1 after 0 with 1;" in str(error)
 
 
 def test_ranks_that_cut_in_different_ways_are_refused():
@@ -306,7 +295,7 @@ def test_ranks_that_cut_in_different_ways_are_refused():
     ranks.shelves[1]._deliveries = deliveries_of(1, [[1]], by="dataset")
     for _, error in ranks.ends():
         assert type(error) is RuntimeError
-        assert "cut in different ways (worker for 1 worker(s), dataset for 1 worker(s))" in str(error)
+        assert "cut in different ways, by the dataset and by the worker," in str(error)
     ranks = Ranks(numbered([[1], [1]]))
     for rank, shelf in enumerate(ranks.shelves):  # streams of the ranks' own may differ
         shelf._deliveries = deliveries_of(rank, [[1]], by="dataset", mark=rank + 1)

@@ -27,9 +27,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from unisono import DeviceLoader, IndexedSampler
-from unisono.loaders.indexed import is_indexed
+from unisono import DeviceLoader, IndexedSampler, current_world
 from unisono.loaders.order import Batches
+from unisono.loaders.registry import source_of
 from unisono.randomness import seed_of
 
 GENERATED: dict[str, Callable[[torch.Generator | None], Sampler]] = {
@@ -128,11 +128,9 @@ class Subclass(DataLoader):
 
 
 def test_only_what_names_its_samples_by_index_is_cut_there():
-    assert is_indexed(DataLoader(Numbers(3)))
-    assert is_indexed(DataLoader(Numbers(3), batch_size=None))
-    assert not is_indexed(Subclass(Numbers(3)))
-    assert not is_indexed(DataLoader(Stream()))
-    assert not is_indexed([1, 2, 3])
+    loaders = DataLoader(Numbers(3)), DataLoader(Numbers(3), batch_size=None), Subclass(Numbers(3)), [1, 2, 3]
+    found = [type(source_of(loader, current_world(), 0, None)).__name__ for loader in loaders]
+    assert found == ["IndexedSource", "ItemSource", "PlainSource", "PlainSource"]
 
 
 @pytest.mark.parametrize("batch_size", [3, None])

@@ -39,22 +39,21 @@ def chi_square(counts: Counter, cells: Sized) -> float:
 
 
 @given(st.integers(0, 700), KEYS, st.integers(1, 100))
-def test_every_index_comes_once_and_parts_and_the_inverse_agree_with_the_whole(length, key, part):
+def test_every_index_comes_once_and_parts_agree_with_the_whole(length, key, part):
     whole = Permutation(length, key)
     order = list(whole)
     assert sorted(order) == list(range(length))
     assert [index for begin in range(0, length, part) for index in whole[begin : begin + part]] == order
     assert [whole[place] for place in range(0, length, part)] == order[::part] == list(whole[::part])
-    assert whole.places_of(order) == list(range(length))
 
 
 @given(st.integers(1, 2**62), KEYS, st.data())
-def test_an_index_of_any_length_is_below_it_and_leads_back_to_its_place(length, key, data):
+def test_indices_of_any_length_are_below_it_and_differ(length, key, data):
     places = data.draw(st.lists(st.integers(0, length - 1), max_size=20, unique=True))
     whole = Permutation(length, key)
-    indices = [whole[place] for place in places]
+    indices = {whole[place] for place in places}
     assert all(0 <= index < length for index in indices)
-    assert whole.places_of(indices) == places
+    assert len(indices) == len(places)
 
 
 def test_the_parts_of_16384_ranks_are_disjoint_wherever_they_are_sampled():
@@ -64,7 +63,6 @@ def test_the_parts_of_16384_ranks_are_disjoint_wherever_they_are_sampled():
     begins = [rank * share + draw.randrange(share - 64) for rank in draw.sample(range(ranks), 500)]
     indices = [index for begin in begins for index in whole[begin : begin + 64]]
     assert len(set(indices)) == len(indices) == 500 * 64
-    assert whole.places_of(indices) == [begin + more for begin in begins for more in range(64)]
 
 
 @pytest.mark.parametrize("length", [3, 5])

@@ -80,7 +80,7 @@ def test_any_iterable_goes_on_by_reading_what_was_delivered_before(caplog, split
                 second = resumed(ranks_of(batches, after, split=split), state)
                 assert delivered + counted([take(loader) for loader in second]) == list(range(20))
             done = state["offset"]
-            words = f"resumes after {done} samples of list, which has no state_dict: they are read and discarded"
+            words = f"the loop reads and discards the first {done} samples of list: it has no state_dict"
             assert (words in caplog.text) == (done > 0)
             assert counted([take(loader) for loader in second]) == list(range(20))
 

@@ -7,7 +7,7 @@ import logging
 import random
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import ANY
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import SOLO, THREADS_2, THREADS_3, Mode
+from modes import SOLO, THREADS_2, THREADS_3
 from stand_ins import stand_ins
 from streams import (
     COUNT,
@@ -36,14 +36,14 @@ from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader
 from unisono.errors import StateError
-from unisono.loaders.made_rows import unlisted
-from unisono.loaders.stream_parts import Layer, PartReader, Position, StreamPosition
+from unisono.loaders.lockstep import Layer, Position, StreamPosition
+from unisono.loaders.streams import PartReader
 
 
 @given(data=st.data(), count=st.integers(0, 40), size=st.integers(1, 4))
 def test_what_was_left_is_dealt_anew_with_any_numbers_again_and_again(data, count, size):
     left = list(range(count))
-    taken = StreamPosition("stride").cut_for(1, 1)
+    taken = StreamPosition().cut_for(1, 1)
     for _ in range(data.draw(st.integers(1, 4))):
         ranks, workers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
         row = ranks * workers
@@ -52,9 +52,9 @@ def test_what_was_left_is_dealt_anew_with_any_numbers_again_and_again(data, coun
         taken = taken._replace(layers=(*taken.layers, Layer(ranks, workers, (Position(),) * row)))
         numbers, reads = [], []
         for part in range(row):
-            reader = PartReader(Stream(count), list, size, False, None, part // workers, "stride", 0, taken)
+            reader = PartReader(Stream(count), list, 0, size, False, None, part // workers, "stride", 0, taken)
             made = list(reader.made(0, part % workers))
-            assert [sample for batch, _, _ in made for sample in unlisted(batch)] == parts[part]
+            assert [sample for batch, _, _ in made for sample in batch] == parts[part]
             delivered = made[: data.draw(st.integers(0, len(made)))]
             numbers.append(sum(samples for _, samples, _ in delivered))
             reads += [read for _, _, read in delivered[-1:]]
@@ -97,32 +97,20 @@ RESUMED = [Stream, CutsItself, Sharded, Stateful, Counted]
 def test_the_rest_is_the_same_wherever_the_loop_was_left(mode, workers, dataset):
     (whole,) = zip(*passes(mode, dataset, None, workers=workers), strict=True)
     for steps in range(1, len(whole[0].batches)):
-        assert_resumed(whole, mode, workers, dataset, steps)
 
+        def body(steps: int = steps) -> tuple[Got, Got]:
+            first = loop(DeviceLoader(loader_of(dataset(), workers)), steps)
+            resumed = DeviceLoader(loader_of(dataset(), workers))
+            saved = io.BytesIO()
+            torch.save(first.state, saved)
+            assert torch.load(io.BytesIO(saved.getvalue()), weights_only=True) == first.state
+            resumed.load_state_dict(through_json(first.state))
+            return first, loop(resumed)
 
-@pytest.mark.parametrize(("mode", "workers", "dataset"), [(THREADS_2, 2, Stateful), (SOLO, 3, CutsItself)])
-def test_the_rest_is_the_same_for_processes_too(mode, workers, dataset):
-    with stand_ins():
-        (whole,) = zip(*passes(mode, dataset, None, workers=workers), strict=True)
-    assert_resumed(whole, mode, workers, dataset, 3)
-
-
-def assert_resumed(whole: Sequence[Got], mode: Mode, workers: int, dataset: type[Stream], steps: int) -> None:
-    """Each rank's loop over the rest gives what the whole pass has after that number of steps."""
-
-    def body() -> tuple[Got, Got]:
-        first = loop(DeviceLoader(loader_of(dataset(), workers)), steps)
-        resumed = DeviceLoader(loader_of(dataset(), workers))
-        saved = io.BytesIO()
-        torch.save(first.state, saved)
-        assert torch.load(io.BytesIO(saved.getvalue()), weights_only=True) == first.state
-        resumed.load_state_dict(through_json(first.state))
-        return first, loop(resumed)
-
-    for expected, (first, rest) in zip(whole, mode.run(body), strict=True):
-        assert first.batches + rest.batches == expected.batches
-        assert first.valid + rest.valid == expected.valid
-        assert rest.state == expected.state
+        for expected, (first, rest) in zip(whole, mode.run(body), strict=True):
+            assert first.batches + rest.batches == expected.batches
+            assert first.valid + rest.valid == expected.valid
+            assert rest.state == expected.state
 
 
 @pytest.mark.parametrize("dataset", [Stream, Stateful])
@@ -153,7 +141,7 @@ def test_a_dataset_with_a_state_is_not_read_again_and_one_without_is_and_says_so
     loader.load_state_dict(loop(DeviceLoader(loader_of(dataset())), 3).state)
     with caplog.at_level(logging.INFO):
         loop(loader)
-    words = "resumes the stream by reading and discarding what was delivered before"
+    words = "resumes the stream by reading and discarding what was delivered"
     assert (words in caplog.text) == (resumed.reads[0] == 0)
     assert resumed.reads == list(range(first, COUNT))
 
@@ -191,7 +179,7 @@ def test_the_epochs_after_a_resumed_one_are_those_of_an_uninterrupted_run(persis
 
 def test_a_state_of_another_kind_is_refused():
     state = DeviceLoader([[1]] * 4).state_dict()
-    with pytest.raises(StateError, match="it is not the state of a stream"):
+    with pytest.raises(StateError, match="it is not that of a stream"):
         DeviceLoader(loader_of(Stream())).load_state_dict({**state, "offset": 2})
 
 
@@ -204,7 +192,7 @@ class Other(Stream):
 def test_a_state_over_another_stream_is_refused(other):
     loader = DeviceLoader(loader_of(other))
     loader.load_state_dict(loop(DeviceLoader(loader_of(Stream())), 3).state)
-    with pytest.raises(StateError, match="over another stream: what was delivered of its part 0 is not what is read"):
+    with pytest.raises(StateError, match="over another stream: what was delivered is not what is read"):
         list(loader)
 
 

@@ -35,14 +35,9 @@ class EndOfChannel(Exception):  # noqa: N818 - an end, not an error
 
 
 class Channel(Generic[T]):
-    """A queue from one thread to another.
-
-    Args:
-        lock: shared with other channels that are looked at together.
-        on_receipt: called under the lock at each receipt, before a sender is woken.
-        refill_at: a receipt wakes a sender only when at most this many items are left, so that it fills the channel in
-            one go, without interrupting its receiver at each item; None wakes it at each.
-    """
+    """A queue from one thread to another. `on_receipt` is called under the lock at each receipt, before a sender is
+    woken: only when at most `refill_at` items are left, if given, so that it fills the channel in one go, without
+    interrupting its receiver at each item."""
 
     def __init__(
         self,
@@ -52,10 +47,8 @@ class Channel(Generic[T]):
     ) -> None:
         self._items: deque[T] = deque()
         self._lock = lock or threading.Lock()
-        self.room_bell = _Bell()
-        self.item_bell = _Bell()
-        self._on_receipt = on_receipt
-        self._refill_at = refill_at
+        self.room_bell, self.item_bell = _Bell(), _Bell()
+        self._on_receipt, self._refill_at = on_receipt, refill_at
         self._end: Outcome[None] | None = None
         self.is_cancelled = False
 

@@ -86,7 +86,9 @@ class DeviceIterator:
             raise
         claim = delivery.claim
         self._claim = claim
-        lane.progress.advance(delivery.position, claim)
+        progress = lane.progress
+        progress.position, progress.claim = delivery.position, claim
+        progress.rounds += 1
         self._deliveries.add(received, delivery.batch, *claim)
         counts = track.counts
         counts["samples"] += claim.samples

@@ -52,16 +52,14 @@ def collated(collate: Callable[[Any], Any], samples: Any) -> Any:
 
 
 class Fetcher:
-    """Makes batches from a loader's map-style dataset, in the process that calls it. With batch_size=None a request is
-    for one sample, which is passed to collate_fn alone."""
+    """Makes batches of a map-style dataset. With batch_size=None a request is for one sample, passed to collate_fn."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._dataset: Any = loader.dataset
-        self._collate = loader.collate_fn
-        self._is_batched = loader.batch_sampler is not None
-        self._fetch_many = loader.dataset.__getitems__ if fetches_many(loader.dataset) else None  # type: ignore[attr-defined]
-        self._has_rows = has_rows(loader)
-        self._set_epoch: Any = getattr(loader.dataset, "set_epoch", None)
+        dataset: Any = loader.dataset
+        self._dataset, self._collate = dataset, loader.collate_fn
+        self._is_batched, self._has_rows = loader.batch_sampler is not None, has_rows(loader)
+        self._fetch_many = dataset.__getitems__ if fetches_many(dataset) else None
+        self._set_epoch: Any = getattr(dataset, "set_epoch", None)
         self._epoch: int | None = None
         self._epoch_mark: object = None  # the mark of this fetcher's last call of `set_epoch`
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
@@ -77,11 +75,9 @@ class Fetcher:
             ) from stop
 
     def _make_seeded(self, request: Request) -> Any:
-        """Seed the generators for each sample, which takes as long as a small sample, only if something is drawn.
-
-        The first sample shows that; where all are fetched at once, the first batch. If nothing is drawn, the next ones
-        are made without seeds, and a batch in which something is drawn after all is made again.
-        """
+        """Seed the generators for each sample, which takes as long as a small sample, only if something is drawn. The
+        first sample shows that, or the first batch, fetched at once; a batch in which something is drawn after all is
+        made again."""
         begun: list[Any] = []
         if self._draws is None and request.indices:
             self._tell_epoch(request.epoch)

@@ -48,9 +48,9 @@ class LoaderWorker(_Process):  # type: ignore[misc]
             if popen is not None:
                 return popen
         raise RuntimeError(
-            f"a loader worker was forked {len(PATIENCE_S)} times and did not begin: each time another thread of this "
-            "process held a lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw "
-            "or print continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
+            f"a loader worker was forked {len(PATIENCE_S)} times and did not begin: each time another thread held a "
+            "lock that it needs (of torch's generators, of stdout, stderr or a log); let no thread draw or print "
+            "continuously while the loop runs, or pass multiprocessing_context='forkserver', or num_workers=0"
         )
 
     def run(self) -> None:
@@ -61,7 +61,7 @@ class LoaderWorker(_Process):  # type: ignore[misc]
         if (numpy := sys.modules.get("numpy")) is not None:
             getattr(numpy.random.get_bit_generator().lock, _RENEW)()
             numpy.random.seed(0)  # no state is left half-written; torch seeds each worker again
-        torch.default_generator.manual_seed(0)  # acquires its lock, which is not Python's
+        torch.manual_seed(0)  # not the generator's alone: it acquires whatever torch does again after the report
         loggers = [logging.root, *logging.root.manager.loggerDict.values()]
         handlers = [each for logger in loggers for each in getattr(logger, "handlers", ())]
         logs = [each.stream for each in handlers if isinstance(each, logging.StreamHandler)]

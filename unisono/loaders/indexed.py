@@ -1,33 +1,26 @@
-"""Pieces of a DataLoader over a map-style dataset: the indices are sharded, so each rank loads its own samples only.
-
-The order depends on (seed, epoch) alone, and a pass may begin at any of its samples.
-"""
+"""Pieces of a DataLoader over a map-style dataset: the indices are sharded, so each rank loads its own samples only."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache, partial
+from itertools import islice
 from types import NoneType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from unisono.errors import StateError
 from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import Batches
 from unisono.loaders.permutation import Permutation
-from unisono.loaders.sharding import Claim, Part, Piece, Rule, Size, mark_of, rounds
-from unisono.loaders.sources import Begun, Source, State, makes_batches_alike
+from unisono.loaders.sharding import Claim, Part, Rule, Size, mark_of, rounds
+from unisono.loaders.sources import Begun, Source, State
 from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
 from unisono.randomness import seed_of
-
-
-def is_indexed(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader over indexed samples, so that their order can be set."""
-    return makes_batches_alike(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
@@ -81,8 +74,9 @@ class IndexedSource(Source):
         else:
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
             made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
-        pieces = self._counter(rule).count(made) if self._counter else map(_as_requested, made)
-        return Begun(epoch, position, pieces)
+        if self._counter:
+            return Begun(epoch, position, self._counter(rule).count(made))
+        return Begun(epoch, position, ([job.piece(batch) for job, batch in each] for each in made))
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """As in `Source`: the position lies within the epoch."""
@@ -112,10 +106,6 @@ class IndexedSource(Source):
             return len(self._sampler)
         except TypeError:
             return None
-
-
-def _as_requested(made: list[Made]) -> list[Piece]:
-    return [job.piece(batch) for job, batch in made]
 
 
 def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int) -> Iterator[list[Job]]:
@@ -151,8 +141,7 @@ def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int) -> It
 
 def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int) -> Iterator[list[Made]]:
     """The batches of one pass, `width` of them in each round, made by the loader workers."""
-    asked: deque[Job] = deque()
-    failed: list[Exception] = []
+    asked, failed = deque[Job](), list[Exception]()
 
     def requests() -> Iterator[Request]:
         try:
@@ -164,19 +153,14 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: in
             failed.append(error)
 
     def grouped(batches: Iterator[Any]) -> Iterator[list[Made]]:
-        group = []
-        for batch in batches:
-            # Batches arrive in the order of their requests, which are drawn ahead.
-            group.append((asked.popleft(), batch))
-            if len(group) == width:
-                yield group
-                group = []
+        # Batches arrive in the order of their requests, which are drawn ahead.
+        made = ((asked.popleft(), batch) for batch in batches)
+        while group := list(islice(made, width)):
+            yield group
         if failed:
             raise failed.pop()
 
-    def describe() -> str:
-        return f"the samples with indices {few(asked[0].request.indices)}"
-
+    describe = lambda: f"the samples with indices {few(asked[0].request.indices)}"  # noqa: E731
     return grouped(pool.serve(seed, requests(), describe))
 
 

@@ -1,75 +1,205 @@
-"""Lockstep: ranks that read different parts of a stream take the same number of steps, though the parts end unevenly.
+"""How much was taken of each part of a stream, and ranks that take their parts in step, though these end unevenly.
+
+A part has an address and a position. The address is its number (part w of rank r is number `r * workers + w`) and the
+row of parts that take turns in one stream: all of them, if it is cut by stride. The position is the number of its
+samples that were delivered, and a mark of the stream up to there: of the first sample of each of the stream's rows, by
+its integers and texts; `rest` marks the other values, as long as those are the same in all of these samples.
 
 Each rank announces which batches it has ready: at least one, or its end. So all know how many rounds they can take
-before they must meet again, and how many samples each has. A rank whose part has ended repeats a sample, which does not
-count, as long as another rank has batches. No rank waits for a batch that it does not need yet.
+before they must meet again. A rank whose part has ended repeats a sample, which does not count.
 
-*Threads:* the loop's. All ranks must loop over the loader equally often, and leave it at the same batch.
+*Threads:* the loop's; without other ranks, the reader's.
 
 Invariants:
-1. All ranks meet before the same rounds, since each rank knows what all others have offered.
+1. All ranks meet before the same rounds, since each rank knows what all others have offered. None waits for a batch
+   that it does not need yet.
 2. An error of one rank's source ends the loop on all ranks, after the rounds that were complete.
 3. After its end, for whatever reason, a loop meets no other rank: it ends in the same way again.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
+from collections.abc import Iterable
+from itertools import starmap
 from time import perf_counter_ns
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from unisono.errors import BrokenWorldError, CollectiveMismatchError
+from unisono.errors import BrokenWorldError, CollectiveMismatchError, StateError
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane, Stamps
-from unisono.loaders.sharding import Claim, Rule, Size, check_sizes_known, mark_of
-from unisono.loaders.sources import Begun
-from unisono.loaders.stream_parts import Read, SameStream, StreamPosition
+from unisono.loaders.sharding import Claim, Rule, mark_of
+from unisono.loaders.sources import State
 from unisono.outcome import copy_error
 from unisono.tree import batch_size, can_cut, take, tree_map
 from unisono.world import World
 
-logger = logging.getLogger(__name__)
+Cutter = Literal["caller", "dataset", "worker", "stride"]  # `streams.py` says which of them does when
 
-_Ready = tuple[Size, Read]
-"""A batch of a rank: its size, and what it leaves of the stream."""
+_REMEMBERED = 1024  # positions; more than one reader is ahead of another
+_ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
+_DIFFERENT = (
+    "the ranks or loader workers read different streams, so cutting them by stride would lose and repeat samples; "
+    "shuffle by the epoch (set_epoch), or with the global generators in loader workers (num_workers=1); or let the "
+    "dataset cut itself (get_worker_info(), shard(num_shards, index)); or pass already_sharded=True if each has a part"
+)
+
+
+class Position(NamedTuple):
+    """A number of samples, the marks of the stream up to there, and the dataset's own state, if any. `rest` is 0 if
+    `mark` alone tells the samples apart: other values may be augmented at random."""
+
+    taken: int = 0
+    mark: int = 0
+    rest: int = 0
+    state: Any = None
+
+    def is_of_another(self, other: Position) -> bool:
+        """Whether the two, at the same number, are positions of different streams."""
+        return self.mark != other.mark or (self.rest != other.rest and 0 not in (self.rest, other.rest))
+
+
+class Layer(NamedTuple):
+    """The positions of the parts of `ranks` ranks with `workers` loader workers each. When these numbers change, a
+    second layer divides the samples that the first left over, and so on."""
+
+    ranks: int
+    workers: int
+    parts: tuple[Position, ...]
+
+    def row_of(self, by: Cutter, part: int) -> range:
+        """The parts that take turns in the stream that `part` reads: all; its rank's, where the dataset has cut the
+        stream by ranks; or itself alone."""
+        if by == "stride":
+            return range(len(self.parts))
+        size = self.workers if by == "dataset" else 1
+        return range(part - part % size, part - part % size + size)
+
+
+class Read(NamedTuple):
+    """What a batch leaves: the position of a part of a stream that is cut `by`, and the dataset's own state there."""
+
+    part: int
+    position: Position
+    by: Cutter = "stride"
+    state: Any = None  # known to the part's rank only
+
+
+class StreamPosition(NamedTuple):
+    """A position in a stream that was cut `by`: the last layer is that of the current ranks and workers."""
+
+    by: Cutter = "stride"
+    layers: tuple[Layer, ...] = ()
+
+    @classmethod
+    def of_state(cls, state: State) -> StreamPosition:
+        """Read what `to_state` returned, or the beginning; StateError if it is not a position in a stream."""
+        if not state["offset"]:
+            return cls()
+        try:
+            layers = [Layer(ranks, row, tuple(starmap(Position, parts))) for ranks, row, parts in state["layers"]]
+            return cls(state["by"], tuple(layers))
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError("the state does not say what was read of each part: it is not that of a stream") from error
+
+    def to_state(self) -> State:
+        """The position as plain data."""
+        layers = [[*layer[:2], [[*each] for each in layer.parts]] for layer in self.layers]
+        return {"offset": self.offset, "by": self.by, "layers": layers}
+
+    @property
+    def here(self) -> Layer:
+        return self.layers[-1]
+
+    @property
+    def offset(self) -> int:
+        return sum([each.taken for layer in self.layers for each in layer.parts])
+
+    def parts_of(self, rank: int) -> list[int]:
+        """The parts of a rank, in the order in which they deliver: worker by worker, from the one that is due."""
+        workers = self.here.workers
+        return sorted(range(rank * workers, (rank + 1) * workers), key=lambda part: self.here.parts[part].taken)
+
+    def after(self, reads: Iterable[Read]) -> StreamPosition:
+        parts, by = list(self.here.parts), self.by
+        for read in reads:
+            by, parts[read.part] = read.by, read.position._replace(state=read.state)
+        return StreamPosition(by, (*self.layers[:-1], self.here._replace(parts=tuple(parts))))
+
+    def cut_for(self, ranks: int, workers: int) -> StreamPosition:
+        """The same position, with what is left cut for these numbers of ranks and workers."""
+        if self.layers and self.here[:2] == (ranks, workers):
+            return self
+        # No state of the dataset's own fits other parts.
+        before = [each._replace(parts=tuple(part._replace(state=None) for part in each.parts)) for each in self.layers]
+        return self._replace(layers=(*before, Layer(ranks, workers, (Position(),) * (ranks * workers))))
+
+    def check_cut(self, by: Cutter) -> None:
+        """Check that no sample is lost if `by` cuts the stream from here on. StateError if something else has cut it
+        before; or if the numbers of ranks and workers have changed, and it is not cut by stride."""
+        if self.offset and (by != self.by or (by != "stride" and len(self.layers) > 1)):
+            before, here = self.layers[0], self.here
+            raise StateError(
+                f"the state was saved by {before.ranks} rank(s) with {before.workers} loader worker(s) each, over a "
+                f"stream cut by the {self.by}; here are {here.ranks} with {here.workers}, and it is cut by the {by}; "
+                "resume with the same (only the stride continues with other numbers), or restart the epoch by set_epoch"
+            )
+
+
+class StreamProgress:
+    """How much was delivered of all parts. Those that are read from one stream are compared: by their marks at the same
+    number of samples, and at the end by their lengths, which may differ by `slack`."""
+
+    def __init__(self, position: StreamPosition, slack: int = 1) -> None:
+        self.position, self._slack = position, slack
+        self._marks: dict[tuple[int, int], Position] = {}  # by the row's first part and the number; the latest last
+
+    def add(self, reads: Iterable[Read]) -> None:
+        """Count what batches have left; RuntimeError if another reader has seen another stream."""
+        for read in reads:
+            position = read.position if read.position.taken >= _ALIKE else read.position._replace(rest=0)
+            place = self.position.here.row_of(read.by, read.part).start, position.taken
+            if self._marks.setdefault(place, position).is_of_another(position):
+                raise RuntimeError(_DIFFERENT)
+            if len(self._marks) > _REMEMBERED:
+                del self._marks[next(iter(self._marks))]
+        self.position = self.position.after(reads)
+
+    def check_ends(self) -> None:
+        """Check, at the end of all parts, that the streams that they were cut from by stride were of one length. Parts
+        take turns, so the first ones have one sample more, or, if incomplete batches are dropped, any has `slack`."""
+        taken = [each.taken for each in self.position.here.parts]
+        is_in_turn = taken == sorted(taken, reverse=True) or self._slack > 1
+        if self.position.by == "stride" and not (is_in_turn and max(taken) - min(taken) <= self._slack):
+            raise RuntimeError(_DIFFERENT)
 
 
 class _Offer(NamedTuple):
     """A rank's contribution to the next rounds."""
 
-    start: int  # the number of the epoch's samples before these rounds
-    batches: list[_Ready]  # those that are ready; none if its part has ended, or its source has failed
+    start: tuple[int, int]  # the number of the epoch's samples before these rounds, and that of the rank's workers
+    batches: list[tuple[int, Read]]  # the samples of those that are ready; none if its part has ended, or failed
     has_sample: bool  # to repeat
     failure: str | None  # the error that its source raised
-    workers: int  # at least 1
 
 
 class Lockstep:
-    """The batches of one rank's lane, in step with the other ranks'.
+    """The batches of one rank's lane, of which `ahead` may wait here, in step with the other ranks'. `stream` is the
+    same on every rank, but for the states of the rank's own parts."""
 
-    Args:
-        rule: its `tail` and `fixed_batch_size` determine what happens to rounds for which some rank has no batch.
-        ahead: the number of batches that may wait here, besides those in the lane.
-    """
-
-    def __init__(self, lane: Lane, world: World, rule: Rule, dim: int, ahead: int, begun: Begun) -> None:
+    def __init__(self, lane: Lane, world: World, rule: Rule, dim: int, ahead: int, stream: StreamProgress) -> None:
         self._lane, self._world, self._rule, self._dim, self._ahead = lane, world, rule, dim, ahead
-        self._offset: int = begun.position["offset"]  # the same on every rank
-        self._taken = StreamPosition.of_state(begun.position)  # the same, but for the states of the rank's own parts
-        self._same, self._slack = SameStream(self._taken.here), begun.slack
+        self._stream = stream
         self._own: deque[Delivery] = deque()
-        self._rounds: deque[list[_Ready | None]] = deque()
-        self._spare: Delivery | None = None  # a sample to be repeated: a copy, since the loop may write to its batches
-        self._full = begun.size or 0  # the size to pad to: that of the largest batch so far, if unknown
-        self._wanted = 0  # the size of the first batch of all
+        self._rounds: deque[list[tuple[int, Read] | None]] = deque()
+        self._spare: Delivery | None = None  # to be repeated
         self._end: BaseException | None = None
 
     def receive(self) -> Delivery:
         """Return the next batch, or a repeated sample; as `Lane.receive`. EndOfChannel if no rank has more; otherwise
-        an error is that of `check_offers`, or RuntimeError if the ranks read different streams."""
+        an error is that of `_check_offers`, or RuntimeError if the ranks read different streams."""
         if self._end is not None:
             raise copy_error(self._end)
         try:
@@ -78,54 +208,50 @@ class Lockstep:
             return self._take_round(self._rounds.popleft(), stamps)
         except Exception as error:
             self._end = copy_error(error).with_traceback(None)  # its frames would keep the loader workers alive
+            self._own.clear()
+            self._lane.cancel()  # this rank may have more batches
             raise
 
-    def _take_round(self, offered: list[_Ready | None], stamps: Stamps) -> Delivery:
+    def _take_round(self, offered: list[tuple[int, Read] | None], stamps: Stamps) -> Delivery:
         """Return this rank's batch of a round, or its substitute."""
-        batches = [each for each in offered if each is not None]
-        sizes, reads = [size.samples for size, _ in batches], [read for _, read in batches]
-        self._wanted = self._wanted or sizes[0]
-        if self._rule.fixed_batch_size and (None in offered or set(sizes) != {self._wanted}):
-            logger.warning("fixed_batch_size=True ends the epoch: the next round has batches of %s samples", sizes)
-            self._leave_rest()
+        ready = [each for each in offered if each is not None]
+        sizes, reads = [size for size, _ in ready], [read for _, read in ready]
         if offered[self._world.rank] is not None:
             own = self._own.popleft()
-            self._full = max(self._full, own.claim.samples)
             reads.append(own.position)  # with the dataset's state, which the offer lacks
         else:
             assert self._spare is not None
-            own = self._one_sample_of(self._spare)
-        self._taken = self._taken.after(reads)
-        self._offset += sum(sizes)
-        batch, repeated = self._pad_to_full(own)
-        claim = Claim(own.claim.samples, sum(sizes), mark_of(self._offset), repeated, sum(map(bool, sizes)))
-        return own._replace(batch=batch, claim=claim, position=self._taken.to_state(self._offset), stamps=stamps)
+            own = self._spare_of(self._spare)  # a copy, since the loop may write to its batches
+        self._stream.add(reads)
+        position = self._stream.position.to_state()
+        dealt = sum(map(bool, sizes))
+        claim = own.claim._replace(total=sum(sizes), mark=mark_of(position["offset"]), dealt=dealt)
+        return own._replace(claim=claim, position=position, stamps=stamps)
 
     def _agree_on_rounds(self) -> Stamps:
         """Announce what is ready here, and determine the rounds that all ranks can take."""
         failure = self._receive_ready()
-        ready_at = perf_counter_ns()
-        stamps = self._own[0].stamps if self._own else Stamps()
-        offers: list[_Offer] = self._world.comm.all_gather_object(self._offer_ready(failure))
+        stamps = (self._own[0].stamps if self._own else Stamps())._replace(ready_at=perf_counter_ns())
+        # Without the datasets' states, which concern this rank alone.
+        batches = [(each.claim.samples, each.position._replace(state=None)) for each in self._own]
+        start = self._stream.position.offset, self._stream.position.here.workers
+        offer = _Offer(start, batches, self._spare is not None, failure)
+        offers: list[_Offer] = self._world.comm.all_gather_object(offer)
         # Only after the exchange, in which the peers learn of it: without this rank's offer they would wait.
         if failure is not None:
             self._lane.receive()  # raises it again
-        check_offers(offers)
+        _check_offers(offers)
         going = [offer for offer in offers if offer.batches]
-        for offer in going:
-            for _, read in offer.batches:
-                self._same.compare(read)
         if not going:
-            self._same.check_ends(self._taken, self._slack)
+            self._stream.check_ends()
+        if not going or (len(going) < len(offers) and (self._rule.tail == "drop" or self._rule.fixed_batch_size)):
             raise EndOfChannel
-        if len(going) < len(offers) and self._rule.tail == "drop":
-            self._leave_rest()
         for place in range(min(len(offer.batches) for offer in going)):
             self._rounds.append([offer.batches[place] if offer.batches else None for offer in offers])
         # All ranks decide this from the same offers, so either all or none take part in the broadcast.
         if not all(offer.has_sample for offer in offers):
             self._share_sample(offers.index(going[0]))
-        return stamps._replace(ready_at=ready_at)
+        return stamps
 
     def _receive_ready(self) -> str | None:
         """Receive the batches that are ready, at least one. Return the source's error if no batch precedes it; if one
@@ -135,7 +261,7 @@ class Lockstep:
             while not self._own or (len(self._own) < self._ahead and self._lane.sent > self._lane.received):
                 self._own.append(self._lane.receive())
                 if self._spare is None:
-                    self._spare = self._one_sample_of(self._own[0])
+                    self._spare = self._spare_of(self._own[0])
         except EndOfChannel:
             pass
         except Exception as error:
@@ -143,29 +269,14 @@ class Lockstep:
                 return f"{type(error).__name__}: {error}"
         return None
 
-    def _offer_ready(self, failure: str | None) -> _Offer:
-        # Without the datasets' states, which concern this rank alone.
-        batches = []
-        for batch, _, claim, read, *_ in self._own:
-            size = Size(claim.samples, unsized="" if claim.is_sized else type(batch).__name__)
-            batches.append((size, read._replace(position=read.position._replace(state=None))))
-        return _Offer(self._offset, batches, self._spare is not None, failure, self._taken.here.workers)
-
-    def _pad_to_full(self, own: Delivery) -> tuple[Any, int]:
-        """Return the batch, padded if the rule says so, and how many of its samples are only repeated."""
-        batch, samples = own.batch, own.claim.samples
-        size = batch_size(batch, self._dim) or 1
-        if self._rule.tail != "pad" or size >= self._full or not can_cut(batch, self._dim):
-            return batch, 0 if samples else size
-        self._lane.backend.wait_ready(own.token)
-        return take(batch, [place % size for place in range(self._full)], self._dim), self._full - samples
-
-    def _one_sample_of(self, own: Delivery) -> Delivery:
-        """Return one sample of a batch, to be repeated, or the whole batch if it cannot be cut."""
+    def _spare_of(self, own: Delivery) -> Delivery:
+        """Return a sample of a batch, as often as the rule pads batches to, or the batch if it cannot be cut."""
+        size = batch_size(own.batch, self._dim) or 1
         if can_cut(own.batch, self._dim):
+            size = size if self._rule.tail == "pad" else 1
             self._lane.backend.wait_ready(own.token)
-            own = own._replace(batch=take(own.batch, [0], self._dim))
-        return own._replace(claim=Claim(0, None), nbytes=0)
+            own = own._replace(batch=take(own.batch, [0] * size, self._dim))
+        return own._replace(claim=Claim(0, None, repeated=size), nbytes=0)
 
     def _share_sample(self, root: int) -> None:
         """Send one sample to the ranks that have never received any."""
@@ -174,35 +285,28 @@ class Lockstep:
             assert self._spare is not None
             self._lane.backend.wait_ready(self._spare.token)
             # Via the host: a pickled tensor would name the root's device, and each rank moves it to its own.
-            to_cpu = lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-            sample = tree_map(to_cpu, self._spare.batch), self._own[0].claim.samples
-        batch, size = world.comm.broadcast_object(sample, root)
+            sample = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, self._spare.batch)
+        sample = world.comm.broadcast_object(sample, root)
         if self._spare is None:
-            batch, token = world.backend.to_device(batch, self._lane.device)
+            batch, token = world.backend.to_device(sample, self._lane.device)
             self._spare = Delivery(batch, token, Claim(0, None), {}, 0, Stamps())
-            self._full = max(self._full, size)
-
-    def _leave_rest(self) -> NoReturn:
-        """End the loop, though this rank may have more batches."""
-        self._own.clear()
-        self._lane.cancel()
-        raise EndOfChannel
 
 
-def check_offers(offers: list[_Offer]) -> None:
+def _check_offers(offers: list[_Offer]) -> None:
     """Check that the ranks can take these rounds. All of them see the same offers, so all raise or none does."""
+    first, row = offers[0].start
     for rank, offer in enumerate(offers):
         if offer.failure is not None:
             raise BrokenWorldError(f"the loader of rank {rank} failed with {offer.failure}")
-        if offer.start != offers[0].start:
+        if offer.start != (first, row):
             raise CollectiveMismatchError(
-                f"rank 0 asks for what comes after {offers[0].start} samples of the stream, rank {rank} after "
-                f"{offer.start}; every rank must loop over the loader equally often, and leave it at the same batch"
+                f"rank 0 asks for what comes after {first} samples of the stream with {row} loader worker(s), rank "
+                f"{rank} after {offer.start[0]} with {offer.start[1]}; every rank must have as many workers, loop over "
+                "the loader equally often, and leave it at the same batch"
             )
-    check_sizes_known([size for offer in offers for size, _ in offer.batches])
-    cuts = [f"{offer.batches[0][1].by} for {offer.workers} worker(s)" for offer in offers if offer.batches]
-    if len(set(cuts)) > 1:
+    cutters = sorted({offer.batches[0][1].by for offer in offers if offer.batches})
+    if len(cutters) > 1:
         raise RuntimeError(
-            f"the ranks' streams are cut in different ways ({', '.join(cuts)}), so samples would be lost and "
-            "repeated; let shard, split and num_workers be the same on all ranks"
+            f"the ranks' streams are cut in different ways, by the {' and by the '.join(cutters)}, so samples would be "
+            "lost and repeated; let shard and split be the same on all ranks"
         )

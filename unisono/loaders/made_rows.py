@@ -1,7 +1,6 @@
-"""Rows that a `collate_fn` has made: it may drop samples, or make several rows of one.
-
-A batch counts as many samples as it has rows. Their total is known where one process makes the batches of all ranks;
-elsewhere it is summed when a pass claims it (`parallel/claims.py`). Positions in the epoch count samples.
+"""Rows that a `collate_fn` has made: it may drop samples, or make several rows of one. A batch counts as many samples
+as it has rows; where other processes make other batches, their total is summed when a pass claims it
+(`parallel/claims.py`). Positions in the epoch count samples.
 
 *Threads:* the reader's.
 """
@@ -30,8 +29,7 @@ class Job(NamedTuple):
         return Piece(batch, self.claim, self.position)
 
 
-Made = tuple[Job, Any]
-"""What was to be loaded, and the batch."""
+Made = tuple[Job, Any]  # what was to be loaded, and the batch
 
 
 def unlisted(batch: Any) -> Any:
@@ -87,8 +85,8 @@ def _kind(node: Any) -> Any:
 
 
 class RowCounter:
-    """Counts the rows, along `dim`, of one pass's pieces. `has_own`: a `collate_fn` of the user's makes the batches; if
-    not, other numbers of rows come only of a dataset that fetches many samples at once."""
+    """Counts the rows, along `dim`, of one pass's pieces. `has_own`: a `collate_fn` of the user's makes the batches;
+    else a dataset that fetches many samples at once."""
 
     def __init__(self, has_own: bool, dim: int, rule: Rule) -> None:
         self._rule, self._dim = rule, dim
@@ -99,8 +97,8 @@ class RowCounter:
         self._spare: Piece | None = None  # a row, to be repeated where a batch has none
 
     def count(self, made: Iterator[list[Made]]) -> Iterator[list[Piece]]:
-        """The pieces of each round, with the rows that they have; ValueError if their number is not allowed. On one of
-        several ranks, a batch without any becomes a row of another one, if there is any, that does not count."""
+        """The pieces of each round, with the rows that they have; ValueError if their number is not allowed. On several
+        ranks, a batch without any becomes a row of another one that does not count."""
         waiting: list[list[Piece]] = []  # rounds in which a batch has no row, until there is one
         for jobs in made:
             waiting.append([self._count(job.request, job.piece(batch)) for job, batch in jobs])

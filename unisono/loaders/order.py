@@ -29,11 +29,8 @@ _AT_ONCE = 1 << 22  # indices; some seconds and 100 MB
 
 
 class Batches:
-    """The batches of indices of one epoch after its first `offset` samples; drawn once, to be iterated over once.
-
-    A user's batch that the offset cuts loses its first samples. Without a batch sampler each index is a batch of one.
-    `nominal` is the size of a complete batch; None if it is not known in advance.
-    """
+    """The batches of indices of one epoch after its first `offset` samples, to be iterated over once. Without a batch
+    sampler each index is a batch of one. `nominal` is the size of a complete batch, if it is known in advance."""
 
     def __init__(
         self, sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0, length: int = 0
@@ -45,10 +42,11 @@ class Batches:
             self._batches = _behind(draw(batch_sampler, list), offset)
             return
         size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
-        self.nominal = size
-        order = draw.indices(sampler)
+        self.nominal, order = size, draw.indices(sampler)
         if isinstance(order, Permutation):
-            self._batches = _parts(order, offset, size, drop_last)
+            end = len(order) - (len(order) - offset) % size if drop_last else len(order)
+            # Their indices are computed by the ranks that load them.
+            self._batches = (order[start : min(start + size, end)] for start in range(offset, end, size))
             return
         if isinstance(order, torch.Tensor):
             order = chain.from_iterable(map(torch.Tensor.tolist, order[offset:].split(_CHUNK)))
@@ -67,13 +65,8 @@ def _groups(order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[A
         yield batch
 
 
-def _parts(order: Permutation, offset: int, size: int, drop_last: bool) -> Iterator[Permutation]:
-    """Batches whose indices are computed by the ranks that load them."""
-    end = len(order) - (len(order) - offset) % size if drop_last else len(order)
-    return (order[start : min(start + size, end)] for start in range(offset, end, size))
-
-
 def _behind(batches: Iterable[list[Any]], offset: int) -> Iterator[list[Any]]:
+    """The batches, the first ones without their `offset` samples."""
     for batch in batches:
         if offset < len(batch):
             yield batch[offset:]
@@ -95,9 +88,7 @@ class _Draw:
     """Draws the indices of samplers for one epoch."""
 
     def __init__(self, seed: int, epoch: int, length: int) -> None:
-        self._seed = seed
-        self._epoch = epoch
-        self._length = length
+        self._seed, self._epoch, self._length = seed, epoch, length
 
     def indices(self, sampler: Any) -> Iterable[Any]:
         """The order of a sampler of single indices; a sequence or a tensor if its end is known."""

@@ -1,9 +1,8 @@
 """ParallelLoader and DeviceLoader: batches ready on the device when the loop requests them.
 
 In a world of several processes both take this rank's share of every round (`sharding.py`), unless the loader's own
-sampler already shards it. For a DataLoader over a map-style dataset the indices are sharded, so each rank loads its own
-samples only; one over an iterable dataset is cut by ranks and loader workers (`streams.py`); any other iterable is read
-by every rank, which keeps its part.
+sampler already shards it: by indices (`indexed.py`), by parts of a stream (`streams.py`), or, of any other iterable, by
+reading all and keeping a part.
 
 Ownership: the loader owns a `Pipeline` with its threads. An iterator keeps its loader alive; the threads do not. So
 dropping the last reference stops the threads, and leaving a loop early leaks nothing.
@@ -211,7 +210,7 @@ class ParallelLoader:
         pipeline.start(begun.pieces)
         if self._source.is_uneven:
             ahead = max(self._prefetch // 2, 1)
-            self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, self._begun).receive]
+            self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun.stream).receive]
         else:
             self._receivers = [lane.receive for lane in pipeline.lanes]
 
@@ -256,7 +255,7 @@ class ParallelLoader:
         """Set the epoch of the pass; BusyError if it has begun. Epochs advance automatically: this is for jumps."""
         self._refuse_begun("set_epoch")
         check_integer(epoch, "epoch", 0)
-        self._bookmark.jump(epoch)
+        self._bookmark.seek(epoch, {"offset": 0})
 
     @property
     def devices(self) -> list[str]:
@@ -342,7 +341,7 @@ class DeviceLoader:
     @property
     def _loop(self) -> Progress:
         """The innermost open loop; the last one if none is open."""
-        return next((each for each in reversed(self._loops) if each.rounds and not each.is_over), self._loops[0])
+        return next((each for each in reversed(self._loops) if each.is_open), self._loops[0])
 
     @property
     def epoch(self) -> int:
@@ -359,8 +358,7 @@ class DeviceLoader:
                 "batches only once; pass an iterable that can be iterated again, such as a list or a DataLoader"
             )
         parallel = self._never_begun.again()
-        open_loops = [each for each in self._loops if each.rounds and not each.is_over]
-        self._loops = [*open_loops, parallel._pipeline.lanes[0].progress]
+        self._loops = [*(each for each in self._loops if each.is_open), parallel._pipeline.lanes[0].progress]
         return parallel.iterator(self._device)
 
     def __len__(self) -> int:

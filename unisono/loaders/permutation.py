@@ -9,7 +9,7 @@ right), or the other half likewise; whatever f is, it is its own inverse, so the
 range(2**b). Let x < n, and walk x, P(x), P(P(x)), ...: since P is a bijection of a finite set, the walk comes back to
 x, so it does meet a first number below n after x. Call that Q(x). If Q(x) = Q(y) after j <= k steps, then x is where y
 is after k - j steps; x is below n, and y's walk ends at the first such number, so k = j, and x = y. Hence Q is
-injective on range(n), and so a permutation of it. The inverse walks by the inverse of P, its rounds in reverse order.
+injective on range(n), and so a permutation of it.
 
 More than half of the 2**b numbers are below n, unless n is small, so a walk has fewer than two steps on average.
 """
@@ -61,35 +61,31 @@ class Permutation(Sequence[int]):
     def __getitem__(self, place: int | slice) -> int | Permutation:
         if isinstance(place, slice):
             return Permutation(self._length, self._key, self._places[place])
-        return int(self._walk(numpy.array([self._places[place]], uint64), 1)[0])
+        return int(self._walk(numpy.array([self._places[place]], uint64))[0])
 
     def __iter__(self) -> Iterator[int]:
         chunks = (self._places[begin : begin + _CHUNK] for begin in range(0, len(self), _CHUNK))
         numbers = (numpy.arange(each.start, each.stop, each.step).astype(uint64) for each in chunks)
-        return chain.from_iterable(self._walk(each, 1).tolist() for each in numbers)
+        return chain.from_iterable(self._walk(each).tolist() for each in numbers)
 
-    def places_of(self, indices: Sequence[int]) -> list[int]:
-        """The place of each index in the whole order."""
-        return list(map(int, self._walk(numpy.array(indices, uint64), -1)))
-
-    def _walk(self, ends: _Numbers, direction: int) -> _Numbers:
+    def _walk(self, ends: _Numbers) -> _Numbers:
         bits = max((self._length - 1).bit_length(), _LEAST_BITS)
         keys = [uint64(mixed(self._key, step)) for step in range(_ROUNDS)]
         walking: Any = slice(None)
         while len(numbers := ends[walking]):
-            ends[walking] = numbers = _network(numbers, bits, keys, direction)
+            ends[walking] = numbers = _network(numbers, bits, keys)
             walking = numpy.flatnonzero(ends >= uint64(self._length))
         return ends
 
 
-def _network(numbers: _Numbers, bits: int, keys: Sequence[uint64], direction: int) -> _Numbers:
-    """The permutation of all numbers of `bits` bits, or its inverse for the direction -1."""
+def _network(numbers: _Numbers, bits: int, keys: Sequence[uint64]) -> _Numbers:
+    """The permutation of all numbers of `bits` bits."""
     low = uint64(bits // 2)
     masks = uint64((1 << (bits - bits // 2)) - 1), uint64((1 << bits // 2) - 1)
     halves = numbers >> low, numbers & masks[1]
-    for step in range(len(keys))[::direction]:
+    for step, key in enumerate(keys):
         changed = halves[step % 2]
-        changed ^= _hashed(halves[1 - step % 2], keys[step]) & masks[step % 2]
+        changed ^= _hashed(halves[1 - step % 2], key) & masks[step % 2]
     return (halves[0] << low) | halves[1]
 
 

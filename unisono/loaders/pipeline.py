@@ -52,8 +52,8 @@ _started: WeakSet[Pipeline] = WeakSet()
 
 
 class Stamps(NamedTuple):
-    """The times when the reader requested a round, when it received it, and when the lane had room for its piece; and
-    when the batch had arrived and the loop began to wait for other ranks, if it did."""
+    """When the reader requested a round, when it received it, and when the lane had room for its piece; and when the
+    batch had arrived and the loop began to wait for other ranks, if it did."""
 
     asked_at: int = 0
     loaded_at: int = 0
@@ -61,9 +61,9 @@ class Stamps(NamedTuple):
     ready_at: int = 0
 
     def divide(self, began: int, ended: int) -> Waits:
-        """Split the time that a loop waited for this round, by cause, in nanoseconds: for its peers until the round was
-        requested, and again while the reader waited for room in their lanes before this one's turn came; for the source
-        in between; for the transfer; and for other ranks at the end."""
+        """Split the time that a loop waited for this round, in nanoseconds: for its peers until it was requested, and
+        while the reader waited for room in their lanes; for the source in between; for the transfer; and for other
+        ranks at the end."""
         if self.ready_at:
             ready = max(self.ready_at, began)
             source, transfer, peers = self._replace(ready_at=0).divide(began, ready)
@@ -91,15 +91,11 @@ class Delivery(NamedTuple):
 
 
 class Lane:
-    """The path of the batches to one device.
+    """The path of the batches to one device: `sent` were put into the `entry`, `received` were taken out. `is_direct`:
+    nothing has to be moved, or the loop does it, so that the reader delivers batches itself.
 
     It does not reference the loop's world: that references the error that broke it, whose frames reference the loader,
     which would then never be garbage.
-
-    Attributes:
-        sent, received: the numbers of batches that were put in, and that its loop took out.
-        is_direct: whether nothing has to be moved, or the loop does it, so that the reader delivers batches itself.
-        entry: the channel into which the reader puts.
     """
 
     def __init__(self, pipeline: Pipeline, device: torch.device, backend: Backend, timeline: Timeline) -> None:
@@ -302,11 +298,9 @@ def transfer(lane: Lane) -> None:
 
 
 class Unthreaded:
-    """The batches of one lane without threads: its loop reads and moves them, when it requests them.
-
-    With `prefetch=0` it stays so, as debuggers and database connections expect. Otherwise it stays so while a batch
-    costs less than a change of thread would; then `read_ahead` starts the threads for what is left of the source. Until
-    then the source is read as it would be there: in a context of its own, with gradients enabled.
+    """The batches of one lane without threads: its loop reads and moves them, when it requests them. When a batch costs
+    more than a change of thread would, `read_ahead` starts the threads for what is left of the source. Until then it is
+    read as it would be there: in a context of its own, with gradients enabled.
 
     *Threads:* the loop's. `close` from another one takes effect when the source has returned the round it is reading.
     """

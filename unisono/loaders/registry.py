@@ -1,7 +1,4 @@
-"""Which source reads a user's loader. Each loader of this package counts its own epochs.
-
-Nothing is set on the user's loader, which several may read: for training and for evaluation, for example.
-"""
+"""Which source reads a user's loader. Each loader of this package counts its own epochs; the user's is not changed."""
 
 from __future__ import annotations
 
@@ -13,10 +10,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
-from unisono.loaders.indexed import IndexedSource, is_indexed
+from unisono.loaders.indexed import IndexedSource
 from unisono.loaders.sources import ItemSource, PlainSource, Source, makes_batches_alike
-from unisono.loaders.streams import StreamSource, is_stream
+from unisono.loaders.streams import StreamSource
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -47,10 +45,10 @@ class Sources:
 
 def source_of(loader: Iterable[Any], world: World, dim: int, seed: int | None) -> Source:
     """Return a source for that rank's passes over a loader, whose batches are cut along `dim`, from epoch 0 on."""
-    if is_stream(loader):
-        return StreamSource(loader, world.rank, world.world_size, dim, seed)
-    if not is_indexed(loader):
+    if not makes_batches_alike(loader):
         return PlainSource(loader, dim, seed)
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamSource(loader, world.rank, world.world_size, dim, seed)
     indexed = IndexedSource(loader, seed, dim)
     return ItemSource(indexed, dim) if loader.batch_sampler is None else indexed
 

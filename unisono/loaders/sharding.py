@@ -22,6 +22,7 @@ taken whole and counts as one, and it is unknown which of its rows count.
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,11 +68,7 @@ class Rule:
     @property
     def batches(self) -> int:
         """The number of batches in a complete round."""
-        return 1 if self.shares_batches else self.count
-
-    @property
-    def shares_batches(self) -> bool:
-        return self.split == "global"
+        return 1 if self.split == "global" else self.count
 
     def rounds_of(self, batches: int) -> int:
         """Return the number of rounds in this many batches."""
@@ -150,12 +147,8 @@ class Size(NamedTuple):
 
 
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
-    """Distribute a round of `len(sizes)` batches, 1 to `count` of them, to `count` ranks.
-
-    A full round gives each rank one whole batch. In a short round, neighbouring ranks share a batch as evenly as
-    possible, and the earlier ones take the larger parts. Parts of batches that can be cut are padded to `fill_to`
-    samples. If one batch is of unknown size, all are taken whole, and count as one each.
-    """
+    """Distribute a round of 1 to `count` batches to `count` ranks. In a short round, neighbouring ranks share a batch
+    as evenly as possible, the earlier ones take the larger parts. Parts that can be cut are padded to `fill_to`."""
     if count == 1 and not sizes[0].unsized and not fill_to:  # most loops: spares the rest
         return [Part(0, 0, sizes[0].samples, sizes[0].samples, sizes[0].samples)]
     is_sized = not any(size.unsized for size in sizes)
@@ -205,14 +198,9 @@ def rounds(
     start: int = 0,
     first: int | None = None,
 ) -> Iterator[Round[B]]:
-    """Group a sequence of batches into rounds; ValueError if they must have one size, and one is of unknown size.
-
-    Args:
-        size_of: measures a batch; its second argument says whether the batch will be cut.
-        nominal: the size of a complete batch; None if it is not known in advance.
-        start: the number of the epoch's samples before this sequence.
-        first: the size of the epoch's first batch, if that precedes this sequence.
-    """
+    """Group a sequence of batches into rounds, after `start` samples of the epoch; ValueError if they must have one
+    size, and one is of unknown size. `size_of(batch, is_cut)` measures a batch; `nominal` is the size of a complete
+    one, if known in advance, and `first` that of the epoch's first one, if it precedes this sequence."""
     source = iter(batches)
     # A resumed epoch began with a batch that is not seen here; a full one, unless its size was saved.
     reference = first or (nominal if start else None)
@@ -240,7 +228,7 @@ def rounds(
             return
         if is_tail and rule.tail == "drop":
             return
-        full = -(-largest // rule.count) if rule.shares_batches else largest
+        full = -(-largest // rule.count) if rule.split == "global" else largest
         parts = deal(sizes, rule.count, full if rule.tail == "pad" else 0)
         before, samples = sizes, sum(size.samples for size in sizes)
         yield Round(group, sizes, parts, start, start := start + samples)
@@ -251,8 +239,8 @@ def check_sizes_known(sizes: Sequence[Size]) -> None:
     if unsized := next((size.unsized for size in sizes if size.unsized), None):
         raise ValueError(
             f"a batch of class {unsized} does not say how many samples it holds, as it must with fixed_batch_size=True "
-            "and in a stream of several ranks; let the DataLoader make the batches, with a batch_size and a "
-            "collate_fn, or yield tensors with the samples along batch_dim, in dicts, lists or tuples"
+            "and in a stream of several ranks; let the DataLoader make the batches, by a batch_size, or yield tensors "
+            "with the samples along batch_dim, in dicts, lists or tuples"
         )
 
 
@@ -284,41 +272,27 @@ def mark_of(*content: Any) -> int:
     return zlib.crc32(repr(content).encode())
 
 
-def glimpse(batch: Any) -> list[Any]:
-    """A few integers and texts of a loaded batch, which distinguish it from others at little cost.
-
-    Fractions and single bytes are ignored: they may be images, which each rank may augment differently.
-    """
-    seen = (_corner(leaf) if is_array(leaf) else leaf for leaf in leaves(batch))
-    return list(islice((each for each in seen if isinstance(each, str | int | list)), 4))
-
-
-def values_of(sample: Any) -> list[Any]:
-    """A few values of a sample, of any kind."""
-    found: list[Any] = []
-    for leaf in leaves(sample):
-        if isinstance(leaf, str | Number):
-            found.append(leaf)
-        elif isinstance(leaf, bytes):
-            found.append(zlib.crc32(leaf))
-        elif is_array(leaf) and _is_plain_array(leaf):  # another object's text may be its address
-            flat = leaf.reshape(-1)
-            found.append(flat[:: max(len(flat) // _SEEN, 1)].tolist())
-    return found[:8]
+def glimpse(batch: Any, of_all: bool = False) -> list[Any]:
+    """A few integers and texts of a loaded batch or a sample, which distinguish it from others at little cost; if
+    `of_all`, fractions and bytes, too: they may be images, which each rank may augment differently."""
+    found = []
+    for leaf in leaves(batch):
+        seen = _corner(leaf, of_all) if is_array(leaf) else leaf
+        if isinstance(seen, str | int | list) or (of_all and isinstance(seen, Number | bytes)):
+            found.append(zlib.crc32(seen) if isinstance(seen, bytes) else seen)
+    return found[: 8 if of_all else 4]
 
 
-def _corner(array: Any) -> Any:
-    """A few integers of a plain tensor or array; None if it has none."""
+def _corner(array: Any, of_all: bool) -> Any:
+    """A few integers of a plain tensor or array, or values from all of it; None if it has none."""
     if isinstance(array, torch.Tensor):
+        is_plain = array.layout is torch.strided and not (array.is_nested or array.is_meta or array.is_quantized)
         is_whole = array.dtype in (torch.int16, torch.int32, torch.int64)
     else:
+        is_plain = array.dtype.kind in "biufcU"  # another object's text may be its address
         is_whole = array.dtype.kind in "iU" and array.itemsize >= 2
-    if not is_whole or not _is_plain_array(array):
+    if not is_plain or not (is_whole or of_all):
         return None
+    if of_all:
+        return array.reshape(-1)[:: max(math.prod(array.shape) // _SEEN, 1)].tolist()
     return array[(slice(0, 1),) * (array.ndim - 1) + (slice(0, 8),) * (array.ndim > 0)].tolist()
-
-
-def _is_plain_array(array: Any) -> bool:
-    if isinstance(array, torch.Tensor):
-        return array.layout is torch.strided and not (array.is_nested or array.is_meta or array.is_quantized)
-    return array.dtype.kind in "biufcU"

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from unisono.arguments import check_integer
 from unisono.errors import StateError
-from unisono.loaders.sharding import Claim, Piece, Round, Rule, Size, cut, glimpse, mark_of, measure, rounds
+from unisono.loaders.sharding import Claim, Piece, Round, Rule, cut, glimpse, mark_of, measure, rounds
 from unisono.tree import take
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,12 @@ Loaded = tuple[Any, int | None]
 
 
 class Begun(NamedTuple):
-    """A pass: its epoch, the position where it begins, its rounds, the size of a complete piece, if known, and the
-    number of samples by which parts of one stream may differ at its end."""
+    """A pass: its epoch, the position where it begins, its rounds, and the `StreamProgress`, if it is of a stream."""
 
     epoch: int
     position: State
     pieces: Iterator[list[Piece]]
-    size: int | None = None
-    slack: int = 1
+    stream: Any = None
 
 
 class Progress:
@@ -63,13 +61,8 @@ class Progress:
         self.is_left = False
 
     @property
-    def is_over(self) -> bool:
-        return self.has_ended or self.is_left
-
-    def advance(self, position: Any, claim: Claim) -> None:
-        """Record that one more batch was delivered."""
-        self.rounds += 1
-        self.position, self.claim = position, claim
+    def is_open(self) -> bool:
+        return self.rounds > 0 and not self.has_ended and not self.is_left
 
 
 def makes_batches_alike(loader: Any) -> TypeGuard[DataLoader[Any]]:
@@ -140,8 +133,7 @@ class Bookmark:
     """The progress of the last pass begun over a source, or the beginning of the next one."""
 
     def __init__(self, source: Source, rule: Rule) -> None:
-        self._source = source
-        self._rule = rule
+        self._source, self._rule = source, rule
         self._begun: Begun | None = None
         self._progress: Sequence[Progress] = ()
 
@@ -156,13 +148,10 @@ class Bookmark:
     def load(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin at a saved state; StateError if it is not the state of such a source."""
         check_state(state, self._source)
-        position = {name: value for name, value in state.items() if name not in _FACTS}
-        self._source.seek(state["epoch"], position, self._rule)
-        self._begun = None
+        self.seek(state["epoch"], {name: value for name, value in state.items() if name not in _FACTS})
 
-    def jump(self, epoch: int) -> None:
-        """Let the next pass be `epoch`, from its beginning."""
-        self._source.seek(epoch, {"offset": 0}, self._rule)
+    def seek(self, epoch: int, position: State) -> None:
+        self._source.seek(epoch, position, self._rule)
         self._begun = None
 
 
@@ -173,19 +162,12 @@ def state_behind(source: Source, begun: Begun | None, progress: Sequence[Progres
     else:
         behind = min(progress, key=lambda each: each.rounds)
         epoch, position = begun.epoch, behind.position or begun.position
-    return {
-        "version": _VERSION,
-        "epoch": epoch,
-        "seed": source.seed,
-        "length": source.length,
-        "order": source.order,
-        **position,
-    }
+    facts = _VERSION, epoch, source.seed, source.length, source.order
+    return {**dict(zip(_FACTS, facts, strict=True)), **position}
 
 
 def check_state(state: Mapping[str, Any], source: Source) -> None:
-    """Raise StateError if it is not a loader's state, or belongs to another version, dataset, seed or class of sampler,
-    in this order."""
+    """StateError if it is not a loader's state, or of another version, dataset, seed or sampler, in this order."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError(f"state={state!r:.200} is not what a loader's state_dict() returns")
     if state["version"] != _VERSION:
@@ -194,19 +176,16 @@ def check_state(state: Mapping[str, Any], source: Source) -> None:
             "version of unisono that saved it, or restart the epoch with set_epoch",
             "version",
         )
-    missing = [name for name in ("epoch", "seed", "length", "offset") if name not in state]
-    if missing:
-        raise StateError(f"the state has no {', '.join(missing)}: it is not what a loader's state_dict() returns")
-    for name in ("epoch", "offset", "batches"):  # "batches" exists only in some positions
-        number = state.get(name, 0)
+    for name in ("epoch", "offset", "batches"):
+        number = state.get(name, 0 if name == "batches" else None)  # which exists only in some positions
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise StateError(f"the state's {name} is {number!r}; it must be an integer of at least 0")
     for name, here, way_out in (
         ("length", source.length, "load it over the same dataset, or begin an epoch with set_epoch"),
-        ("seed", source.seed, f"pass seed={state['seed']}"),
+        ("seed", source.seed, f"pass seed={state.get('seed')}"),
         ("order", source.order, "use the same shuffle= or sampler="),
     ):
-        if (saved := state.get(name, here)) != here:
+        if (saved := state.get(name)) != here:
             raise StateError(
                 f"the state was saved with {name}={saved!r}, this loader has {name}={here!r}, so the order would "
                 f"differ; {way_out}",
@@ -215,17 +194,13 @@ def check_state(state: Mapping[str, Any], source: Source) -> None:
 
 
 class PlainSource(Source):
-    """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank.
-
-    It resumes through the iterable's own `state_dict` if it has one, else by reading and discarding the samples that
-    were delivered before. The seed is only saved in the state, and compared on loading.
-    """
+    """Any iterable of batches. Every rank reads all of it and keeps its part, so it must be the same on every rank. The
+    seed is only saved in the state, and compared on loading."""
 
     def __init__(self, loader: Iterable[Any], dim: int, seed: int | None = None) -> None:
         super().__init__(getattr(loader, "dataset", None), seed or 0)
         self._loader: Any = loader
-        self._dim = dim
-        self._is_stateful = is_stateful(loader)
+        self._dim, self._is_stateful = dim, is_stateful(loader)
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
         before, first = position.get("batches", 0), position.get("first")
@@ -255,10 +230,8 @@ class PlainSource(Source):
             self._loader.load_state_dict(copy.deepcopy(position["loader"]))
             done = 0
         elif done:
-            logger.warning(
-                "the loop resumes after %d samples of %s, which has no state_dict: they are read and discarded",
-                done, type(self._loader).__name__,
-            )  # fmt: skip
+            kind = type(self._loader).__name__
+            logger.warning("the loop reads and discards the first %d samples of %s: it has no state_dict", done, kind)
         return _behind(zip(iter(self._loader), repeat(None)), done, self._dim)
 
 
@@ -314,26 +287,19 @@ def rounds_of_loaded(
     behind: Callable[[int, int, int], Any],
     first: int | None = None,
 ) -> Iterator[list[Piece]]:
-    """The pieces that this process keeps of each round of loaded batches.
-
-    Args:
-        offset: the number of the epoch's samples before these batches.
-        behind: returns the position after a round, from three arguments: the number of the epoch's samples up to its
-            end, the number of these batches read so far, and the size of the epoch's first batch.
-        first: the size of the epoch's first batch, if that precedes these batches; also the size to pad to.
-    """
-
+    """The pieces that this process keeps of each round of loaded batches, after `offset` samples of the epoch.
+    `behind(samples, batches, first)` is the position after a round: after so many samples of the epoch and so many of
+    these batches; `first` is the size of the epoch's first batch, also the size to pad to."""
     done = 0
     is_marked = rule.count > len(rule.kept)  # other processes read the round too
     start = offset // rule.shards
-    size_of: Callable[[Loaded, bool], Size] = lambda each, is_cut: measure(each[0], dim, each[1], is_cut)  # noqa: E731
-    for dealt in rounds(loaded, rule, size_of, None, start, first):
+    for dealt in rounds(loaded, rule, lambda each, is_cut: measure(each[0], dim, each[1], is_cut), None, start, first):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
         done += len(batches)
         position = behind(dealt.stop * rule.shards, done, first)
-        whole = Round(batches, *dealt[1:])
         mark = mark_of(dealt.start, dealt.sizes, [glimpse(batch) for batch in batches]) if is_marked else 0
+        whole = Round(batches, *dealt[1:])
         pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept]
         if rule.shards > 1:  # no rank knows the whole round's size, so this rank's claim has no total
             pieces = [piece._replace(claim=piece.claim._replace(total=None)) for piece in pieces]
@@ -347,18 +313,14 @@ class SampleGenerator(Generic[T]):
 
     def __init__(self, data: T, sample_count: int) -> None:
         check_integer(sample_count, "sample_count", 0)
-        self._data = data
-        self._sample_count = sample_count
-        self._taken = 0
+        self._data, self._sample_count = data, sample_count
+        self._left = repeat(data, sample_count)
 
     def __len__(self) -> int:
         return self._sample_count
 
     def __iter__(self) -> Iterator[T]:
-        return (self._data for _ in range(self._sample_count))
+        return repeat(self._data, self._sample_count)
 
     def __next__(self) -> T:
-        if self._taken >= self._sample_count:
-            raise StopIteration
-        self._taken += 1
-        return self._data
+        return next(self._left)

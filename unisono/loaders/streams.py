@@ -8,123 +8,117 @@ The stream is cut into parts by the first of these that can:
 4. the stride: part p of P takes the samples p, P + p, 2P + p, ... of the stream that all of them read.
 
 The stride assumes that all parts read the same stream. So the workers' random number generators are seeded alike, and
-what the parts have seen is compared.
+what the parts have seen is compared. `lockstep.py` says what a part is, and counts what was taken of each.
 
-*Threads:* the reader's; `stream_parts.py` runs in loader workers.
+*Threads:* the reader's. `PartReader` runs in loader workers too, in their main threads, which may seed the process's
+generators; the reader's must not.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, TypeGuard
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from unisono.errors import StateError
+from unisono.loaders.fetcher import collated
+from unisono.loaders.lockstep import Cutter, Position, Read, StreamPosition, StreamProgress
 from unisono.loaders.made_rows import num_rows, unlisted
-from unisono.loaders.sharding import Rule
-from unisono.loaders.sources import Begun, Loaded, Source, State, makes_batches_alike, rounds_of_loaded
-from unisono.loaders.stream_parts import Cutter, Made, PartReader, Read, SameStream, StreamPosition
-from unisono.loaders.workers import WorkerPool
-from unisono.randomness import seed_of
+from unisono.loaders.packing import Packed
+from unisono.loaders.sharding import Rule, check_sizes_known, glimpse, mark_of, measure
+from unisono.loaders.sources import Begun, Loaded, Source, State, is_stateful, rounds_of_loaded
+from unisono.loaders.workers import WorkerPool, use_worker_info
+from unisono.randomness import mixed, seed_all, seed_of
+from unisono.world import answer_as_one_rank
 
 logger = logging.getLogger(__name__)
+
+_END: Any = object()
+_OTHER = (
+    "the state was saved over another stream: what was delivered is not what is read now; load it over the same data "
+    "in the same order (shuffled by the epoch, or by the global generators with num_workers=1), or restart by set_epoch"
+)
 
 
 class StreamSource(Source):
     """A DataLoader over an iterable dataset, epoch after epoch. The user's loader is neither modified nor kept alive:
-    the caller of `begin` holds it. If `seed` is None, it is that of the loader's generator, or 0.
-
-    *Threads:* several may begin a pass.
-    """
+    the caller of `begin` holds it. If `seed` is None, it is that of the loader's generator, or 0."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, dim: int, seed: int | None) -> None:
         own_seed = loader.generator.initial_seed() if loader.generator else 0
-        length = None
-        with suppress(TypeError, NotImplementedError):
-            length = range(len(loader.dataset))  # type: ignore[arg-type]
-        super().__init__(length, own_seed if seed is None else seed)
-        self._loader = weakref.ref(loader)
+        super().__init__(loader.dataset, own_seed if seed is None else seed)
+        self._loader: Callable[[], Any] = weakref.ref(loader)
         self._rank, self._ranks, self._dim = rank, ranks, dim
-        self._workers = max(loader.num_workers, 1)
         self.is_uneven = ranks > 1
-        self._persistent: tuple[Any, WorkerPool, PartReader] | None = None
+        self._persistent: tuple[Rule, WorkerPool, PartReader] | None = None
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
         """The loader workers are started in the calling thread. With several ranks, the position of a piece is the
-        `Read` of its batch, for `Lockstep`.
-
-        Raises:
-            ValueError: the ranks cannot share a global batch equally.
-        """
-        offset, loader = position["offset"], self._require_loader()
-        before = StreamPosition.of_state(position) if offset else None
+        `Read` of its batch, for `Lockstep`."""
+        before, loader = StreamPosition.of_state(position), self._loader()
         dataset, by = self._cut_by_rank(loader.dataset, rule, before)
-        start = taken = (before or StreamPosition(by)).cut_for(self._ranks, self._workers)
-        if by in ("caller", "dataset"):  # what cuts the others is known only with their first sample
-            taken.check_cut(by)
-        if offset and any(taken.here.parts[part].state is None for part in taken.parts_of(self._rank)):
-            words = (
-                "rank %d resumes the stream by reading and discarding what was delivered before: no state_dict of it"
+        taken = (before if before.offset else StreamPosition(by)).cut_for(self._ranks, max(loader.num_workers, 1))
+        if before.offset and any(taken.here.parts[part].state is None for part in taken.parts_of(self._rank)):
+            logger.warning("rank %d resumes the stream by reading and discarding what was delivered", self._rank)
+        size, sharing = loader.batch_size, self._ranks if rule.split == "global" and not rule.is_cut else 1
+        if size and size % sharing:
+            raise ValueError(
+                f"batch_size={size} with split='global' does not divide among world_size={sharing}, as it must over an "
+                "iterable dataset; pass a batch_size that is a multiple of it, or split='rank'"
             )
-            logger.warning(words + " was saved for these workers", self._rank)
-        size = loader.batch_size
-        if size is not None and rule.shares_batches and not rule.is_cut:
-            if size % self._ranks:
-                raise ValueError(
-                    f"batch_size={size} with split='global' does not divide among world_size={self._ranks}, as it must "
-                    "over an iterable dataset; pass a batch_size that is a multiple of it, or split='rank'"
-                )
-            size //= self._ranks
+        size = size and size // sharing
         drop_last = loader.drop_last or rule.tail == "drop"
-        slack = size if drop_last and size else 1
-        init = loader.worker_init_fn
-        reader = PartReader(dataset, loader.collate_fn, size, drop_last, init, self._rank, by, self.seed, taken)
-        made, full = self._make_batches(loader, reader, epoch), size if rule.tail == "pad" else None
+        init, dim = loader.worker_init_fn, self._dim
+        reader = PartReader(dataset, loader.collate_fn, dim, size, drop_last, init, self._rank, by, self.seed, taken)
+        made = self._make_batches(loader, reader, rule, epoch)
+        stream = StreamProgress(taken, size if drop_last and size else 1)
         read: Read | None = None  # of the last batch
 
         def loaded() -> Iterator[Loaded]:
-            nonlocal taken, read
-            same = SameStream(start.here)
-            for batch, samples, read in made:
-                if not self.is_uneven:  # otherwise these are matters of all ranks
-                    same.compare(read)
-                    taken = taken.after([read])
-                yield unlisted(batch), None if samples is None else num_rows(batch, samples, self._dim)
+            nonlocal read
+            for batch, rows, read in made:
+                if self.is_uneven:  # `Lockstep` counts what all ranks have taken
+                    check_sizes_known([measure(batch, dim, rows, is_cut=False)])
+                else:
+                    stream.add([read])
+                yield batch, rows
             if not self.is_uneven:
-                same.check_ends(taken, slack)
+                stream.check_ends()
 
-        def behind(offset: int, *_: int) -> Any:
-            return read if self.is_uneven else taken.to_state(offset)
+        def behind(*_: int) -> Any:
+            return read if self.is_uneven else stream.position.to_state()
 
-        # The ranks' rounds are made in lockstep.
-        pieces = rounds_of_loaded(loaded(), Rule() if self.is_uneven else rule, self._dim, offset, behind, full)
-        return Begun(epoch, start.to_state(offset), pieces, full, slack)
+        if self.is_uneven:  # a round is one batch of this rank
+            rule = Rule(tail=rule.tail, fixed_batch_size=rule.fixed_batch_size)
+        full = size if rule.tail == "pad" else None
+        pieces = rounds_of_loaded(loaded(), rule, dim, before.offset, behind, full)
+        return Begun(epoch, taken.to_state(), pieces, stream)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """As in `Source`: the position says how much was read of each part."""
-        if position["offset"]:
-            StreamPosition.of_state(position)
-        super().seek(epoch, position if position["offset"] else {"offset": 0}, rule)
+        StreamPosition.of_state(position)
+        super().seek(epoch, position, rule)
 
     def num_rounds(self, rule: Rule) -> int:
-        return rule.rounds_of(len(self._require_loader()))
+        return rule.rounds_of(len(self._loader()))
 
-    def _require_loader(self) -> DataLoader[Any]:
-        loader = self._loader()
-        assert loader is not None
-        return loader
-
-    def _cut_by_rank(self, dataset: Any, rule: Rule, before: StreamPosition | None) -> tuple[Any, Cutter]:
-        """This rank's stream, and what cuts it; `before` is the position in an epoch that has begun."""
+    def _cut_by_rank(self, dataset: Any, rule: Rule, before: StreamPosition) -> tuple[Any, Cutter]:
+        """This rank's stream from `before` on, and what cuts it."""
         rank, ranks = self._rank, self._ranks
         if rule.is_cut:
             return dataset, "caller"
         # An epoch begun by stride goes on by stride: parts that the dataset cuts hold other samples.
-        if ranks == 1 or (before is not None and before.by == "stride"):
+        if ranks == 1 or (before.offset and before.by == "stride"):
             return dataset, "stride"
         if getattr(dataset, "_distributed", None) is not None or _cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"  # by datasets.distributed.split_dataset_by_node, or by itself
@@ -137,24 +131,18 @@ class StreamSource(Source):
                 return part, "dataset"
         return dataset, "stride"
 
-    def _make_batches(self, loader: DataLoader[Any], reader: PartReader, epoch: int) -> Iterator[Made]:
+    def _make_batches(self, loader: DataLoader[Any], reader: PartReader, rule: Rule, epoch: int) -> Iterator[Made]:
         if not loader.num_workers:
             return reader.made(epoch)
-        key, is_begun = (reader.by, reader.size), reader.taken.is_begun
-        before, pool, kept = self._persistent or (None, None, reader)
-        if pool is not None and pool.is_idle and before == key and not is_begun:
-            reader = kept
+        kept = None if reader.taken.offset else self._persistent  # a resumed pass has other parts than the next one
+        if kept is not None and kept[0] == rule and kept[1].is_idle:
+            _, pool, reader = kept
         else:
             pool = WorkerPool(loader, reader, reader.start)
-            # A resumed pass has other parts than the next one.
-            self._persistent = (key, pool, reader) if loader.persistent_workers and not is_begun else None
+            stay = loader.persistent_workers and not reader.taken.offset
+            self._persistent = (rule, pool, reader) if stay else None
         reader.set_epoch(epoch)
-        return pool.serve(seed_of(self.seed, epoch, "workers"))
-
-
-def is_stream(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the loader is a DataLoader over an iterable dataset whose batches are made here."""
-    return makes_batches_alike(loader) and isinstance(loader.dataset, IterableDataset)
+        return pool.serve(seed_of(self.seed, epoch, "workers", self._rank))
 
 
 def _cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
@@ -169,3 +157,182 @@ def _cuts_by_node(dataset: Any, rank: int, ranks: int) -> bool:
         return False
     seen: Any = import_module("streaming.base.world").World.detect()
     return (seen.rank, seen.num_ranks) == (rank, ranks)
+
+
+Made = tuple[Any, int | None, Read]  # a batch of one part, its number of rows, if that is known, and what it leaves
+
+
+@dataclass(eq=False)
+class PartReader(IterableDataset[Packed]):
+    """The dataset that a loader worker sees: packed batches of its part. In process, `made` yields them unpacked."""
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    dim: int  # along which rows lie
+    size: int | None  # None if each item of the dataset is a batch
+    drop_last: bool
+    init: Callable[[int], None] | None  # the user's worker_init_fn
+    rank: int
+    by: Cutter  # "stride" becomes "worker" if the dataset turns out to use `get_worker_info()`
+    seed: int
+    taken: StreamPosition  # where the pass begins for which the workers are started
+
+    def __post_init__(self) -> None:
+        # The epoch, shared with persistent workers. On the CPU even if the user has set another default device.
+        self.cell = torch.zeros(1, dtype=torch.int64, device=torch.default_generator.device).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the workers' next pass, before they begin it. The dataset's, too: workers that share its
+        memory (HuggingFace's) would change it all at once, and add it up."""
+        self.cell.fill_(epoch)
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def start(self, worker: int) -> None:
+        """The worker_init_fn: tell the dataset which part it reads, then call the user's function."""
+        info: Any = get_worker_info()
+        part, row = self.taken.parts_of(self.rank)[worker], self.taken.here.workers
+        number = part % row
+        if self.by == "stride":
+            number, row = part, len(self.taken.here.parts)
+            answer_as_one_rank()
+        use_worker_info(AskedInfo(id=number, row=row, seed=info.seed, dataset=self.dataset, worker=worker))
+        if self.init is not None:
+            self.init(number)
+
+    def __iter__(self) -> Iterator[Packed]:
+        info: Any = get_worker_info()
+        try:
+            for made in self.made(int(self.cell), info.worker, info):
+                yield Packed(made, "samples of a stream")
+        except Exception as error:
+            # Yielded, not raised: torch would send it as text, and lose its type.
+            yield Packed(error=error)
+
+    def made(self, epoch: int, worker: int = 0, asked: AskedInfo | None = None) -> Iterator[Made]:
+        """The batches of the part that `worker` reads. `asked` records whether the dataset uses `get_worker_info()`."""
+        part = PartSamples(self, self.taken.parts_of(self.rank)[worker], asked)
+        samples = part.samples(epoch)
+        try:
+            while chunk := list(islice(samples, self.size or 1)):
+                if self.size is None:
+                    yield self.collate(chunk[0]), None, part.read()
+                elif len(chunk) == self.size or not self.drop_last:
+                    batch = collated(self.collate, chunk)
+                    yield unlisted(batch), num_rows(batch, len(chunk), self.dim), part.read()
+        except Exception as error:
+            error.add_note(f"after {part.seen[0][0]} samples of the stream that part {part.number} reads")
+            raise
+
+
+class AskedInfo(SimpleNamespace):
+    """The result of `get_worker_info()` in a worker over a stream, which is number `worker` of its rank. It records
+    whether `num_workers` was read. If the stream is common to all ranks, their workers count as one row."""
+
+    was_asked = False
+    is_late = False  # since the stream was cut otherwise
+
+    @property
+    def num_workers(self) -> int:
+        if self.is_late:
+            raise RuntimeError(
+                f"the {type(self.dataset).__name__} asks get_worker_info() for the number of workers only after it has "
+                "yielded samples; let it ask before the first, or pass already_sharded=True"
+            )
+        self.was_asked = True
+        return int(self.row)
+
+
+class PartSamples:
+    """The samples of part `number` of a stream that were not taken before, in their order. What is read again is
+    compared before anything that follows it is yielded."""
+
+    def __init__(self, reader: PartReader, number: int, asked: AskedInfo | None) -> None:
+        self._reader, self.number, self._asked = reader, number, asked
+        self._layers, self._position = reader.taken.layers, reader.taken.here.parts[number]
+        state = self._position.state
+        # For each layer: the samples that have reached it, their marks, and a mark of the first of them.
+        self.seen = [tuple(each) for each in state["seen"]] if state else [(0, 0, 0, 0)] * len(self._layers)
+        self._has_ended = bool(state) and state["dataset"] is None
+        self._is_stateful = is_stateful(reader.dataset) and not _has_shuffle_buffer(reader.dataset)
+        self._by: Cutter | None = None  # known once the first sample is read, and so are
+        self._rows: list[range] = []  # those of each layer
+
+    def samples(self, epoch: int) -> Iterator[Any]:
+        if self._has_ended:
+            return
+        reader, asked = self._reader, self._asked
+        # Until the first sample is read, all parts are seeded alike; then those that read the same stream.
+        seed = seed_of(reader.seed, epoch)
+        if asked is not None:
+            asked.is_late = False
+            seed_all(seed)  # before `iter`, in which many datasets shuffle
+        reader.set_epoch(epoch)
+        if state := self._position.state:
+            reader.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+            seed = self._seed(epoch, reader.taken.by)
+        source = iter(reader.dataset)
+        while True:
+            if asked is not None:
+                seed_all(mixed(seed, self.seen[0][0]))
+            sample = next(source, _END)
+            if self._by is None:
+                self._by = reader.by
+                if asked is not None and reader.by != "caller":
+                    asked.is_late = not asked.was_asked
+                    self._by = "worker" if asked.was_asked else reader.by
+                reader.taken.check_cut(self._by)
+                self._rows = [layer.row_of(self._by, self.number) for layer in self._layers]
+                seed = self._seed(epoch, self._by)
+            if sample is _END:
+                break
+            if self._is_own(sample):
+                yield sample
+        self._has_ended = True
+        for (number, *_), layer, row in zip(self.seen, self._layers, self._rows, strict=True):
+            # Is the stream shorter than what was delivered of it?
+            if number < max((layer.parts[part].taken - 1) * len(row) + turn + 1 for turn, part in enumerate(row)):
+                raise StateError(_OTHER)
+
+    def _seed(self, epoch: int, by: Cutter) -> int:
+        return seed_of(self._reader.seed, epoch, self._reader.taken.here.row_of(by, self.number).start)
+
+    def read(self) -> Read:
+        """What the samples leave that were yielded so far."""
+        state = None
+        if self._is_stateful:
+            # With a copy, since some datasets return what they go on modifying. At the end there is none: it might
+            # be that of a new beginning.
+            own = None if self._has_ended else copy.deepcopy(self._reader.dataset.state_dict())
+            state = {"dataset": own, "seen": [list(each) for each in self.seen]}
+        return Read(self.number, self._position, self._by or self._reader.by, state)
+
+    def _is_own(self, sample: Any) -> bool:
+        """Count a sample as read. Return whether it belongs to this part and was not taken before."""
+        part, position = self.number, self._position
+        for place, (layer, row) in enumerate(zip(self._layers, self._rows, strict=True)):
+            # Each layer numbers the samples that the layers before it left over; its parts take turns.
+            number, mark, rest, first = self.seen[place]
+            turn, part = number // len(row), row[number % len(row)]
+            if part == row.start:
+                known = glimpse(sample) or glimpse(sample, of_all=True)
+                mark, own = mark_of(mark, known), mark_of(known)
+                first = first or own
+                rest = mark_of(rest, glimpse(sample, of_all=True)) if own == first and (rest or not number) else 0
+            self.seen[place] = number + 1, mark, rest, first
+            position, before = Position(turn + 1, mark, rest), layer.parts[part]
+            if position.taken <= before.taken:
+                if position.taken == before.taken and position.is_of_another(before):
+                    raise StateError(_OTHER)
+                return False
+        if part == self.number:
+            self._position = position
+        return part == self.number
+
+
+def _has_shuffle_buffer(examples: Any) -> bool:
+    """Whether a streamed HuggingFace dataset shuffles in a buffer, whose contents its state does not include."""
+    inner = [getattr(examples, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    inner += getattr(examples, "ex_iterables", ())
+    is_buffer = "BufferShuffled" in type(examples).__name__
+    return is_buffer or any(_has_shuffle_buffer(each) for each in inner if each is not None)

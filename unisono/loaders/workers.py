@@ -58,16 +58,12 @@ class RemoteFetcher:
             return Packed(error=error)
         return Packed(batch, f"the samples with indices {few(request.indices)}")
 
-    def __len__(self) -> int:  # asked by samplers that are never used
-        return 0
-
 
 class WorkerStart:
     """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code the user's dataset."""
 
     def __init__(self, dataset: Any, init: Callable[[int], None] | None) -> None:
-        self._dataset = dataset
-        self._init = init
+        self._dataset, self._init = dataset, init
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
@@ -85,9 +81,7 @@ def use_worker_info(info: Any) -> None:
 
 
 class WorkerPool:
-    """The workers of a user's DataLoader over a dataset that returns packed values; always in order.
-
-    Nothing is pinned here: memory is pinned when a batch is moved to a device that benefits. `start` is the
+    """The workers of a user's DataLoader over a dataset that returns packed values, in order. `start` is the
     worker_init_fn, which calls the user's.
 
     *Threads:* any. Passes may overlap: persistent workers serve the next pass only if the one before has ended.
@@ -142,8 +136,7 @@ class WorkerPool:
 
 
 def _revive(loader: DataLoader[Any]) -> bool:
-    """Whether the idle workers of a DataLoader can serve a pass: torch would notice a dead one in each pass anew, and
-    only after 5 s."""
+    """Whether the idle workers of a DataLoader can serve a pass: torch would notice a dead one only after 5 s."""
     iterator: Any = getattr(loader, LOADER_ITERATOR)
     vars(iterator).pop(TRY_GET_DATA, None)  # that of the last pass, whose time may be over
     return all(worker.is_alive() for worker in getattr(iterator, WORKERS))
@@ -162,8 +155,7 @@ class _Wait:
     """A pass's wait for its next batch, `timeout_s` at most unless that is 0; `describe` as for `WorkerPool.serve`."""
 
     def __init__(self, timeout_s: float, describe: Callable[[], str]) -> None:
-        self._timeout_s = timeout_s
-        self._describe = describe
+        self._timeout_s, self._describe = timeout_s, describe
         self.begin()
 
     def begin(self) -> None:
@@ -191,10 +183,7 @@ class Served:
     memory, if that is tight. At the regular end, `keep` is called."""
 
     def __init__(self, values: Iterator[Any], wait: _Wait, copies: bool, keep: Callable[[], None] | None) -> None:
-        self._values = values
-        self._wait = wait
-        self._copies = copies
-        self._keep = keep
+        self._values, self._wait, self._copies, self._keep = values, wait, copies, keep
 
     def __iter__(self) -> Served:
         return self
@@ -202,7 +191,9 @@ class Served:
     def __next__(self) -> Any:
         try:
             batch = self._receive().unwrap()
-            return map_objects(_in_plain_memory, batch) if self._copies else batch
+            if not self._copies:
+                return batch
+            return map_objects(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
         except StopIteration:
             self._values = iter(())  # those of persistent workers continue in the next pass
             if self._keep is not None:
@@ -227,26 +218,20 @@ class Served:
             dead = _dead_worker(self._values, 0 if isinstance(error, RuntimeError) else _ENDING_S)
             if dead is None and isinstance(error, RuntimeError):
                 raise
-            how = "died" if dead is None else f"(pid {dead.pid}) {describe_exit(dead.exitcode)}"
-            code = None if dead is None else dead.exitcode
+            how, code = (
+                ("died", 0) if dead is None else (f"(pid {dead.pid}) {describe_exit(dead.exitcode)}", dead.exitcode)
+            )
             why = "unless it was killed on purpose, the usual reason is a lack of memory"
-            if code == -signal.SIGBUS:
-                why = why_full()
-            elif code is not None and code > 0:
+            if code > 0:
                 why = "what it has printed says why"
+            elif code == -signal.SIGBUS:
+                why = why_full()
             raise RuntimeError(f"a DataLoader worker {how} before its batch was received; {why}") from error
 
 
-def _in_plain_memory(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _look_often(values: Any, wait: _Wait) -> None:
-    """Let the reading thread notice within `_LOOK_S` that a worker has died.
-
-    Torch notices a death in a signal handler, which raises at whatever point the main thread is executing, or when
-    nothing has arrived for 5 s.
-    """
+    """Let the reading thread notice within `_LOOK_S` that a worker has died. Torch does so in a signal handler, which
+    raises wherever the main thread is, or when nothing has arrived for 5 s."""
     if getattr(values, WORKER_PIDS_SET):
         remove_worker_pids(id(values))
         setattr(values, WORKER_PIDS_SET, False)
@@ -274,11 +259,8 @@ def _dead_worker(values: Any, within_s: float) -> Any:
 
 
 def _free(error: BaseException) -> None:
-    """Clear the frames of an error, and of its chain.
-
-    In an error of a DataLoader with workers these frames are torch's. They hold the workers, and they hold the error
-    itself in a reference cycle; the garbage collector would break it only by waiting 5 s for each worker.
-    """
+    """Clear the frames of an error, and of its chain: torch's hold the workers, and the error itself in a cycle, which
+    the garbage collector would break only by waiting 5 s for each worker."""
     for each in chain_of(error):
         traceback.clear_frames(each.__traceback__)
 
