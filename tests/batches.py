@@ -78,6 +78,14 @@ class Lazy(Mapping):
         return 8
 
 
+class TensorList(list):
+    """A list with an attribute, which its `__init__` asks for."""
+
+    def __init__(self, name: str, *held: Any) -> None:
+        super().__init__(held)
+        self.name = name
+
+
 def ones() -> torch.Tensor:
     return torch.ones(2, 3)
 
@@ -87,6 +95,7 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
     "a tensor": (ones, lambda moved: [moved]),
     "list": (lambda: [ones(), "a", None, 1.5], list),
     "tuple": (lambda: (ones(), "a"), list),
+    "list subclass": (lambda: TensorList("boxes", ones(), 1), lambda moved: [*moved, moved.name]),
     "named tuple": (lambda: Point(ones(), "a"), lambda moved: [moved.x, moved.y]),
     "dict": (lambda: {"b": ones(), "a": 1}, lambda moved: [*moved, *moved.values()]),
     "OrderedDict": (lambda: OrderedDict(b=ones(), a=1), lambda moved: [*moved, *moved.values()]),

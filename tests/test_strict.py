@@ -84,6 +84,8 @@ ALIKE = {
     "lengths": lambda: pad_packed_sequence(
         nn.LSTM(1, 2).to("meta")(pack_padded_sequence(torch.ones(3, 2, 1, device="meta"), torch.tensor([3, 1])))[0]
     ),
+    "lengths in main memory": lambda: torch.tensor_split(torch.ones(4, device="meta"), torch.tensor([1])),
+    "statistics of one's own": lambda: F.batch_norm(torch.ones(2, 3).bfloat16(), torch.zeros(3), torch.ones(3)),
     "loading": lambda: nn.Linear(2, 2).bfloat16().load_state_dict(nn.Linear(2, 2).state_dict()),
     "a module's conversion": lambda: nn.Linear(2, 2).bfloat16().float(),
     "an attention": lambda: nn.TransformerEncoderLayer(4, 2).bfloat16()(torch.ones(1, 1, 4).bfloat16()),

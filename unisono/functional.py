@@ -45,7 +45,7 @@ from unisono.parallel.collectives import announce_structure, check_samples, gath
 from unisono.protocols import Communicator
 from unisono.timeline import REDUCE
 from unisono.torch_private import disable_dynamo
-from unisono.tree import batch_size
+from unisono.tree import leaves
 from unisono.world import World, current_world
 
 LinearOp = Literal["sum", "mean"]
@@ -95,10 +95,8 @@ def all_gather_samples(batch: Any, valid_samples: int | None = None, dim: int = 
         BrokenWorldError, CollectiveMismatchError: as for `all_gather`.
     """
     world = world or current_world()
-    count = batch_size(batch, dim) if valid_samples is None else valid_samples
-    check_samples(batch, count or 0, dim)
-    if count is None:
-        raise ValueError(f"the tensors have different numbers of samples along dim {dim}; pass valid_samples")
+    count = _num_samples(batch, dim) if valid_samples is None else valid_samples
+    check_samples(batch, count, dim)
 
     def gather(padded: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return all_gather(padded, dim, world).chunk(world.world_size, dim)
@@ -129,6 +127,16 @@ def all_reduce(x: torch.Tensor, op: LinearOp = "sum", world: World | None = None
         )
     check_reduction(x, op, "functional.all_reduce")
     return _forward(_AllReduce, Call.on("functional.all_reduce", x, op), world, x, op)
+
+
+def _num_samples(batch: Any, dim: int) -> int:
+    """The number of samples of each tensor in the batch; 0 if none has the dimension, which `check_samples` refuses."""
+    counts = {
+        leaf.shape[dim] for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and -leaf.ndim <= dim < leaf.ndim
+    }
+    if len(counts) > 1:
+        raise ValueError(f"the tensors have {sorted(counts)} samples along dim {dim}; pass valid_samples")
+    return counts.pop() if counts else 0
 
 
 class _Context(NamedTuple):

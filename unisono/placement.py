@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from unisono.arguments import check_type
 from unisono.backends import resolve_device
 from unisono.backends.device import Device as Device
 from unisono.backends.device import DeviceLike as DeviceLike
@@ -121,7 +122,9 @@ def _copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def scalar_like(value: float, tensor: torch.Tensor) -> torch.Tensor:
-    """A zero-dimensional tensor that holds `value`, with the device and dtype of `tensor`."""
+    """A zero-dimensional tensor that holds `value`, with the device and dtype of `tensor`; TypeError if that is not a
+    tensor."""
+    check_type(tensor, "tensor", "pass a tensor", torch.Tensor)
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -181,6 +184,10 @@ _KNOWING = ("torch.optim.", "torch.amp.", "torch.nn.utils.", "torch_xla.", "unis
 _BETWEEN = {__name__, "torch.overrides", torch.Tensor.backward.__module__, "torch.functional", "torch.nn.functional"}
 
 
+_FULL_INSIDE = {"batch_norm", "instance_norm"}  # compute statistics in full precision for any input
+_TAKES_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss", "tensor_split"}  # need integers in main memory
+
+
 @contextmanager
 def strict() -> Iterator[None]:
     """Raise an error for every operation of this thread that mixes the devices of its tensors, or the precisions of its
@@ -211,9 +218,10 @@ def _check_alike(func: Callable[..., Any], found: list[torch.Tensor]) -> None:
     callers = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_stack(sys._getframe()))
     if name in _EXPLICIT or next(each for each in callers if each not in _BETWEEN).startswith(_KNOWING):
         return
-    mixes = [("devices", found[0], each) for each in found if each.device != found[0].device]
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-        floats = [each for each in found if each.dtype in PRECISIONS]
+    floats = [each for each in found if each.dtype in PRECISIONS]
+    placed = floats if name in _TAKES_LENGTHS else found
+    mixes = [("devices", placed[0], each) for each in placed if each.device != placed[0].device]
+    if name not in _FULL_INSIDE and not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         mixes += [("precisions", floats[0], each) for each in floats if each.dtype != floats[0].dtype]
     for what, *both in mixes:
         one, other = (f"{each.dtype} of shape {tuple(each.shape)} on {each.device}" for each in both)

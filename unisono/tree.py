@@ -204,6 +204,10 @@ def _rebuild(node: Any, images: list[Any]) -> Any:
         return _like_mapping(node, dict(zip(node, images, strict=True)))
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)._make(images)  # type: ignore[attr-defined]
+    if isinstance(node, list) and type(node) is not list:  # its `__init__` may take other arguments
+        twin: Any = copy.copy(node)
+        twin[:] = images
+        return twin
     if isinstance(node, list | tuple | set | frozenset):
         return type(node)(images)
     # A copy rather than a new object, because `__init__` may take other arguments than the fields.

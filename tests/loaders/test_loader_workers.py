@@ -10,7 +10,7 @@ import resource
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -273,10 +273,20 @@ def test_early_ends_with_workers_leave_nothing(persistent):
     assert not loader_workers()
 
 
+class Ended(list):
+    """Adds to what it is made of: nobody may make it a second time."""
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        super().__init__([*items, "end"])
+
+
 def many_of(samples: list[int]) -> dict[str, Any]:
     kinds = (torch.float64, torch.bool, torch.complex64, torch.int16)
     tensors = [torch.tensor([[sample, place % 2]]).to(kinds[place % 4]) for sample in samples for place in range(80)]
-    return {"first": tensors[:100], "rest": (tensors[100:], torch.empty(0, 3), torch.tensor(samples[0]), "word", None)}
+    return {
+        "first": tensors[:100],
+        "rest": (tensors[100:], torch.empty(0, 3), torch.tensor(samples[0]), Ended("word"), None),
+    }
 
 
 @pytest.mark.parametrize("dataset", [range(12), Stream(12)])

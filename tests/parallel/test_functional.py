@@ -264,7 +264,7 @@ def test_what_is_no_tensor_and_rows_that_differ_within_a_batch_are_refused():
     for name in ("all_gather", "all_reduce"):
         with pytest.raises(TypeError, match=f"functional.{name} takes a tensor, got a list"):
             getattr(functional, name)([torch.ones(1)])
-    with pytest.raises(ValueError, match="the tensors have different numbers of samples along dim 0; pass"):
+    with pytest.raises(ValueError, match=r"the tensors have \[2, 3\] samples along dim 0; pass"):
         functional.all_gather_samples((torch.ones(2), torch.ones(3)))
     with pytest.raises(TypeError, match="the batch holds a str"):
         functional.all_gather_samples([torch.ones(2), "name"])

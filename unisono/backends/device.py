@@ -56,7 +56,9 @@ class Device:
         check_type(device, "device", "pass a string, an index or a torch.device", str, int, torch.device)
         if isinstance(device, int):
             device = pick_backend().device(device)
-        kind, _, ordinal = str(device).partition(":")
+        kind, colon, ordinal = str(device).partition(":")
+        if colon and not ordinal.isdecimal():
+            raise ValueError(f"device {device!r} is not written as a kind, a colon and a number, such as 'cpu:1'")
         return cls(kind, int(ordinal or 0))
 
     @classmethod

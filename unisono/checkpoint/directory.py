@@ -124,7 +124,8 @@ def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
         except OSError as error:
             raise DamagedCheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
         if found != Checksum(size, crc):
-            raise DamagedCheckpointError(f"{folder}: {name} has other contents than those written")
+            what = f"{found.size} bytes of {size}" if found.size != size else "another CRC-32"
+            raise DamagedCheckpointError(f"{folder}: {name} has other contents than those written: {what}")
     return local / manifest.directory, manifest
 
 
@@ -249,7 +250,8 @@ def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
         return candidate, checked
     if damaged:
         raise DamagedCheckpointError(f"no checkpoint at {folder} is intact: {'; '.join(damaged)}")
-    raise NoCheckpointError(f"there is no checkpoint at {folder}, which has no {MANIFEST}")
+    what = f"which has no {MANIFEST}" if folder.entries() else "which does not exist, or is empty"
+    raise NoCheckpointError(f"there is no checkpoint at {folder}, {what}")
 
 
 def _candidates(folder: Folder) -> list[Folder]:

@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "top",
-        help="what each rank of your runs is doing now",
+        help="what each rank of your runs that have a log directory is doing now",
         description="Shows each rank of a run with a log directory, once a second, until the run ends or Ctrl-C. It "
         "reads files, also those of other machines in a shared directory, and costs the run nothing.",
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ import torch
 
 from unisono.errors import UnpicklableError
 from unisono.outcome import Outcome, add_note_once, chain_of
-from unisono.tree import map_objects, tensors
+from unisono.tree import tensors
 
 SHM = Path("/dev/shm")
+
+_Slot = tuple[int, int, torch.dtype, tuple[int, ...]]
+"""The place of a tensor in a merged one: its start, its bytes, its type and its shape."""
 
 _MANY = 16  # tensors of a batch: each takes a descriptor in the worker, one in the parent, and more in transit
 _ALIGNED = 64  # bytes; torch's own alignment on the CPU
@@ -63,46 +67,61 @@ def _unpack(data: bytes) -> Outcome[Any]:
     return Outcome(pickle.loads(content)) if data[:1] == b"=" else Outcome.from_bytes(bytes(content))
 
 
-class _Slot:
-    """The place of a tensor in a merged one: its start in bytes."""
-
-    def __init__(self, start: int, tensor: torch.Tensor) -> None:
-        self._place = start, start + tensor.nbytes, tensor.dtype, tuple(tensor.shape)
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        start, stop, dtype, shape = self._place
-        return whole[start:stop].view(dtype).view(shape)
-
-
 class _Merged:
     """A batch whose many tensors are merged into one for transit, which needs one descriptor."""
 
     def __init__(self, batch: Any) -> None:
-        self._found: list[tuple[_Slot, torch.Tensor]] = []
-        self._end = 0
-        slots = map_objects(self._place, batch)  # a tensor that occurs twice stays one
+        stream = io.BytesIO()
+        pickler = _MergingPickler(stream, pickle.HIGHEST_PROTOCOL)
+        pickler.dump(batch)
+        self._data = stream.getvalue()
         # On the CPU even if the user has set another default device.
         device = torch.default_generator.device
-        self._parts = slots, torch.empty(self._end, dtype=torch.uint8, device=device).share_memory_()
-        for slot, tensor in self._found:
-            slot.of(self._parts[1]).copy_(tensor)
-
-    def _place(self, leaf: Any) -> Any:
-        # Of strides, devices, quantisation and gradients nothing would be sent.
-        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or not leaf.is_cpu:
-            return leaf
-        if leaf.requires_grad or leaf.is_quantized or leaf.is_nested or not leaf.is_contiguous():
-            return leaf
-        self._found.append((_Slot(self._end, leaf), leaf))
-        self._end += max(-(-leaf.nbytes // _ALIGNED), 1) * _ALIGNED
-        return self._found[-1][0]
+        self._whole = torch.empty(pickler.end, dtype=torch.uint8, device=device).share_memory_()
+        for slot, tensor in pickler.found.values():
+            _tensor_in(self._whole, *slot).copy_(tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _apart, self._parts
+        return _apart, (self._data, self._whole)
 
 
-def _apart(slots: Any, whole: torch.Tensor) -> Any:
-    return map_objects(lambda leaf: leaf.of(whole) if type(leaf) is _Slot else leaf, slots)
+class _MergingPickler(ForkingPickler):
+    """Pickles, of each plain tensor, its place in a merged one."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.found: dict[int, tuple[_Slot, torch.Tensor]] = {}  # by the tensor's id
+        self.end = 0
+
+    def persistent_id(self, node: Any) -> _Slot | None:
+        # Of strides, devices, quantisation and gradients nothing would be sent.
+        if type(node) is not torch.Tensor or node.layout is not torch.strided or not node.is_cpu:
+            return None
+        if node.requires_grad or node.is_quantized or node.is_nested or not node.is_contiguous():
+            return None
+        if id(node) not in self.found:
+            self.found[id(node)] = (self.end, node.nbytes, node.dtype, tuple(node.shape)), node
+            self.end += max(-(-node.nbytes // _ALIGNED), 1) * _ALIGNED
+        return self.found[id(node)][0]
+
+
+class _MergedUnpickler(pickle.Unpickler):
+    """A class, since Python 3.13.0 lets nobody set `persistent_load` of an object."""
+
+    def __init__(self, data: bytes, whole: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensor = cache(lambda slot: _tensor_in(whole, *slot))  # a tensor that occurs twice stays one
+
+    def persistent_load(self, slot: _Slot) -> Any:
+        return self._tensor(slot)
+
+
+def _apart(data: bytes, whole: torch.Tensor) -> Any:
+    return _MergedUnpickler(data, whole).load()
+
+
+def _tensor_in(whole: torch.Tensor, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+    return whole[start : start + nbytes].view(dtype).view(shape)
 
 
 def is_tight() -> bool:

@@ -90,9 +90,11 @@ class ReplicaThreads:
                     deque(map(call, orders), maxlen=0)  # one call of C: an interrupt comes before or after it
                 with serving(made.news):
                     while not made.is_over:  # not by counting signals, which an interrupt may lose
+                        order = None
                         with suppress(Empty):
-                            if (order := made.news.get(timeout=_LOOK_S)) is not None:
-                                order()
+                            order = made.news.get(timeout=_LOOK_S)
+                        if order is not None:
+                            order()
                 break
             except BaseException as error:
                 if interrupt is not None or not has_begun:

@@ -17,11 +17,14 @@ def prepared(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("is_plain", [False, True], ids=["prepared", "plain optimizer"])
 @pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
-def test_batches_that_no_loader_has_cut_are_told_of_once(mode: Mode, capfd, caplog) -> None:  # type: ignore[no-untyped-def]
+def test_batches_that_no_loader_has_cut_are_told_of_once(mode: Mode, is_plain: bool, capfd, caplog) -> None:  # type: ignore[no-untyped-def]
     def train() -> None:
         accelerator = Accelerator()
         model, optimizer = prepared(accelerator)
+        if is_plain:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for (inputs,) in DataLoader(TensorDataset(torch.ones(4, 3, dtype=torch.float64)), batch_size=2):
             optimizer.zero_grad()
             model(inputs).sum().backward()

@@ -93,6 +93,9 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             # An optimizer that is not prepared has no stepper, which would note it.
             engine.trainer(optimizer).is_unprepared = True
             engine.step_unprepared(optimizer)
+            if optimizer not in _warned and (world := given_world()) is not None:
+                _warned.add(optimizer)
+                by_hand.warn_of_foreign_batches(world)
             for stepper in alive(steppers):
                 if any(id(each) in places for each in parameters_of(stepper.optimizer)):
                     stepper.note_step_within()

@@ -153,7 +153,8 @@ class Engine:
                 raise RuntimeError(
                     f"the gradients of the {self.name} are of two steps: those of the first were not zeroed, or its "
                     "optimizer was not asked to step when it was complete; call the step() of each optimizer on each "
-                    "microbatch, and zero_grad() after it, or use an Accelerator each"
+                    "microbatch, and zero_grad() after it, or use an Accelerator each; one that nobody steps takes "
+                    "requires_grad_(False)"
                 )
         elif reduced_by and steps.step.every > 1:
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
