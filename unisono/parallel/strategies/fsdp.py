@@ -51,7 +51,7 @@ class FSDPStrategy(Strategy):
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
         family = self.world.backend
-        if family.is_accelerated() and f"{family.name}:gloo" in dist.get_backend_config().split(","):
+        if family.process_group_backend != "gloo" and f"{family.name}:gloo" in dist.get_backend_config().split(","):
             raise ValueError(
                 f"strategy='fsdp' on {self.world.device} cannot use this group, which is of gloo: torch crashes when "
                 "it gathers shards there; give each rank a device of its own and a group of "
