@@ -11,6 +11,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
@@ -126,8 +127,9 @@ class WorkerPool:
         loader.generator.manual_seed(seed)
         if requests is not None:
             loader.sampler.requests = requests
-        # The user's default device, from whose generator torch would draw, is not the workers' either.
-        with one_at_a_time, HOST:
+        # The user's default device, from whose generator torch would draw, is not the workers' either. Not without
+        # need: a worker that is forked in a device's context is slower.
+        with one_at_a_time, nullcontext() if torch.get_default_device() == HOST else HOST:
             values = iter(loader)
         if requests is not None:
             loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive
