@@ -10,10 +10,11 @@ import pytest
 
 from unisono.stacks import PACKAGE, fold_frames
 
-OWN, USERS, LIBRARY = (
+OWN, USERS, LIBRARY, COLLECTIVE = (
     f"{PACKAGE}comm/processes.py",
     "/home/me/train.py",
     "/usr/lib/python3.11/site-packages/torch/nn.py",
+    "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py",
 )
 HEAD = "Traceback (most recent call last):\n"
 
@@ -35,9 +36,10 @@ def frame(file: str, number: int) -> str:
     return f'  File "{file}", line {number}, in function\n    call({number})\n    ^^^^^^^\n'
 
 
+@pytest.mark.parametrize("last", [OWN, COLLECTIVE])
 @pytest.mark.parametrize("error", ["unisono.errors.BrokenWorldError: rank 1 is gone\n", "KeyError: 'x'\n"])
-def test_the_frames_of_the_package_go_unless_one_has_raised_an_error_that_is_not_its_own(error):
-    files = [OWN, OWN, USERS, LIBRARY, OWN, USERS, OWN, OWN]
+def test_frames_of_the_package_and_of_collectives_go_unless_one_has_raised_an_error_that_is_not_its_own(error, last):
+    files = [OWN, COLLECTIVE, USERS, LIBRARY, OWN, USERS, OWN, last]
     text = HEAD + "".join(frame(*each) for each in zip(files, range(len(files)), strict=True)) + error
     stay = [2, 3, 5] if error.startswith("unisono") else [2, 3, 5, 7]
     assert fold_frames(text) == HEAD + "".join(frame(files[number], number) for number in stay) + error
@@ -59,6 +61,7 @@ def test_an_error_is_short_and_names_each_ranks_line_and_the_users_call(tmp_path
     found = re.findall(rf"rank 0 came to gather .* by {first} while rank 1 called {second}, ", errors)
     assert len(found) == 1
     assert PACKAGE not in errors
-    lines = [line for line in errors.splitlines() if line.strip(" ^~")]  # the marks are as Python's version likes them
-    assert len(lines) <= 16, "with the frames of torch, where rank 1 is the first to report"
+    frames = re.findall(r'^  File "(.*)", line (\d+)', errors, re.MULTILINE)
+    assert {file for file, _ in frames} == {f"{tmp_path}/train.py"}
+    assert [line for _, line in frames] in (["7", "11"], ["8", "11"]), "the call of the first rank to report, and spawn"
     assert PACKAGE in run(tmp_path / "train.py", UNISONO_TRACEBACK="full")

@@ -19,9 +19,11 @@ PACKAGE = f"{Path(__file__).parent}/"
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
-# Of a traceback: a frame with its lines of code and marks, before another one, or an error of ours.
+# Of a traceback: frames of this package and of torch's collectives, with their lines of code and marks, before another
+# frame or an error of ours.
 _HIDDEN = re.compile(
-    rf'  File "(?:{re.escape(PACKAGE)}|<frozen runpy>).*", line \d+, in .*\n(?:    .*\n|  \[Previous .*\n)*'
+    rf'  File "(?:{re.escape(PACKAGE)}|<frozen runpy>|.*/torch/distributed/(?:c10d_logger|distributed_c10d)\.py).*", '
+    r"line \d+, in .*\n(?:    .*\n|  \[Previous .*\n)*"
     r'(?=  File "|unisono\.errors\.)'
 )
 _WRAPPERS = ("wrapper", "wrapped", "inner", "decorate_context", *WRAPPING_FRAMES)
@@ -76,5 +78,6 @@ def describe_call(frames: Iterable[Frame]) -> str:
 
 
 def fold_frames(text: str) -> str:
-    """A traceback without the frames of this package; an error that is not its own keeps the one that has raised it."""
+    """A traceback without the frames of this package and of torch's collectives; an error that is not this package's
+    own keeps the one that has raised it."""
     return _HIDDEN.sub("", text)
