@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import walk_stack
+from traceback import walk_stack, walk_tb
 from types import FrameType
 
 from unisono.torch_private import WRAPPING_FRAMES
@@ -63,6 +63,14 @@ def own_frames(top: FrameType | None = None) -> list[Frame]:
         Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in walk_stack(top or sys._getframe(1))
     ]
+
+
+def frames_of_error(error: BaseException) -> list[Frame]:
+    """The frames of an error's traceback, and those of the code that has caught it, the most recent call first."""
+    raised = [
+        Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(error.__traceback__)
+    ]
+    return raised[::-1] + own_frames(sys._getframe(1))
 
 
 def describe_call(frames: Iterable[Frame]) -> str:

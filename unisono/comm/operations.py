@@ -143,7 +143,7 @@ def check_scatter(tensor: torch.Tensor, size: int) -> None:
         )
 
 
-def broken(rank: int, call: Call, message: str, place: str = "") -> BrokenWorldError:
+def broken(rank: int, call: Call | str, message: str, place: str = "") -> BrokenWorldError:
     """The error of a rank whose call the world can no longer complete; `place`, the user's call as `describe_call`
     returns it, is named if it is another one."""
     by = f", called by {place}" if place and not str(call).startswith(place.partition("(")[0]) else ""

@@ -53,7 +53,7 @@ from unisono.errors import BrokenWorldError, CollectiveMismatchError, UnisonoErr
 from unisono.outcome import Outcome
 from unisono.pickling import dumps
 from unisono.protocols import Backend, ReduceOp
-from unisono.stacks import describe_call, own_frames
+from unisono.stacks import describe_call, frames_of_error, own_frames
 from unisono.torch_private import sequence_number
 
 T = TypeVar("T")
@@ -202,7 +202,10 @@ class ProcessCommunicator:
     def explain(self, error: BaseException) -> BrokenWorldError:
         """Translate an error of the transport, raised outside this communicator, into a BrokenWorldError with the
         reason."""
-        return self._error(self._last, *(self._broken or self._reason(error))).with_traceback(error.__traceback__)
+        message, cause = self._broken or self._reason(error)
+        explained = broken(self.rank, describe_call(frames_of_error(error)) or self._last, message)
+        explained.__cause__ = None if cause is error else cause  # the same frames again
+        return explained.with_traceback(error.__traceback__)
 
     def abort(self, cause: BaseException) -> None:
         if self._broken is None:
