@@ -229,7 +229,10 @@ class Report:
             return f"peer-bound: {peers:.0%} of the step goes to reducing and to waiting for other ranks; {lever}"
         if max(source, transfer) < _BOUND:
             others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
-            lever = self._longest_named() or "; mixed precision, compile=True or more devices would help"
+            model = "mixed precision, compile=True or more devices would help"
+            if FORWARD not in self.named_phases:
+                model += ", if the model takes the time: a run with a log directory records whether it does"
+            lever = self._longest_named() or f"; {model}"
             return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}{lever}"
         if source >= transfer:
             return f"input-bound: {source:.0%} of the step waits for the dataset; more loader workers would help"
