@@ -109,7 +109,7 @@ def test_a_closed_loader_wakes_who_waits_and_refuses_who_comes():
         for each in waiting:
             with pytest.raises(ClosedError, match="the loader was closed"):
                 each.result(PATIENCE_S)
-    assert not own_threads()
+    join_own_threads()
     parallel.close()
     with pytest.raises(ClosedError):
         next(iterators[0])
@@ -178,6 +178,7 @@ def test_leaving_the_loop_three_hundred_times_leaves_nothing():
 
 
 def test_a_loader_in_a_circle_of_garbage_ends_its_threads():
+    join_own_threads()  # of tests before
     parallel = ParallelLoader(itertools.count(), devices(2))
     assert not own_threads(), "it was not asked yet"
     circle: list[Any] = [parallel.per_device_loader("cpu:0"), parallel.per_device_loader("cpu:1")]

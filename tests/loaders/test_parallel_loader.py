@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from epochs import Numbers, own_threads
+from epochs import Numbers, join_own_threads, own_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import Paced, Stream, worlds
@@ -202,6 +202,7 @@ def refused(error: type[Exception], words: str, **arguments: Any) -> Any:
     ],
 )
 def test_a_wrong_argument_is_refused_by_name_value_and_rule(error, words, arguments):
+    join_own_threads()  # of tests before
     whole = {"loader": [], "devices": ["cpu"]} | arguments
     with pytest.raises(error, match=re.escape(words)):
         ParallelLoader(**whole)
