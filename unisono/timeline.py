@@ -85,7 +85,7 @@ class Track:
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.innermost: LoopTiming | None = None
         self.on_device: DeviceTrack | None = None
-        self._phase: str | None = None
+        self.phase: str | None = None  # None: outside any loop
         self._name: str | None = None  # of the innermost named block, to which all its time belongs
         self.since = 0  # when the current phase began
 
@@ -95,12 +95,12 @@ class Track:
         Args:
             name: of the innermost named block, if that changes.
         """
-        now, left = time.perf_counter_ns(), self._phase
+        now, left = time.perf_counter_ns(), self.phase
         ended = self._name or left
         if ended is not None:
             self.spans.append(_span((ended, self.since, now)))
             self.totals[ended] += now - self.since
-        self._phase, self.since = phase, now
+        self.phase, self.since = phase, now
         self._name = self._name if name is _SAME else name
         if self.on_device is not None:
             self.on_device.enter(self._name or phase, now)
@@ -110,11 +110,11 @@ class Track:
     def named(self, name: str) -> Iterator[None]:
         """Attribute the time of the block to this name, whatever its phases; of nested blocks, the inner one counts."""
         outer = self._name
-        self.switch(self._phase, name)
+        self.switch(self.phase, name)
         try:
             yield
         finally:
-            self.switch(self._phase, outer)
+            self.switch(self.phase, outer)
 
     def span(self, phase: str) -> _Block:
         """Run the block in `phase`, then return to the phase before it; outside a loop, record only the block."""
@@ -123,7 +123,7 @@ class Track:
     @property
     def current(self) -> str | None:
         """The phase, or the innermost named block, that the thread is in; None outside any loop."""
-        return self._name or self._phase
+        return self._name or self.phase
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add `amount` to a counter ("samples", "batches", "steps")."""
@@ -233,7 +233,7 @@ class Timeline:
         self._idle: list[Track] = []
         self._clock: DeviceClock | None = None
         self.is_recorded = False
-        self.backward: Track | None = None  # of the loop that is in a recorded backward pass
+        self.backward: Track | None = None  # of the loop that is in `accelerator.backward`
         self.at_step: Callable[[int], None] | None = None  # called after each step, with the number of steps
         self.logged: deque[tuple[int, int | None, dict[str, Any]]] = deque(maxlen=MAX_LOGGED)
         """What the loop has logged, for the record of the rank: when, the step, and the values."""

@@ -22,8 +22,20 @@ from matplotlib import image
 from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, scaling
 from torch.utils.data import DataLoader
 
-from unisono import Accelerator, DeviceLoader, ParallelLoader, Report, barrier, gather_report, optimizer_step, phase
+from unisono import (
+    Accelerator,
+    DeviceLoader,
+    Mean,
+    ParallelLoader,
+    Report,
+    barrier,
+    current_world,
+    gather_report,
+    optimizer_step,
+    phase,
+)
 from unisono.backends import get_backend
+from unisono.comm.threads import ThreadCommunicator
 from unisono.errors import ClosedError
 from unisono.loaders.pipeline import Lane
 from unisono.report.summary import CAUSES, LOOP_PHASES, PEERS, SOURCE, RankSummary, label, summarise
@@ -85,6 +97,37 @@ def test_the_phases_tile_the_time_of_a_loop_without_gaps_or_overlaps() -> None:
     gaps = [later.start - earlier.stop for earlier, later in pairwise(spans[first:])]
     assert all(gap >= 0 for gap in gaps)
     assert sum(gap > 0 for gap in gaps) <= 3, "only between the loops, and before what follows them"
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_all_that_ranks_exchange_for_a_step_and_a_mean_is_reducing(
+    is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases: list[str | None] = []
+    reduce = ThreadCommunicator.all_reduce
+
+    def noted(comm: ThreadCommunicator, *args: Any) -> torch.Tensor:
+        phases.append(current_world().timeline.loop().current)
+        return reduce(comm, *args)
+
+    def train() -> None:
+        current_world().timeline.is_recorded = is_recorded
+        accelerator, network = Accelerator(), torch.nn.Linear(1, 1)
+        # The size of a batch that a function of the user's has made is known once it is there.
+        data = DataLoader(torch.arange(7.0, device=HOST).unsqueeze(1), batch_size=2, collate_fn=torch.stack)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        network, optimizer, loader, mean = accelerator.prepare(network, optimizer, data, Mean())
+        phases.clear()
+        for batch in loader:
+            accelerator.backward(loss := network(batch).mean(), weight=len(batch))
+            optimizer.step()
+            mean.update(loss, batch)
+            mean.compute()
+
+    monkeypatch.setattr(ThreadCommunicator, "all_reduce", noted)
+    THREADS_2.run(train)
+    assert len(phases) > 4
+    assert set(phases) == {REDUCE}
 
 
 def test_named_blocks_evaluation_logging_and_saving_are_no_part_of_the_loops_body(tmp_path: Path) -> None:

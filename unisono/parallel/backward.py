@@ -159,10 +159,9 @@ class Passes:
             self._is_checked = True
             if self._world.rank == 0:
                 self._warn_of_loss(loss, weight)
-        timeline, before = self._world.timeline, None
-        track = timeline.backward = timeline.loop() if timeline.is_recorded else None
-        if track is not None:
-            before = track.switch(BACKWARD)
+        timeline = self._world.timeline
+        track = timeline.backward = timeline.loop()
+        before = track.switch(BACKWARD) if timeline.is_recorded else track.phase
         self._call = weight, None
         try:
             if batch is not None:
@@ -176,7 +175,7 @@ class Passes:
             raise
         finally:
             self._call = timeline.backward = None
-            if track is not None:
+            if track.phase != before:
                 track.switch(before)
 
     def _warn_of_loss(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from unisono.comm.operations import HOST
 from unisono.deliveries import Batch
+from unisono.timeline import REDUCE
 from unisono.torch_private import current_graph_task_id
 from unisono.world import World
 
@@ -57,21 +59,28 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
     size = world.comm.size
     repeats = batch is not None and batch.rows is not None and not batch.samples
     if weight is None and batch is not None and batch.is_summed:
-        batch.total = int(world.comm.all_reduce(torch.tensor(batch.samples, device=HOST)))
+        batch.total = int(_sum_over_ranks([batch.samples], world)[0])
         batch.is_summed = False
     if weight is not None:
         given = checked_weight(weight)
         own = given * (not repeats)  # the sample counts on another rank
         if size == 1:
             return Claim(own, own, True)
-        # float64, since float32 counts tokens exactly only up to 2**24; on the host, so that reading it waits for no
-        # device.
-        sums = world.comm.all_reduce(torch.tensor([own, given], dtype=torch.float64, device=HOST))
-        total, whole = sums.tolist()
+        total, whole = _sum_over_ranks([own, given], world)
         return Claim(own, total, True, None if total == whole else (given, whole))
     if batch is None or batch.total is None:
         return Claim(1, size)
     return _counted(batch.samples, batch.total)
+
+
+def _sum_over_ranks(values: list[float], world: World) -> list[float]:
+    # In a backward pass, this may be autograd's thread, which has no track of its own.
+    track = world.timeline.loop() if current_graph_task_id() < 0 else world.timeline.backward
+    with nullcontext() if track is None else track.span(REDUCE):
+        # float64, since float32 counts tokens exactly only up to 2**24; on the host, so that reading it waits for no
+        # device.
+        summed: list[float] = world.comm.all_reduce(torch.tensor(values, dtype=torch.float64, device=HOST)).tolist()
+    return summed
 
 
 class Origin:

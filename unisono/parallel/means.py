@@ -14,6 +14,7 @@ import torch
 
 from unisono.comm.operations import HOST
 from unisono.parallel.collectives import num_rows
+from unisono.timeline import REDUCE
 from unisono.world import World, current_world
 
 _HELD = 1000
@@ -104,7 +105,8 @@ class Mean:
     def _reduce(self) -> tuple[float, int]:
         self._add_up()
         sums = torch.tensor([self._total, self._count], dtype=torch.float64, device=HOST)
-        total, count = self.world.comm.all_reduce(sums).tolist()
+        with self.world.timeline.loop().span(REDUCE):
+            total, count = self.world.comm.all_reduce(sums).tolist()
         return total, int(count)
 
 

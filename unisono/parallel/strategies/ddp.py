@@ -32,7 +32,7 @@ from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.strategies import DDP
-from unisono.timeline import BACKWARD, REDUCE, Timeline
+from unisono.timeline import REDUCE, Timeline
 from unisono.torch_private import (
     ACTIVE,
     BUILD_PARAMETERS,
@@ -191,8 +191,7 @@ def attach_hook(
         nonlocal factor
         # If this is another thread, of autograd's, the loop's waits for it: a track has one writer at a time.
         track = None if timeline is None else timeline.backward
-        if track is not None:
-            track.switch(REDUCE)
+        before = None if track is None else track.switch(REDUCE)
         if bucket.index() == 0:
             factor = scale() * size
         gradients = bucket.buffer()
@@ -217,7 +216,7 @@ def attach_hook(
         if bucket.is_last():
             finish()
         elif track is not None:
-            track.switch(BACKWARD)
+            track.switch(before)
         return sent
 
     weighted.__annotations__ = {}  # which DDP would compare with classes, and which are strings here

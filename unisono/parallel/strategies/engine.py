@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, call
 from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
@@ -22,6 +23,7 @@ from unisono.parallel.parameter_names import describe_rates
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.held import HeldGradients, Members
 from unisono.parallel.strategies.sharded import holds_any
+from unisono.timeline import REDUCE
 from unisono.torch_private import will_engine_execute_node
 from unisono.world import World
 
@@ -223,11 +225,13 @@ class Engine:
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Reduce the gradients of these parameters together; None means all trained parameters."""
-        if self._agreed is not self._trained and self._world.comm.size > 1:
-            check_agreement(self.trained(), self._world)
-            self._agreed = self._trained  # after the comparison: an error leaves it to be repeated
-        reduced = self.members.with_gradients() if parameters is None else parameters
-        reduce_gradients(reduced, self._world, self._steps.factor(), self.place())
+        track = self._world.timeline.backward  # if this is not at a step, which is timed as a whole
+        with nullcontext() if track is None else track.span(REDUCE):
+            if self._agreed is not self._trained and self._world.comm.size > 1:
+                check_agreement(self.trained(), self._world)
+                self._agreed = self._trained  # after the comparison: an error leaves it to be repeated
+            reduced = self.members.with_gradients() if parameters is None else parameters
+            reduce_gradients(reduced, self._world, self._steps.factor(), self.place())
 
     def count_leaves(self) -> None:
         """Count the gradients that arrive at the leaves; again, when others train."""
