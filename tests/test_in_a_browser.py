@@ -145,5 +145,8 @@ def test_the_page_of_a_large_run_opens_within_two_seconds_and_holds_its_numbers(
     assert page.locator("#charts canvas").count() >= 4
     drawn = page.evaluate("charts.map(([chart]) => [chart.root.querySelector('.u-title').textContent, chart.data[1]])")
     assert dict(drawn)["Time of a step"] == [5.0] * STEPS
+    painted = page.evaluate("[...canvas.getContext('2d').getImageData(LEFT, 9, canvas.width - LEFT, 1).data]")
+    pixels = list(zip(*[iter(painted)] * 4, strict=True))
+    assert pixels.count((0x2E, 0x86, 0xAB, 255)) > 0.6 * len(pixels), "the loop body, in its own colour"
     page.click("[data-zoom='0.5']")
     assert page.inner_text("#range").startswith("12.50 to 37.50 s")

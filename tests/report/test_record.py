@@ -7,6 +7,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +115,15 @@ def test_commands_show_it_and_write_a_page_and_a_trace(run: Run, tmp_path: Path,
     assert "1.000" in compare(run, run)
 
 
+def test_a_reader_of_their_output_that_has_ended_is_no_error(run: Run, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    for command in (["report", run.directory, "-o", tmp_path / "page.html"], ["top", run.directory, "--once"]):
+        done = subprocess.run([sys.executable, "-m", "unisono", *command], stdout=writing, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (1, b"")
+    os.close(writing)
+
+
 def test_without_a_name_top_shows_the_runs_that_go_on(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     running = spawn(lambda _: stand_still(), nprocs=2, backend="cpu", output=Output(tmp_path / "mine"), join=False)
@@ -133,6 +144,7 @@ def test_a_killed_rank_leaves_what_it_did_and_is_named(tmp_path: Path) -> None:
         spawn(lambda _: train(dies=True), nprocs=2, backend="cpu", output=Output(tmp_path))
     found = read_run(tmp_path)
     (killed,) = [each for each in found.ranks if each.rank == 1]
+    assert "gone" in "\n".join(describe(found))
     os.utime(killed.path, (0, 0))
     assert killed.end is None
     assert any("rank 1: it has not recorded its end" in text for text in found.missing)
@@ -143,7 +155,13 @@ def test_a_killed_rank_leaves_what_it_did_and_is_named(tmp_path: Path) -> None:
 def test_a_restart_counts_and_what_is_cut_off_is_said(copied: Path) -> None:
     file = copied / "rank-0.jsonl"
     first = file.read_text().splitlines()[0]
-    file.write_text(file.read_text() + first + "\n" + '{"t": 1')
+    whole = file.read_text()
+    file.write_text(whole.removeprefix(first))
+    assert read_run(copied).missing == ["rank 0: rank-0.jsonl does not say when the rank began"]
+    file.write_text(f"{whole}cut\ncut\n")
+    (missing,) = read_run(copied).missing
+    assert missing.endswith("of rank-0.jsonl, and 1 others are cut off")
+    file.write_text(whole + first + "\n" + '{"t": 1')
     assert read_run(copied).missing == [], "the line may be being written"
     os.utime(file, (0, 0))
     found = read_run(copied).ranks[0]

@@ -49,11 +49,15 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"page: {write_page(found, arguments.output or found.directory / 'report.html')}")
             if arguments.trace:
                 print(f"trace: {write_trace(found, arguments.trace)}")
+        except BrokenPipeError:
+            raise
         except OSError as error:
             raise OSError(f"{error}; choose another place for the page by -o FILE, for the trace by --trace") from None
         finally:  # it is known once all files were read
             for text in found.missing:
                 print(f"missing: {text}", file=sys.stderr)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         print(f"unisono report: {error}", file=sys.stderr)
         return 1

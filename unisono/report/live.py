@@ -62,6 +62,8 @@ def _state(record: RankRecord) -> str:
         return record.end[:60]
     if record.is_silent:
         return f"silent for {record.age_s:,.0f} s"
+    if record.is_lost:
+        return "gone"
     now = record.samples[-1]
     return now["doing"] or (label(now["phase"]) if now["phase"] else "outside loops")
 

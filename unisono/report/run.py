@@ -201,12 +201,13 @@ def summary_of(sample: dict[str, Any]) -> RankSummary:
 def read_rank(path: Path) -> RankRecord:
     """Read the record of one rank; what cannot be read is left out, and said."""
     record = RankRecord(int(path.name.split(".")[0].removeprefix("rank-")), path)
+    cut = []
     for number, line in enumerate(_lines(path), 1):
         found = _parsed(line)
         if found is None and not line.endswith("\n") and record.end is None and not record.is_lost:
             break  # it is being written
         if found is None:
-            record.cut.append(f"line {number} of {path.name} is cut off")
+            cut.append(number)
         elif "began" in found:
             record.restarts += bool(record.facts)
             record.facts, record.samples, record.end = found, [], None
@@ -214,6 +215,11 @@ def read_rank(path: Path) -> RankRecord:
             record.end, record.checkpoint = found["end"], found.get("checkpoint", "")
         else:
             record.samples.append(found)
+    if cut:
+        others = f", and {len(cut) - 1} others are" if len(cut) > 1 else " is"
+        record.cut.append(f"line {cut[0]} of {path.name}{others} cut off")
+    if record.samples and not record.facts:
+        record.cut.append(f"{path.name} does not say when the rank began")
     return record
 
 

@@ -205,9 +205,10 @@ class Report:
     def slowest(self) -> int | None:
         """The rank that kept the others waiting: its loops spent the most time on anything but waiting for peers.
 
-        None unless that is over 10% more than any other rank's.
+        None unless that share of its time is over 10% more than any other rank's.
         """
-        return slowest_of({each.rank: each.loop_seconds - each.waited(PEERS) for each in self.ranks})
+        looped = [each for each in self.ranks if each.loop_seconds]  # of a rank that died, or has no disk: not so long
+        return slowest_of({each.rank: 1 - each.waited(PEERS) / each.loop_seconds for each in looped})
 
     @property
     def verdict(self) -> str:
@@ -254,8 +255,9 @@ class Report:
 
 
 def slowest_of(own: Mapping[int, float]) -> int | None:
-    """The rank that spent the most time on anything but waiting for peers, by over 10 %; None if there is none."""
-    rank = max(own, key=own.__getitem__)
+    """The rank that spent the largest share of its time on anything but waiting for peers, by over 10 %; None if there
+    is none."""
+    rank = max(own, key=own.__getitem__, default=-1)
     others = [seconds for each, seconds in own.items() if each != rank]
     return rank if others and own[rank] > 1.1 * max(others) else None
 
