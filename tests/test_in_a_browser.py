@@ -43,6 +43,12 @@ SEARCHES = {
     "batchnorm": "faq",
     "model.module": "coming_from",
     "state_dict": "reference/training",
+    "batch size": "training",
+    "multi gpu": "quickstart",
+    "cuda out of memory": "troubleshooting",
+    "deterministic": "faq",
+    "validation": "evaluation",
+    "jupyter": "notebooks",
 }
 """Words, and the page that is among the first two."""
 

@@ -105,8 +105,10 @@ def test_given_numbers_of_samples_weigh_the_values() -> None:
     ("values", "of", "error", "words"),
     [
         (1.0, -1, ValueError, "of=-1 is no number of samples"),
-        (1.0, True, TypeError, "a bool"),
-        (1.0, None, TypeError, "hold"),
+        (1.0, True, TypeError, "of=True"),
+        (1.0, None, TypeError, "of=None"),
+        (1.0, torch.tensor(3), TypeError, r"of=tensor\(3\)"),
+        (None, 3, TypeError, "values=None"),
         (torch.ones(3, 2), torch.ones(3), ValueError, r"shape \(3, 2\) for a batch of 3 rows"),
         (torch.ones(2), torch.ones(3), ValueError, r"shape \(2,\) for a batch of 3 rows"),
         ("a", torch.ones(3), TypeError, "str"),
@@ -123,6 +125,12 @@ def test_rows_of_no_batch_are_refused_while_loaders_deliver() -> None:
         for _, labels in loader:
             with pytest.raises(ValueError, match="no batch's of a loader"):
                 mean.update(1.0, labels + 1)
+
+
+@pytest.mark.parametrize("values", [torch.ones(3, 1), torch.ones(3)])
+def test_one_score_for_two_classes_is_no_prediction(values) -> None:
+    with pytest.raises(ValueError, match=r"pass integers of shape \(rows,\), as \(scores > 0\).long\(\)"):
+        Accuracy().update(values, torch.ones(3))
 
 
 @pytest.mark.parametrize("labels", [torch.zeros(3, 1), torch.zeros(4), 3])

@@ -8,6 +8,7 @@ metrics; `Accelerator.prepare` makes them do the same.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class Mean:
             ValueError: the tensors are of no batch that a loader has delivered, or of several that count differently;
                 or the values are as many as neither 1 nor the batch's rows.
         """
+        if not isinstance(values, torch.Tensor | Real):
+            raise TypeError(f"values={values!r} is of type {type(values).__name__}; pass a number or a tensor")
         rows, samples = _count_rows(of, self.world)
         found = torch.as_tensor(values).detach()
         if found.numel() != 1 and (found.ndim != 1 or len(found) != rows):
@@ -121,7 +124,7 @@ class Accuracy(Mean):
 
         Args:
             values: a score for each class, shape (rows, classes), the largest of which is the prediction; or the
-                predicted class, shape (rows,).
+                predicted class, integers of shape (rows,).
             of: the labels as the loader has delivered them, integers of shape (rows,).
 
         Raises:
@@ -136,6 +139,11 @@ class Accuracy(Mean):
                 f"scores of shape {tuple(values.shape)} for labels of shape {tuple(of.shape)}; pass (rows, classes) or "
                 "predictions (rows,), and labels (rows,)"
             )
+        if values.shape[1:] == (1,) or (values.ndim == 1 and values.is_floating_point()):
+            raise ValueError(
+                f"values={values.dtype} of shape {tuple(values.shape)} are no scores of several classes, nor predicted "
+                "classes; of two classes with one score, pass integers of shape (rows,), as (scores > 0).long()"
+            )
         predicted = values.argmax(dim=1) if values.ndim == 2 else values
         super().update(predicted == of, of)
 
@@ -146,7 +154,12 @@ def _count_rows(of: Any, world: World) -> tuple[int, int]:
         if of < 0:
             raise ValueError(f"of={of} is no number of samples; pass 0 or more, or tensors of the batch")
         return of, of
-    rows = num_rows(of)
+    try:
+        rows = num_rows(of)
+    except TypeError:
+        raise TypeError(
+            f"of={of!r} is neither tensors of the batch, with a row for each sample, nor a number of samples"
+        ) from None
     deliveries = world.state.deliveries
     samples = {batch.samples for batch in deliveries.find_rows(of, rows)}
     if not samples and deliveries.recent():
