@@ -140,6 +140,7 @@ def test_lines_are_marked_as_asked(shown, run, prefix, stdout, stderr, is_kept):
 
 def test_several_marks_stdout_from_the_line_on_that_a_second_rank_writes(shown):
     output = WorkerOutput(options.Output(prefix="several"), None, *shown.fds)
+    write(output, 2, "")  # which ends without a line
     for rank in (0, 0, 1, 0):
         write(output, rank, "print('line', flush=True)")
     output.close()

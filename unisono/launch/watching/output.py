@@ -162,7 +162,7 @@ class _Source:
             self._write([held])
 
     def _write(self, pieces: list[bytes]) -> None:
-        if self.shown_on is not None:
+        if self.shown_on is not None and pieces:
             self.shown_on.writers.add(self.prefix)
             prefix = self.prefix if self.is_marked_alone or len(self.shown_on.writers) > 1 else b""
             self.shown_on.is_marked |= bool(prefix)
