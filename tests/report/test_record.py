@@ -270,6 +270,15 @@ def test_training_goes_on_where_the_record_cannot_be_written(tmp_path: Path, cap
     assert caplog.text.count("is incomplete from here on, the run continues") == 3
 
 
+def test_the_error_that_ended_a_rank_is_in_the_report_and_in_one_line_of_top(copied: Path, capsys) -> None:
+    with (copied / "rank-1.jsonl").open("a") as file:
+        file.write(json.dumps({"end": "ValueError: of\nmany lines"}) + "\n")
+    assert main(["report", str(copied)]) == main(["top", "--once", str(copied)]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 1 ended by ValueError: of\nmany lines\n" in shown
+    assert "  ValueError: of many lines  " in shown
+
+
 def test_a_directory_without_records_is_an_error_that_says_what_writes_them(tmp_path: Path, capsys) -> None:
     assert main(["report", str(tmp_path)]) == main(["top", str(tmp_path)]) == 1
     assert "unisono run --log-dir" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         if found.report.ranks:
             print(table_of(found.report))
-        print(diagnose(found))
+        print(diagnose(found), *found.failures, sep="\n")
         if found.restarts:
             print(f"after {found.restarts} restart(s): the numbers are those of the last attempt")
         try:

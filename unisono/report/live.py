@@ -59,7 +59,7 @@ def _row(run: Run, record: RankRecord) -> list[str]:
 
 def _state(record: RankRecord) -> str:
     if record.end is not None:
-        return record.end[:60]
+        return " ".join(record.end.split())[:60]
     if record.is_silent:
         return f"silent for {record.age_s:,.0f} s"
     if record.is_lost:

@@ -54,7 +54,7 @@ def page_data(run: Run) -> dict[str, Any]:
         f"{len(run.ranks)} rank(s)",
         f"{report.samples:,} samples, {report.samples_per_second:,.0f} per second" if report.ranks else "no loop",
         f"{run.restarts} restart(s)",
-        *sorted({f"rank {each.rank} ended by {each.end}" for each in run.ranks if each.end not in (None, "finished")}),
+        *run.failures,
     ]
     return {
         "facts": facts,

@@ -153,6 +153,11 @@ class Run:
         return min(each.began for each in self.ranks if each.facts.get("host") == host)
 
     @property
+    def failures(self) -> list[str]:
+        """The errors that have ended ranks, in words."""
+        return [f"rank {each.rank} ended by {each.end}" for each in self.ranks if each.end not in (None, "finished")]
+
+    @property
     def missing(self) -> list[str]:
         """What the records lack, in words."""
         size = max((each.facts.get("world_size", 0) for each in self.ranks), default=0)
