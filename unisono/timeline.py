@@ -252,6 +252,11 @@ class Timeline:
                 self._add(track.on_device)
         return track
 
+    def loop_in_backward(self, is_hosted: bool) -> Track | None:
+        """The loop's track for a hook of a backward pass; None in `loss.backward()` unless its gradients are in main
+        memory (`is_hosted`): its hooks run on a thread of autograd's."""
+        return self.backward or (self.loop() if is_hosted else None)
+
     def follow(self, clock: DeviceClock) -> None:
         """Record the phases of loops that begin from now on by the device's clock, too."""
         self._clock = clock

@@ -118,9 +118,11 @@ def test_all_that_ranks_exchange_for_a_step_and_a_mean_is_reducing(
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         network, optimizer, loader, mean = accelerator.prepare(network, optimizer, data, Mean())
         phases.clear()
-        for batch in loader:
-            accelerator.backward(loss := network(batch).mean(), weight=len(batch))
+        for number, batch in enumerate(loader):
+            loss = network(batch).mean()
+            accelerator.backward(loss, weight=len(batch)) if number else loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             mean.update(loss, batch)
             mean.compute()
 

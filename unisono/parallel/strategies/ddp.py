@@ -189,9 +189,6 @@ def attach_hook(
 
     def weighted(_: None, bucket: GradBucket) -> Any:
         nonlocal factor
-        # If this is another thread, of autograd's, the loop's waits for it: a track has one writer at a time.
-        track = None if timeline is None else timeline.backward
-        before = None if track is None else track.switch(REDUCE)
         if bucket.index() == 0:
             factor = scale() * size
         gradients = bucket.buffer()
@@ -200,6 +197,9 @@ def attach_hook(
                 f"torch {torch.__version__} reduces complex gradients wrongly after a communication hook; use a newer "
                 "one, or real parameters and torch.view_as_complex in forward()"
             )
+        # If this is another thread, of autograd's, the loop's waits for it: a track has one writer at a time.
+        track = None if timeline is None else timeline.loop_in_backward(gradients.is_cpu)
+        before = None if track is None else track.switch(REDUCE)
         # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
         if factor != 1:
             scale_in_place(gradients, factor)
@@ -212,10 +212,10 @@ def attach_hook(
                 sent.wait()
         elif sent is None:  # compression is of dense gradients only
             sent = _HOOKS[hook if is_dense and not callable(hook) else None](group, bucket)
-        # Sent, not reduced: DDP waits for the results when the backward pass ends.
         if bucket.is_last():
             finish()
-        elif track is not None:
+        # Sent, not reduced: DDP waits for the results when the backward pass ends, which `Passes.backward` sees.
+        if track is not None and not (bucket.is_last() and timeline is not None and timeline.backward):
             track.switch(before)
         return sent
 

@@ -225,7 +225,7 @@ class Engine:
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Reduce the gradients of these parameters together; None means all trained parameters."""
-        track = self._world.timeline.backward  # if this is not at a step, which is timed as a whole
+        track = self._world.timeline.loop_in_backward(all(each.is_cpu for each in self.trained()[:1]))
         with nullcontext() if track is None else track.span(REDUCE):
             if self._agreed is not self._trained and self._world.comm.size > 1:
                 check_agreement(self.trained(), self._world)
