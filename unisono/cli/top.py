@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _PATIENCE_S = 60.0  # with workers that are being started
+_IDLE = 5  # times as long as looking
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     shown: dict[Path, None] = {} if arguments.run_directory is None else {Path(arguments.run_directory): None}
     while True:
+        looked = time.monotonic()
         if arguments.run_directory is None:
             shown |= dict.fromkeys(_running())
         found, failed = [], {}
@@ -66,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(*lines, sep="\n", flush=True)
         if arguments.once or not any(is_alive(rank) for each in found for rank in each.ranks):
             return 0
-        time.sleep(1)
+        # The records of a long run take a while to read, on cores that the run may need.
+        time.sleep(max(1.0, _IDLE * (time.monotonic() - looked)))
 
 
 def _running() -> list[Path]:
