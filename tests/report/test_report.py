@@ -218,8 +218,8 @@ def a_rank(rank: int, waits: tuple[float, float, float], reducing: float = 0.0, 
         (
             [a_rank(rank, (0, 0, 0), reducing=0.13, computing=0.87) for rank in range(2)],
             "compute-bound: 0% of the step waits for data, 13% for other ranks; mixed precision, "
-            "compile=True or more devices would help, if the model takes the time: name its lines, with "
-            "unisono.phase(...), to see whether it does",
+            "compile=True or more devices would help, if the model takes the time: unisono.phase(...) "
+            "around its lines shows whether it does",
         ),
         (
             # The record of the first was cut off early.

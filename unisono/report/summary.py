@@ -232,7 +232,7 @@ class Report:
             others = f", {peers:.0%} for other ranks" if len(self.ranks) > 1 else ""
             model = "mixed precision, compile=True or more devices would help"
             if FORWARD not in self.named_phases:
-                model += ", if the model takes the time: name its lines, with unisono.phase(...), to see whether it does"
+                model += ", if the model takes the time: unisono.phase(...) around its lines shows whether it does"
             lever = self._longest_named() or f"; {model}"
             return f"compute-bound: {source + transfer:.0%} of the step waits for data{others}{lever}"
         if source >= transfer:
