@@ -313,19 +313,10 @@ def _adopted_world() -> World:
 def answer_as_one_rank() -> None:
     """Make this process, a loader worker, appear to be the only rank from now on.
 
-    Datasets see the loader workers of all ranks as one sequence: one that sharded itself by both would be sharded
-        twice.
+    Datasets see the loader workers of all ranks as one sequence: one that sharded itself by both would do it twice.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     # A forked worker inherits the process group, whose functions do not read the variables.
     for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
         if hasattr(module, "get_rank"):
-            module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr]
-
-
-def _zero(group: Any = None) -> int:
-    return 0
-
-
-def _one(group: Any = None) -> int:
-    return 1
+            module.get_rank, module.get_world_size = lambda group=None: 0, lambda group=None: 1  # type: ignore[union-attr]
