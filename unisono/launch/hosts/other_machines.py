@@ -214,15 +214,6 @@ class OtherMachines:
                 if report is not None and (before is None or report != replace(before, beats=report.beats)):
                     self._on_report(report)
 
-    def _look(self) -> None:
-        while not self._is_over.wait(self._beat_s) and not self._is_closed.is_set():
-            silent_s = time.monotonic() - self._answered_at
-            if silent_s > self._patience_s:
-                host, port = self._endpoint
-                self._on_cut_off(f"the machine that serves {host}:{port} {_silence(silent_s)}, or this one's is")
-            if lost := self.describe_silence(self._patience_s):
-                self._on_lost(lost)
-
     def _silent(self, seconds: float) -> dict[int, tuple[str, float]]:
         """The machines that have been silent for longer, by their numbers: host name, and seconds of silence."""
         # A copy: the first thread adds entries meanwhile.
@@ -249,4 +240,10 @@ def _talk(others: OtherMachines) -> None:
 
 def _watch(others: OtherMachines) -> None:
     """Body of the second thread."""
-    others._look()
+    while not others._is_over.wait(others._beat_s) and not others._is_closed.is_set():
+        silent_s = time.monotonic() - others._answered_at
+        if silent_s > others._patience_s:
+            host, port = others._endpoint
+            others._on_cut_off(f"the machine that serves {host}:{port} {_silence(silent_s)}, or this one's is")
+        if lost := others.describe_silence(others._patience_s):
+            others._on_lost(lost)
