@@ -109,6 +109,13 @@ def listening_address(host: str, addresses: Sequence[str], is_alone: bool) -> st
     return own[0] if own else ""
 
 
+def free_port() -> int:
+    """A port on which nothing listens at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
 def quieten_store() -> None:
     """Keep native stack traces out of stderr, which a store prints when its server is gone with its machine.
     TORCH_CPP_LOG_LEVEL=WARNING enables them; torch reads it when it is imported and, if its library allows it, here."""
