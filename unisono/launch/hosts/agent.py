@@ -47,6 +47,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 from unisono.comm.sealing import UnsignedError, seal, unseal, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
+from unisono.launch.group import Group
 from unisono.launch.hosts.endpoint import (
     interface_of,
     is_loopback,
@@ -216,7 +217,7 @@ class Agent(SimpleElasticAgent):
         may_wish = signum in (signal.SIGTERM, signal.SIGINT) and not is_repeated
         if may_wish and self._supervisor is not None and self._supervisor.handles_stop():
             self._patience_until = time.monotonic() + self._job.options.grace_s + _MARGIN_S
-            self._supervisor.ask_to_stop()
+            self._supervisor.request(Group.ask_to_stop)
             say_asked(signum)
         elif signum != signal.SIGTERM or self._patience_until is None:  # otherwise it is a mere repetition
             say_asked(signum, self._job.options.grace_s)
@@ -326,7 +327,7 @@ class Agent(SimpleElasticAgent):
     @overrides(SHUTDOWN)
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         if self._supervisor is not None:
-            self._supervisor.end(Supervisor.interrupt if death_sig == signal.SIGINT else Supervisor.stop)
+            self._supervisor.end(Group.interrupt if death_sig == signal.SIGINT else Group.stop)
 
 
 def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
