@@ -49,9 +49,9 @@ from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
 from unisono.launch.group import Group
 from unisono.launch.hosts.endpoint import (
+    address_towards,
     interface_of,
     is_loopback,
-    local_address,
     quieten_store,
     serve_store,
     serves_endpoint,
@@ -380,7 +380,8 @@ def _parameters(options: MachineOptions) -> RendezvousParameters:
         run_id=options.run_id,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
-        local_addr=options.local_addr or local_address(options.endpoint),
+        # The agent's default is what its host name resolves to: 127.0.1.1.
+        local_addr=options.local_addr or address_towards(*split_endpoint(options.endpoint)),
         **rendezvous_settings(options),
     )
 
