@@ -150,8 +150,12 @@ class OtherMachines:
 
     def describe_silence(self, seconds: float = _SILENCE_S) -> str:
         """A sentence on a machine that has been silent for longer; "" if there is none."""
-        for number, (host, for_s) in self._silent(seconds).items():
-            return f"node {number} ({host}) {_silence(for_s)}"
+        # A copy: the first thread adds entries meanwhile.
+        heard = list(self._round.heard.items()) if self._round is not None else []
+        for number, (report, since) in heard:
+            for_s = time.monotonic() - since
+            if for_s > seconds and not (report is not None and report.is_leaving):  # its workers say why it leaves
+                return f"node {number} ({'not heard of yet' if report is None else report.host}) {_silence(for_s)}"
         return ""
 
     @contextlib.contextmanager
@@ -213,17 +217,6 @@ class OtherMachines:
                 current.heard[number] = (report, time.monotonic())
                 if report is not None and (before is None or report != replace(before, beats=report.beats)):
                     self._on_report(report)
-
-    def _silent(self, seconds: float) -> dict[int, tuple[str, float]]:
-        """The machines that have been silent for longer, by their numbers: host name, and seconds of silence."""
-        # A copy: the first thread adds entries meanwhile.
-        heard = list(self._round.heard.items()) if self._round is not None else []
-        now = time.monotonic()
-        return {
-            number: ("not heard of yet" if report is None else report.host, now - since)
-            for number, (report, since) in heard
-            if now - since > seconds and not (report is not None and report.is_leaving)  # its workers say why it leaves
-        }
 
 
 def _silence(seconds: float) -> str:
