@@ -72,7 +72,7 @@ class ProcessContext:
         with self._stop_on_signal():
             self._supervisor.start()  # inside the block: a Ctrl-C cannot fall between start and wait
             is_over = self._supervisor.wait(timeout)
-        return self._supervisor.result() if is_over else None
+        return self._supervisor.verdict.unwrap() if is_over else None
 
     def stop(self) -> None:
         """Stop the workers: SIGTERM, then SIGKILL after the grace period. `join` then raises ClosedError, or

@@ -108,10 +108,6 @@ class Supervisor:
             return False
         return not isinstance(error, UnpicklableError | StoppedError)
 
-    def result(self) -> list[Any]:
-        """After the end: the workers' results by rank; or raise the first cause."""
-        return self.verdict.unwrap()
-
     def handles_stop(self) -> bool:
         """Whether a worker of the group has said, before this call, that it treats a stop as a request.
 
