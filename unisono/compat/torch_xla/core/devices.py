@@ -18,7 +18,7 @@ from unisono.arguments import check_choice, check_integer, check_type
 from unisono.backends import available_devices, family_names, get_backend, resolve_device
 from unisono.backends.seeding import seed_device, seed_of_device
 from unisono.protocols import Backend
-from unisono.world import World, current_world, process_world
+from unisono.world import World, current_world
 
 D = TypeVar("D")
 
@@ -42,7 +42,7 @@ class _Chosen:
 def replication() -> World | None:
     """The calling replica's world; None outside a replication."""
     world = current_world()
-    is_own = world.world_size > 1 or world.is_of_processes or world is process_world()
+    is_own = world.world_size > 1 or world.is_of_processes
     return world if is_own or world is not Context().run(current_world) else None
 
 
