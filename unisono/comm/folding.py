@@ -76,7 +76,8 @@ def all_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> SharedFold |
     a result that every rank must copy into its tensor, or None."""
     if len(tensors) == 1 or _reduced_by_nccl(tensors, op):
         return None
-    if is_worth_sharing(tensors) and _are_flat(tensors):
+    # On an accelerator, the device does the work.
+    if tensors[0].nbytes >= SHARED_BYTES and all(tensor.is_cpu for tensor in tensors) and _are_flat(tensors):
         return SharedFold(tensors, op)
     return fold(tensors, op)
 
@@ -98,11 +99,6 @@ def fold_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> No
         first = total
     if op == "mean":
         total.div_(len(parts))
-
-
-def is_worth_sharing(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether several threads have large tensors in main memory; on an accelerator, the device does the work."""
-    return len(tensors) > 1 and tensors[0].nbytes >= SHARED_BYTES and all(tensor.is_cpu for tensor in tensors)
 
 
 def _are_flat(tensors: Sequence[torch.Tensor]) -> bool:
