@@ -47,19 +47,9 @@ class DistributedType(StrEnum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-class DDPCommunicationHookType(StrEnum):
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
-
-
-class LoggerType(StrEnum):
-    ALL = "all"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    MLFLOW = "mlflow"
+# Their values are these names in lower case.
+DDPCommunicationHookType = StrEnum("DDPCommunicationHookType", "NO FP16 BF16 POWER_SGD BATCHED_POWER_SGD")
+LoggerType = StrEnum("LoggerType", "ALL TENSORBOARD WANDB MLFLOW")
 
 
 @dataclass
