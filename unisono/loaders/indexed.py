@@ -19,7 +19,7 @@ from unisono.loaders.order import Batches
 from unisono.loaders.permutation import Permutation
 from unisono.loaders.sharding import Claim, Part, Rule, Size, mark_of, rounds
 from unisono.loaders.sources import Begun, Source, State
-from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
+from unisono.loaders.workers import RemoteFetcher, WorkerPool, start_worker
 from unisono.randomness import seed_of
 
 
@@ -60,7 +60,7 @@ class IndexedSource(Source):
         self._counter = partial(RowCounter, has_own, dim) if may_differ else None
         self._pool: WorkerPool | None = None
         if loader.num_workers:
-            start = WorkerStart(loader.dataset, loader.worker_init_fn)
+            start = partial(start_worker, loader.dataset, loader.worker_init_fn)
             self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start)
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Begun:

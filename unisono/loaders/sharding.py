@@ -147,8 +147,6 @@ class Size(NamedTuple):
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     """Distribute a round of 1 to `count` batches to `count` ranks. In a short round, neighbouring ranks share a batch
     as evenly as possible, the earlier ones take the larger parts. Parts that can be cut are padded to `fill_to`."""
-    if count == 1 and not sizes[0].unsized and not fill_to:  # most loops: spares the rest
-        return [Part(0, 0, sizes[0].samples, sizes[0].samples, sizes[0].samples)]
     is_sized = not any(size.unsized for size in sizes)
     total = sum(size.samples for size in sizes) if is_sized else len(sizes)
     if len(sizes) == count and is_sized:

@@ -1,6 +1,6 @@
 """Loader workers: torch's own, reading a dataset of this package that wraps the user's.
 
-*Threads:* the reader's, in the parent; `WorkerStart` and `RemoteFetcher` run in the workers.
+*Threads:* the reader's, in the parent; `start_worker` and `RemoteFetcher` run in the workers.
 """
 
 from __future__ import annotations
@@ -60,20 +60,13 @@ class RemoteFetcher:
         return Packed(batch, f"the samples with indices {few(request.indices)}")
 
 
-class WorkerStart:
+def start_worker(dataset: Any, init: Callable[[int], None] | None, worker: int) -> None:
     """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code the user's dataset."""
-
-    def __init__(self, dataset: Any, init: Callable[[int], None] | None) -> None:
-        self._dataset, self._init = dataset, init
-
-    def __call__(self, worker: int) -> None:
-        info: Any = get_worker_info()
-        use_worker_info(
-            loader_worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=self._dataset)
-        )
-        notice_who_asks()
-        if self._init is not None:
-            self._init(info.id)
+    seen: Any = get_worker_info()
+    use_worker_info(loader_worker.WorkerInfo(id=worker, num_workers=seen.num_workers, seed=seen.seed, dataset=dataset))
+    notice_who_asks()
+    if init is not None:
+        init(worker)
 
 
 def use_worker_info(info: Any) -> None:
