@@ -23,23 +23,8 @@ import torch
 
 from unisono.checkpoint.background import HostMemory, host_view, start_save
 from unisono.checkpoint.contents import Contents, read_contents
-from unisono.checkpoint.directory import (
-    SHARD,
-    STATE,
-    Manifest,
-    Place,
-    choose_place,
-    commit,
-)
-from unisono.checkpoint.folders import (
-    Checksum,
-    Folder,
-    Location,
-    RemoteFolder,
-    checksum_of,
-    sync,
-    write_file,
-)
+from unisono.checkpoint.directory import SHARD, STATE, Manifest, Place, choose_place, commit
+from unisono.checkpoint.folders import Checksum, Folder, Location, RemoteFolder, checksum_of, sync, write_file
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
 from unisono.checkpoint.objects import (
     Copy,
