@@ -72,9 +72,8 @@ def encode_error(error: BaseException | None) -> bytes | None:
 
 def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
     """Raise, on all ranks, an error that one has reported; on that rank, the original error."""
-    for each in failed:
-        if each is not None:
-            Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
+    for each in filter(None, failed):
+        Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
 
 
 def raise_together(own: BaseException | None, world: World) -> None:
