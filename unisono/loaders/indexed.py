@@ -19,7 +19,7 @@ from unisono.loaders.order import batches_of
 from unisono.loaders.permutation import Permutation
 from unisono.loaders.sharding import Claim, Part, Rule, Size, mark_of, rounds
 from unisono.loaders.sources import Begun, Source, State
-from unisono.loaders.workers import RemoteFetcher, WorkerPool, start_worker
+from unisono.loaders.workers import WorkerPool, start_worker
 from unisono.randomness import seed_of
 
 
@@ -61,7 +61,7 @@ class IndexedSource(Source):
         self._pool: WorkerPool | None = None
         if loader.num_workers:
             start = partial(start_worker, loader.dataset, loader.worker_init_fn)
-            self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start)
+            self._pool = WorkerPool(loader, self._fetcher, start)
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
         """The order is drawn, and loader workers are started, in the calling thread."""

@@ -1,6 +1,6 @@
 """Loader workers: torch's own, reading a dataset of this package that wraps the user's.
 
-*Threads:* the reader's, in the parent; `start_worker` and `RemoteFetcher` run in the workers.
+*Threads:* the reader's, in the parent; `start_worker` runs in the workers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from unisono.comm.operations import HOST
 from unisono.errors import describe_exit
-from unisono.loaders.fetcher import Fetcher, Request, few
 from unisono.loaders.forked_workers import context_of, one_at_a_time
-from unisono.loaders.packing import Packed, explain, is_tight, why_full
+from unisono.loaders.packing import explain, is_tight, why_full
 from unisono.outcome import chain_of
 from unisono.randomness import notice_who_asks
 from unisono.torch_private import (
@@ -44,20 +43,6 @@ _LONG_S = 30.0  # until a wait is logged
 _ENDING_S = 1.0  # for a worker whose socket is closed to end
 
 logger = logging.getLogger(__name__)
-
-
-class RemoteFetcher:
-    """The dataset that a loader worker sees: it maps a request to the packed batch, or to the error."""
-
-    def __init__(self, fetcher: Fetcher) -> None:
-        self._fetcher = fetcher
-
-    def __getitem__(self, request: Request) -> Packed:
-        try:
-            batch = self._fetcher.batch(request, is_seeded=True)
-        except Exception as error:
-            return Packed(error=error)
-        return Packed(batch, f"the samples with indices {few(request.indices)}")
 
 
 def start_worker(dataset: Any, init: Callable[[int], None] | None, worker: int) -> None:
