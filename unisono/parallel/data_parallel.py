@@ -101,9 +101,7 @@ class DataParallel:
             raise TypeError(
                 f"network={network!r} gives a {type(module).__name__}; pass a module, or a function that creates one"
             )
-        self._is_native = (
-            isinstance(device_ids, Sequence) and not device_ids and not isinstance(device_ids, str | bytes)
-        )
+        self._is_native = isinstance(device_ids, list | tuple) and not device_ids
         if self._is_native:
             resolved = [resolve_device(_only_device(module))]
         else:
