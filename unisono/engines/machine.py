@@ -12,12 +12,12 @@ import json
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 from typing import Any, BinaryIO
 
 from unisono.launch.engines import Bundle
+from unisono.launch.hosts.endpoint import free_port
 from unisono.outcome import Outcome
 
 MARK = b"\0unisono "  # begins a line of standard output that is not the workers'
@@ -42,13 +42,6 @@ def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) 
     check_nprocs(per_machine, family, bundle.options.process_group)
     job = make_job(bundle.call, per_machine, family, bundle.options, caller)
     return run_agent(job, MachineOptions(count, count, endpoint, bundle.run_id, number, secret=bundle.secret))
-
-
-def free_port() -> int:
-    """A port on which nothing listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

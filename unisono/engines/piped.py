@@ -66,44 +66,38 @@ class PipedMachine:
         with suppress(OSError):
             self._process.stdin.close()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the machine's processes have ended; return whether they have."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        return self._process.poll() is not None
-
-    def destroy(self) -> None:
-        """End the local process at once."""
-        self._process.kill()
-
-    def _hear(self) -> None:
-        outcome = None
-        stream = self._process.stdout
-        assert stream is not None
-        held = b""  # an empty line that may precede a mark
-        for line in stream:
-            if line.startswith(MARK):
-                what, size = line.removeprefix(MARK).split()
-                data, held = stream.read(int(size)), b""
-                if what == b"endpoint":
-                    self._endpoint.put(data.decode())
-                else:
-                    outcome = data
-                continue
-            sys.stdout.buffer.write(held if line == b"\n" else held + line)
-            sys.stdout.buffer.flush()
-            held = line if line == b"\n" else b""
-        code = self._process.wait()
-        self._endpoint.put("")
-        if outcome is None:
-            lost = UnisonoError(f"{self._where} {describe_exit(code)}, and has sent no result")
-            outcome = Outcome[None].failure(lost).to_bytes()
-        self._on_end(outcome)
+    def wait(self) -> None:
+        """Return when the machine's processes have ended; after 10 s, end the local one at once."""
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
 def _read(machine: PipedMachine) -> None:
-    """Body of the thread."""
-    machine._hear()
+    """Body of the thread: puts the endpoint, or "" at the end, and calls `on_end` once."""
+    outcome = None
+    stream = machine._process.stdout
+    assert stream is not None
+    held = b""  # an empty line that may precede a mark
+    for line in stream:
+        if line.startswith(MARK):
+            what, size = line.removeprefix(MARK).split()
+            data, held = stream.read(int(size)), b""
+            if what == b"endpoint":
+                machine._endpoint.put(data.decode())
+            else:
+                outcome = data
+            continue
+        sys.stdout.buffer.write(held if line == b"\n" else held + line)
+        sys.stdout.buffer.flush()
+        held = line if line == b"\n" else b""
+    code = machine._process.wait()
+    machine._endpoint.put("")
+    if outcome is None:
+        lost = UnisonoError(f"{machine._where} {describe_exit(code)}, and has sent no result")
+        outcome = Outcome[None].failure(lost).to_bytes()
+    machine._on_end(outcome)
 
 
 class PipedRun:
@@ -127,5 +121,4 @@ class PipedRun:
         for machine in self.machines:
             machine.kill()
         for machine in self.machines:
-            if not machine.wait(10.0):
-                machine.destroy()
+            machine.wait()
