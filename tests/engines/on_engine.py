@@ -33,7 +33,8 @@ class Place:
 def program(index: int, how: str) -> Place:
     world = unisono.current_world()
     total = unisono.all_reduce(torch.tensor(index + 1.0), "sum").item()
-    print(f"rank {index} is here", flush=True)
+    sys.stdout.buffer.write(f"rank {index} is here ".encode() + b"\xff\n")  # no UTF-8
+    sys.stdout.flush()
     is_first, is_last = index == 0, index == world.world_size - 1
     if how == "raise" and is_last:
         raise Mine("not today")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +21,9 @@ import psutil
 import pytest
 from on_engine import EPOCHS, SAMPLES
 
-from unisono import spawn
+from unisono import Output, spawn
 from unisono.engines import Hosts, Local, Slurm
+from unisono.engines import slurm as slurm_engine
 
 CALLER = Path(__file__).parent / "on_engine.py"
 RAY = """
@@ -55,7 +58,7 @@ class Ground(NamedTuple):
         environ = {**os.environ, **self.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with (directory / "errors").open("a") as errors:
             return subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=directory, env=environ
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", cwd=directory, env=environ
             )
 
     def run(self, directory: Path, how: str, nprocs: int = 4) -> dict[str, Any]:
@@ -132,7 +135,9 @@ def test_results_come_by_rank_in_the_script_s_own_classes(ground: Ground, tmp_pa
     assert [[each[0], each[1], each[4]] for each in found["results"]] == [[rank, 4, 10.0] for rank in range(4)]
     assert [each[2] for each in found["results"]] == [0, 0, 1, 1]
     if "Ray" not in ground.engine:  # which shows each line of its own accord, and some of them later
-        assert all(f"rank {rank} is here\n" in found["output"] for rank in range(4))
+        assert all(f"rank {rank} is here \ufffd\n" in found["output"] for rank in range(4))
+    for directory in tmp_path.glob("jobs/*"):  # where SLURM's job has the secret of the run
+        assert directory.stat().st_mode & 0o077 == 0
 
 
 def test_an_exception_comes_in_its_own_type_with_its_place(ground: Ground, tmp_path: Path) -> None:
@@ -197,6 +202,9 @@ def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Grou
     [
         (lambda: spawn(print, engine="kubernetes", nprocs=2), "engine='kubernetes' does not exist; there are 'local'"),
         (lambda: spawn(print, engine=Local(2)), "needs nprocs"),
+        (lambda: spawn(print, engine=Local, nprocs=2), "is no engine; pass a name"),
+        (lambda: spawn(print, engine=Local(2), nprocs="4"), "nprocs='4' is of type str"),
+        (lambda: spawn(print, engine=Local(2), nprocs=2, output=Output(ranks=[2])), "names rank 2"),
         (lambda: spawn(print, engine=Local(2), nprocs=3), "nprocs=3 workers cannot be divided evenly between 2"),
         (lambda: spawn(print, engine=Local(2), nprocs=2, join=False), "join=False"),
         (lambda: Hosts("node1"), "names no machines"),
@@ -207,3 +215,29 @@ def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Grou
 def test_what_cannot_run_is_refused_at_the_door(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         call()
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_output_goes_to_a_stream_of_text_too_and_one_that_is_closed_is_an_error() -> None:
+    with redirect_stdout(io.StringIO()) as notebook:
+        assert spawn(lambda index: print("here") or index, nprocs=2, engine=Local(2), backend="cpu") == [0, 1]
+    assert notebook.getvalue() == "here\nhere\n"
+    with redirect_stdout(Closed()), pytest.raises(BrokenPipeError):
+        spawn(print, nprocs=1, engine=Local(1), backend="cpu")
+
+
+def test_slurm_s_controller_may_be_away_and_a_job_that_it_has_forgotten_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\ncat {tmp_path}/says >&2; exit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_engine, "_WRITTEN_S", 0.0)
+    run = slurm_engine._SlurmRun("7", tmp_path, 1)
+    for says, number_of_outcomes in ("Unable to contact slurm controller", 0), ("Invalid job id specified", 1):
+        (tmp_path / "says").write_text(f"slurm_load_jobs error: {says}\n")
+        assert len([*run.outcomes(0), *run.outcomes(0)]) == number_of_outcomes

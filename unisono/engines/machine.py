@@ -57,14 +57,15 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     given = json.loads(source.readline())
-    size, bundle = given.pop("size"), b""
-    while len(bundle) < size:
-        bundle += source.read(size - len(bundle)) or sys.exit("unisono: the caller is gone")
+    bundle = bytearray(given.pop("size"))
+    rest = memoryview(bundle)
+    while rest:
+        rest = rest[source.readinto(rest) or sys.exit("unisono: the caller is gone") :]
     if ":" not in given["endpoint"]:  # a host's name: this is that host
         given["endpoint"] += f":{free_port()}"
         _say(sink, b"endpoint", given["endpoint"].encode())
     threading.Thread(target=_obey, args=(source,), name="unisono-orders", daemon=True).start()
-    outcome = run_machine(bundle, **given)
+    outcome = run_machine(bytes(bundle), **given)
     sys.stdout.flush()
     _say(sink, b"outcome", outcome)
 

@@ -76,7 +76,7 @@ class PipedMachine:
         """End the local process at once."""
         self._process.kill()
 
-    def _hear(self) -> None:
+    def _hear(self) -> bytes:
         outcome = None
         stream = self._process.stdout
         assert stream is not None
@@ -90,20 +90,32 @@ class PipedMachine:
                 else:
                     outcome = data
                 continue
-            sys.stdout.buffer.write(held if line == b"\n" else held + line)
-            sys.stdout.buffer.flush()
+            if output := held if line == b"\n" else held + line:
+                show(output)
             held = line if line == b"\n" else b""
         code = self._process.wait()
-        self._endpoint.put("")
         if outcome is None:
-            lost = UnisonoError(f"{self._where} {describe_exit(code)}, and has sent no result")
-            outcome = Outcome[None].failure(lost).to_bytes()
-        self._on_end(outcome)
+            raise UnisonoError(f"{self._where} {describe_exit(code)}, and has sent no result")
+        return outcome
 
 
 def _read(machine: PipedMachine) -> None:
-    """Body of the thread."""
-    machine._hear()
+    """Body of the thread. Whatever fails, the outcome is there: nobody may be left who reads standard output."""
+    try:
+        outcome = machine._hear()
+    except Exception as error:
+        outcome = Outcome[None].failure(error).to_bytes()
+    machine._endpoint.put("")
+    machine._on_end(outcome)
+
+
+def show(output: bytes) -> None:
+    """Write what workers have written to this process's standard output; a notebook's takes text only."""
+    if hasattr(sys.stdout, "buffer"):
+        sys.stdout.buffer.write(output)
+        sys.stdout.buffer.flush()
+    else:
+        print(output.decode(errors="replace"), end="", flush=True)
 
 
 class PipedRun:

@@ -18,6 +18,7 @@ from secrets import token_hex
 from typing import Any
 from uuid import uuid4
 
+from unisono.arguments import check_integer
 from unisono.errors import StoppedError
 from unisono.launch.job import Caller
 from unisono.launch.options import Options
@@ -54,8 +55,10 @@ class Bundle:
 
 def find_engine(engine: str | Engine) -> Engine:
     """The engine of this name, with its defaults, among the entry points "unisono.engines". ValueError: there is none;
-    ImportError: the library that it needs is missing."""
+    TypeError: it is no engine; ImportError: the library that it needs is missing."""
     if not isinstance(engine, str):
+        if isinstance(engine, type) or not hasattr(engine, "machines_for"):
+            raise TypeError(f"engine={engine!r} is no engine; pass a name, or one such as Hosts(['node1', 'node2'])")
         return engine
     known = {each.name: each for each in entry_points(group=_GROUP)}
     if engine not in known:
@@ -69,6 +72,8 @@ def spawn_on(
     """Call `fn(index, *args)` in workers on the engine's machines; as `spawn`."""
     if nprocs is None:
         raise ValueError("spawn(engine=) needs nprocs, the number of workers on all machines together")
+    check_integer(nprocs, "nprocs", 1, "pass the number of workers on all machines together")
+    options.check_ranks(nprocs)
     machines = engine.machines_for(nprocs)
     if nprocs % machines:
         raise ValueError(f"nprocs={nprocs} workers cannot be divided evenly between {machines} machines")
