@@ -94,13 +94,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     (directory / "python").chmod(0o755)
     port = 20000 + os.getpid() % 10000
     settings = ["UsePAM=no", "StrictModes=no", "PermitRootLogin=yes", f"AuthorizedKeysFile={directory}/user.pub"]
-    listening = [f"ListenAddress=127.0.0.{number}:{port}" for number in (1, 2)]
+    listening = [f"ListenAddress={address}:{port}" for address in ("[::1]", "127.0.0.2")]
     options = [word for each in (*settings, *listening) for word in ("-o", each)]
     daemon = subprocess.Popen([server, "-D", "-e", "-f", "/dev/null", "-h", str(directory / "host"), *options])
     known = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
     given = ("-p", str(port), "-i", str(directory / "user"), *known)
     try:
-        yield Ground(f"Hosts(['root@127.0.0.1', 'root@127.0.0.2'], python='{directory}/python', options={given})")
+        yield Ground(f"Hosts(['root@::1', 'root@127.0.0.2'], python='{directory}/python', options={given})")
     finally:
         daemon.kill()
         daemon.wait()

@@ -17,7 +17,7 @@ def start_piped(
 ) -> PipedRun:
     """Start a machine by each command; the first one serves the endpoint, at `host`."""
     run = PipedRun()
-    endpoint = host
+    endpoint = f"{host}:0"
     for number, (command, name) in enumerate(zip(commands, names, strict=True)):
         machine = PipedMachine(command, name, lambda data, number=number: run.ended.put((number, data)))  # type: ignore[misc]
         run.machines.append(machine)

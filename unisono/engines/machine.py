@@ -61,8 +61,8 @@ def main() -> None:
     rest = memoryview(bundle)
     while rest:
         rest = rest[source.readinto(rest) or sys.exit("unisono: the caller is gone") :]
-    if ":" not in given["endpoint"]:  # a host's name: this is that host
-        given["endpoint"] += f":{free_port()}"
+    if given["endpoint"].endswith(":0"):  # this is that host
+        given["endpoint"] = f"{given['endpoint'][:-1]}{free_port()}"
         _say(sink, b"endpoint", given["endpoint"].encode())
     threading.Thread(target=_obey, args=(source,), name="unisono-orders", daemon=True).start()
     outcome = run_machine(bytes(bundle), **given)

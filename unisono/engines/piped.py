@@ -34,15 +34,16 @@ class PipedMachine:
         self._thread = threading.Thread(target=_read, args=(self,), name="unisono-machine", daemon=True)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
-        """Send the machine what it runs, as for `run_machine`; `endpoint` may be its own host's name alone. Returns the
-        endpoint with its port. UnisonoError: it could not be started; `on_end` has been called with its outcome."""
+        """Send the machine what it runs, as for `run_machine`; port 0 of `endpoint` is a free one of that host, which
+        this is. Returns the endpoint with its port. UnisonoError: it could not be started; `on_end` has been called
+        with its outcome."""
         given = {"number": number, "count": count, "per_machine": per_machine, "endpoint": endpoint}
         assert self._process.stdin is not None
         self._thread.start()
         with suppress(OSError):  # it has ended already, which the thread reports
             self._process.stdin.write(json.dumps({**given, "size": len(bundle)}).encode() + b"\n" + bundle)
             self._process.stdin.flush()
-        if ":" in endpoint:
+        if not endpoint.endswith(":0"):
             return endpoint
         try:
             found = self._endpoint.get(timeout=_ENDPOINT_S)
