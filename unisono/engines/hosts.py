@@ -80,5 +80,6 @@ class Hosts:
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
         there = shlex.join([self.python, *PROGRAM])
-        commands = [["ssh", "-T", "-o", "BatchMode=yes", *self.options, host, there] for host in self.hosts]
+        options = ["-T", "-o", "BatchMode=yes", *self.options, "-o", "ConnectTimeout=30"]  # the first value counts
+        commands = [["ssh", *options, host, there] for host in self.hosts]
         return start_piped(commands, list(self.hosts), bundle, per_machine, self.hosts[0].rpartition("@")[2])

@@ -50,8 +50,9 @@ class PipedMachine:
         except Empty:
             found = ""
         if not found:
-            ended = describe_exit(self._process.poll())
-            raise UnisonoError(f"{self._where} did not begin: it {ended}; what it has printed says why")
+            code = self._process.poll()
+            how = f"within {_ENDPOINT_S:.0f} s" if code is None else f"it {describe_exit(code)}"
+            raise UnisonoError(f"{self._where} did not begin: {how}; what it has printed says why")
         return found
 
     def ask_to_stop(self) -> None:
