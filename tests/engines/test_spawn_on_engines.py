@@ -24,6 +24,8 @@ from on_engine import EPOCHS, SAMPLES
 from unisono import Output, spawn
 from unisono.engines import Hosts, Local, Slurm
 from unisono.engines import slurm as slurm_engine
+from unisono.errors import StoppedError
+from unisono.outcome import Outcome
 
 CALLER = Path(__file__).parent / "on_engine.py"
 RAY = """
@@ -172,7 +174,7 @@ def test_a_lost_machine_is_an_error_that_says_so(ground: Ground, tmp_path: Path)
     assert time.monotonic() - began < 90
 
 
-def test_ctrl_c_asks_the_workers_to_stop_and_they_return(ground: Ground, tmp_path: Path) -> None:
+def test_ctrl_c_and_sigterm_ask_the_workers_to_stop_and_they_return(ground: Ground, tmp_path: Path) -> None:
     process = ground.start(tmp_path, "wait")
     deadline = time.monotonic() + 100
     while len(list(tmp_path.glob("waits-*"))) < 4:
@@ -181,7 +183,7 @@ def test_ctrl_c_asks_the_workers_to_stop_and_they_return(ground: Ground, tmp_pat
         time.sleep(0.1)
     # `nsenter --pid` forks: the caller is its child.
     caller = psutil.Process(process.pid).children()[0] if ground.enter else process
-    caller.send_signal(signal.SIGINT)
+    caller.send_signal(signal.SIGTERM if "Hosts" in ground.engine or ground.enter else signal.SIGINT)
     found = result_of(process, tmp_path)
     assert found["type"] == "StoppedError", found
     assert [each[5] for each in found["results"]] == [0] * 4
@@ -215,6 +217,34 @@ def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Grou
 def test_what_cannot_run_is_refused_at_the_door(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         call()
+
+
+class Late:
+    """An engine and its run, both machines of which have stopped; the second is late."""
+
+    variables = ()
+    data = iter([(0, b""), None, None, (1, b"")])
+
+    def machines_for(self, nprocs: int) -> int:
+        return 2
+
+    def start(self, *_: object) -> Late:
+        return self
+
+    def outcomes(self, timeout_s: float) -> Iterator[tuple[int, bytes]]:
+        if found := next(self.data):
+            results = [(found[0], Outcome(value="late").to_bytes())]
+            yield found[0], Outcome[None].failure(StoppedError(results)).to_bytes()
+
+    def kill(self) -> None:
+        pass
+
+
+def test_no_machine_is_left_out_of_the_results_of_an_agreed_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.launch.engines._MARGIN_S", 0.0)
+    with pytest.raises(StoppedError) as stopped:
+        spawn(print, nprocs=2, engine=Late(), grace_s=0)
+    assert stopped.value.results == ["late"] * 2
 
 
 class Closed(io.StringIO):

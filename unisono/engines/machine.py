@@ -66,8 +66,11 @@ def main() -> None:
         _say(sink, b"endpoint", given["endpoint"].encode())
     threading.Thread(target=_obey, args=(source,), name="unisono-orders", daemon=True).start()
     outcome = run_machine(bytes(bundle), **given)
-    sys.stdout.flush()
-    _say(sink, b"outcome", outcome)
+    try:
+        sys.stdout.flush()
+        _say(sink, b"outcome", outcome)
+    except BrokenPipeError:  # the caller is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at the end
 
 
 def _say(sink: BinaryIO, what: bytes, data: bytes) -> None:
