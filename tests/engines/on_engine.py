@@ -42,10 +42,10 @@ def program(index: int, how: str) -> Place:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "restart" and is_last and world.restart_count == 0:
         raise Mine("not at first")
-    if how == "lose" and is_last:
+    if how in ("lose", "end") and is_last:
         for process in psutil.Process().parents():  # the agent, as if its machine were gone
             if "unisono.engines" in " ".join(process.cmdline()):
-                process.kill()
+                process.send_signal(signal.SIGKILL if how == "lose" else signal.SIGTERM)
         signal.pause()
     steps = 0
     if how == "stop":

@@ -174,6 +174,12 @@ def test_a_lost_machine_is_an_error_that_says_so(ground: Ground, tmp_path: Path)
     assert time.monotonic() - began < 90
 
 
+def test_an_agent_that_a_scheduler_ends_is_an_error_that_says_so(local: Ground, tmp_path: Path) -> None:
+    found = local.run(tmp_path, "end")
+    assert found["type"] == "UnisonoError", found
+    assert found["text"].endswith("was stopped by SIGTERM")
+
+
 def test_ctrl_c_and_sigterm_ask_the_workers_to_stop_and_they_return(ground: Ground, tmp_path: Path) -> None:
     process = ground.start(tmp_path, "wait")
     deadline = time.monotonic() + 100

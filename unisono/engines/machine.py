@@ -11,12 +11,14 @@ import io
 import json
 import os
 import pickle
+import platform
 import signal
 import socket
 import sys
 import threading
 from typing import Any, BinaryIO
 
+from unisono.errors import UnisonoError
 from unisono.launch.engines import Bundle
 from unisono.outcome import Outcome
 
@@ -41,7 +43,11 @@ def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) 
     family = pick_backend(bundle.options.backend)
     check_nprocs(per_machine, family, bundle.options.process_group)
     job = make_job(bundle.call, per_machine, family, bundle.options, caller)
-    return run_agent(job, MachineOptions(count, count, endpoint, bundle.run_id, number, secret=bundle.secret))
+    ended = run_agent(job, MachineOptions(count, count, endpoint, bundle.run_id, number, secret=bundle.secret))
+    if type(ended.error) is SystemExit:  # which would end the caller without a word
+        name = signal.Signals(int(str(ended.error.code)) - 128).name
+        return Outcome.failure(UnisonoError(f"the agent on {platform.node()} was stopped by {name}"))
+    return ended
 
 
 def free_port() -> int:
