@@ -270,10 +270,14 @@ def test_slurm_s_controller_may_be_away_and_a_job_that_it_has_forgotten_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "squeue").write_text(f"#!/bin/sh\ncat {tmp_path}/says >&2; exit 1\n")
-    (tmp_path / "squeue").chmod(0o755)
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/cancelled\n')
+    for name in ("squeue", "scancel"):
+        (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm_engine, "_WRITTEN_S", 0.0)
     run = slurm_engine._SlurmRun("7", tmp_path, 1)
+    run.ask_to_stop()  # of a job that waits for its nodes, and has nobody to ask
+    assert (tmp_path / "cancelled").read_text() == "7\n"
     for says, number_of_outcomes in ("Unable to contact slurm controller", 0), ("Invalid job id specified", 1):
         (tmp_path / "says").write_text(f"slurm_load_jobs error: {says}\n")
         assert len([*run.outcomes(0), *run.outcomes(0)]) == number_of_outcomes

@@ -93,7 +93,8 @@ class _SlurmRun:
                 self._missing.clear()
 
     def ask_to_stop(self) -> None:
-        self._cancel("--signal=TERM")
+        # scancel would wait for a job that has not begun, which has nobody to ask.
+        self._cancel(*(["--signal=TERM"] if self._state == "RUNNING" else []))
 
     def kill(self) -> None:
         self._show()
