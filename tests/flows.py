@@ -13,7 +13,7 @@ from epochs import PATIENCE_S, CodedError, is_awaiting_room
 
 from unisono.backends.cpu import CpuBackend
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.pipeline import Pipeline
+from unisono.loaders.pipeline import Lane, Pipeline
 from unisono.loaders.sharding import Claim, Piece
 from unisono.world import World, solo_world
 
@@ -62,7 +62,7 @@ class Flow:
         self.pipeline = Pipeline(prefetch, may_overflow)
         self.worlds: list[World] = [solo_world() for _ in range(lanes)]
         for place, world in enumerate(self.worlds):
-            self.pipeline.add_lane(torch.device("cpu", place), backend, world.timeline)
+            self.pipeline.lanes.append(Lane(self.pipeline, torch.device("cpu", place), backend, world.timeline))
         self.given = 0  # rounds that the source has given
         self._given = threading.Condition()
 

@@ -19,7 +19,6 @@ from unisono.errors import (
     CollectiveMismatchError,
     RemoteError,
     RemoteTraceback,
-    StoppedError,
     UnisonoError,
     UnpicklableError,
     WorkerDiedError,
@@ -334,12 +333,6 @@ def test_our_errors_are_runtime_errors_with_one_base(name):
     assert issubclass(CLASSES[name], UnisonoError)
     assert issubclass(CLASSES[name], RuntimeError)
     assert CLASSES[name].__doc__
-
-
-def test_an_agreed_stop_ends_a_script_as_sigterm_would():
-    with pytest.raises(SystemExit) as caught:
-        raise StoppedError([1, 2])
-    assert (caught.value.code, caught.value.results) == (143, [1, 2])
 
 
 def test_the_tree_in_the_docstring_draws_every_class_and_no_other():

@@ -125,8 +125,4 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})
 
 
-def _warm_where_that_is_asked_for() -> None:
-    import_module("unisono.launch.starting.warm_at_import").warm_at_import()
-
-
-_warm_where_that_is_asked_for()
+import_module("unisono.launch.starting.warm_at_import").warm_at_import()

@@ -1,5 +1,4 @@
-"""Checks of arguments that many functions have: a type, a choice, the least value of an integer, a table of rules; and
-of their names."""
+"""Checks of arguments that many functions have: a type, a choice, the least value of an integer; and of their names."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -31,41 +30,6 @@ def check_integer(value: Any, name: str, least: int, advice: str = "") -> int:
     if value < least:
         raise ValueError(f"{name}={value} is too small; {advice or f'pass an integer of at least {least}'}")
     return int(value)
-
-
-class ArgumentRule(NamedTuple):
-    """What an argument may be.
-
-    Attributes:
-        kinds: its types; None allows None, and a bool is no number unless `bool` is among them.
-        choices: its values, in place of types.
-        least: the smallest number.
-        above: a number that it must exceed.
-        hint: what to pass instead.
-    """
-
-    kinds: tuple[Any, ...] = ()
-    choices: tuple[Any, ...] = ()
-    least: float | None = None
-    above: float | None = None
-    hint: str = ""
-
-
-def check_by_rules(given: Mapping[str, Any], **rules: ArgumentRule) -> None:
-    """Check the arguments that have a rule, in the order of the rules; TypeError for another type, ValueError for what
-    is out of range, or not among the choices."""
-    for name, rule in rules.items():
-        value = given[name]
-        if rule.choices:
-            check_choice(value, name, *rule.choices)
-            continue
-        if value is None and None in rule.kinds:
-            continue
-        check_type(value, name, rule.hint, *(kind for kind in rule.kinds if kind is not None))
-        if rule.least is not None and value < rule.least:
-            raise ValueError(f"{name}={value} is too small; {rule.hint}")
-        if rule.above is not None and not value > rule.above:
-            raise ValueError(f"{name}={value!r} is not above {rule.above:g}; {rule.hint}")
 
 
 def check_names(owner: str, given: Iterable[str], names: Collection[str], advice: Mapping[str, str]) -> None:

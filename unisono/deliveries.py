@@ -158,7 +158,8 @@ class Deliveries:
 
     def __init__(self) -> None:
         self._loops: list[Loop] = []  # the open ones, and the last that have ended, in the order of their last batches
-        self._by_memory: StorageMap[list[Batch]] = StorageMap(_are_unused)  # the latest last
+        # By memory: the batches in it, the latest last.
+        self._by_memory: StorageMap[list[Batch]] = StorageMap(lambda held: not all(each.is_used for each in held))
         # By the memory of computed inputs: the batch that they were taken for, and torch's count of writes to them.
         self._computed: StorageMap[tuple[Batch, int]] = StorageMap()
         self._changing = threading.Lock()  # for the loops and what is known by memory; `end` never acquires it
@@ -343,10 +344,6 @@ def name_batches(batches: Sequence[Batch]) -> str:
     numbers = [last.number] if len(batches) == 1 else [each.number for each in batches if each.loop is last.loop]
     names = f"batch {numbers[0]}" if len(numbers) == 1 else f"batches {', '.join(map(str, numbers))}"
     return f"{names} of its loop{f', round {last.mark:08x}' if last.mark else ''}"
-
-
-def _are_unused(batches: list[Batch]) -> bool:
-    return any(not each.is_used for each in batches)
 
 
 def _oldest_unused(batches: list[Batch]) -> Batch:

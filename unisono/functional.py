@@ -200,13 +200,9 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: LinearOp, context: _Context) -> torch.Tensor:
         ctx.op, ctx.context = op, context
-        return context.comm.all_reduce(_copy(x), op)  # in place
+        # A writable copy, since it works in place, and a gradient may be an expanded tensor.
+        return context.comm.all_reduce(x.detach().clone(memory_format=torch.contiguous_format), op)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _backward(_AllReduce, ctx.context, gradient, ctx.op), None, None
-
-
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    """A writable copy in separate memory: a gradient may be an expanded tensor."""
-    return x.detach().clone(memory_format=torch.contiguous_format)

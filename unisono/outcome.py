@@ -95,10 +95,11 @@ class Outcome(Generic[T]):
         fields = pickle.loads(data)
         where, at = fields["where"], fields["at"]
         if "traceback" in fields:
-            error = _rebuild_error(fields["payload"])
-            if error is None:
-                error = RemoteError(f"{fields['type']}: {fields['message']}")
-                error.sent = {name: fields[name] for name in ("payload", "type", "message")}
+            try:
+                error = _load_error(fields["payload"])  # None, if it could not be pickled
+            except Exception:
+                error = remote = RemoteError(f"{fields['type']}: {fields['message']}")
+                remote.sent = {name: fields[name] for name in ("payload", "type", "message")}
             if fields["traceback"]:
                 text = fields["traceback"]
                 # Python shows the error itself once more, after it.
@@ -222,7 +223,7 @@ def _is_twin(made: BaseException, error: BaseException) -> bool:
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    """Pickle an exception, so that `_rebuild_error` makes one of the same type; None if that is impossible.
+    """Pickle an exception, so that `_load_error` makes one of the same type; None if that is impossible.
 
     If plain pickling does not survive (other arguments of `__init__`, a lock), its class, `args` and attributes are
     pickled one by one, and those that cannot be pickled are replaced by their repr.
@@ -261,10 +262,3 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
     error.args = args
     error.__dict__.update(state)
     return error
-
-
-def _rebuild_error(payload: bytes | None) -> BaseException | None:
-    try:
-        return None if payload is None else _load_error(payload)
-    except Exception:
-        return None

@@ -87,10 +87,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no annotatio
     dispatch_table: ClassVar = ChainMap(BETWEEN_RANKS, *cloudpickle.Pickler.dispatch_table.maps)
 
     def reducer_override(self, obj: Any) -> Any:
-        _refuse_file(obj)
-        if _is_tensor(obj):
+        if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr, sys.stdin):
+            # cloudpickle would silently send its current contents, in memory.
+            raise TypeError(f"cannot pickle the open file {obj.name!r}; pass its path")
+        torch = sys.modules.get("torch")  # importing it takes seconds: if there is a tensor, it is imported
+        if isinstance(obj, getattr(torch, "Tensor", ())):
             return _reduce_tensor(obj)
-        if _is_storage(obj):
+        if torch is not None and type(obj) in (torch.storage.TypedStorage, torch.storage.UntypedStorage):
             return _reduced_storage(obj)
         if path := _importable_path(obj):
             return pkgutil.resolve_name, (path,)
@@ -160,23 +163,6 @@ def _importable_path(obj: Any) -> str | None:
         return path if pkgutil.resolve_name(path) is obj else None
     except (ImportError, AttributeError, ValueError):
         return None
-
-
-def _refuse_file(obj: Any) -> None:
-    """Raise TypeError for an open text file: cloudpickle would silently send its current contents, in memory."""
-    if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr, sys.stdin):
-        raise TypeError(f"cannot pickle the open file {obj.name!r}; pass its path")
-
-
-def _is_tensor(obj: Any) -> bool:
-    """Whether `obj` is a tensor, without importing torch, which takes seconds: if there is a tensor, it is imported."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(obj, getattr(torch, "Tensor", ()))
-
-
-def _is_storage(obj: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and type(obj) in (torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
 
 def _reduced_storage(storage: Any) -> Any:

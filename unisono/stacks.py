@@ -59,18 +59,16 @@ def frames_of(stack: str) -> list[Frame]:
 
 def own_frames(top: FrameType | None = None) -> list[Frame]:
     """The frames from that one on, the most recent call first; None means those of the calling thread."""
-    return [
-        Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
-        for frame, line in walk_stack(top or sys._getframe(1))
-    ]
+    return _read_frames(walk_stack(top or sys._getframe(1)))
 
 
 def frames_of_error(error: BaseException) -> list[Frame]:
     """The frames of an error's traceback, and those of the code that has caught it, the most recent call first."""
-    raised = [
-        Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(error.__traceback__)
-    ]
-    return raised[::-1] + own_frames(sys._getframe(1))
+    return _read_frames(walk_tb(error.__traceback__))[::-1] + own_frames(sys._getframe(1))
+
+
+def _read_frames(walked: Iterable[tuple[FrameType, int]]) -> list[Frame]:
+    return [Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
 
 
 def describe_call(frames: Iterable[Frame]) -> str:

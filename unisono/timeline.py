@@ -177,13 +177,10 @@ class DeviceTrack(Track):
         if stamp is not None:
             self._now = self._now or now
             self._stamps.append((phase, stamp))
-            self._read(_STAMPS_AHEAD)
+            self.read(_STAMPS_AHEAD)
 
-    def read(self) -> None:
-        """Read the stamps that the device has reached by now."""
-        self._read(1)
-
-    def _read(self, left: int) -> None:
+    def read(self, left: int = 1) -> None:
+        """Read the stamps that the device has reached by now; none of the last `left`."""
         while len(self._stamps) > left:
             (phase, first), (_, second) = self._stamps[0], self._stamps[1]
             took = self._clock.elapsed_ns(first, second)

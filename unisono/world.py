@@ -136,7 +136,7 @@ def current_world() -> World:
     world = given_world()
     if world is not None:
         return world
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         group = dist.group.WORLD
         # A group that replaces a destroyed one is adopted, too.
         if _adopted is None or _adopted[0]() is not group:
@@ -231,11 +231,6 @@ def set_process_world(world: World | None) -> None:
     _process_world = world
 
 
-def process_world() -> World | None:
-    """Return the world that `set_process_world` has set."""
-    return _process_world
-
-
 def given_world() -> World | None:
     """Return the world that was set for this thread, or else for this process; None if there is none."""
     return _thread_world.get() or _calling_world() or _process_world
@@ -313,19 +308,9 @@ def _adopted_world() -> World:
 def answer_as_one_rank() -> None:
     """Make this process, a loader worker, appear to be the only rank from now on.
 
-    Datasets see the loader workers of all ranks as one sequence: one that sharded itself by both would be sharded
-        twice.
+    Datasets see the loader workers of all ranks as one sequence: one that sharded itself by both would do it twice.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     # A forked worker inherits the process group, whose functions do not read the variables.
-    for module in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None)):
-        if hasattr(module, "get_rank"):
-            module.get_rank, module.get_world_size = _zero, _one  # type: ignore[union-attr]
-
-
-def _zero(group: Any = None) -> int:
-    return 0
-
-
-def _one(group: Any = None) -> int:
-    return 1
+    for module in (dist, dist.distributed_c10d):
+        module.get_rank, module.get_world_size = lambda group=None: 0, lambda group=None: 1  # type: ignore[attr-defined]

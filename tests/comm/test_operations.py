@@ -23,17 +23,8 @@ def test_a_call_reads_as_it_would_be_written(call, text):
     assert str(call) == text
 
 
-def test_calls_are_equal_exactly_when_name_shape_type_and_argument_are():
-    call = Call.on("all_reduce", torch.ones(2), "sum")
-    assert call == Call.on("all_reduce", torch.zeros(2), "sum")
-    assert call == Call.on("all_reduce", torch.ones(4)[::2], "sum")  # how it lies in memory is each rank's own matter
-    others = [
-        Call.on("reduce_scatter", torch.ones(2), "sum"),
-        Call.on("all_reduce", torch.ones(2, 1), "sum"),
-        Call.on("all_reduce", torch.ones(2).double(), "sum"),
-        Call.on("all_reduce", torch.ones(2), "max"),
-    ]
-    assert call not in others
+def test_how_a_tensor_lies_in_memory_is_each_ranks_own_matter():
+    assert Call.on("all_reduce", torch.ones(2), "sum") == Call.on("all_reduce", torch.ones(4)[::2], "sum")
 
 
 CALLS = [Call("barrier"), Call.on("all_reduce", torch.ones(10), "sum"), Call("broadcast_object", argument=1)]

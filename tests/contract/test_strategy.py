@@ -288,7 +288,7 @@ def test_every_strategy_of_several_processes_stands_under_the_law() -> None:
 class ZeroesEverything(Engine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        for each in self.trained():
+        for each in self.members.trained():
             each.register_hook(torch.zeros_like)
 
 
@@ -299,7 +299,7 @@ class ForgetsToReduce(Engine):
 
 class ReducesTheMean(Engine):
     def complete(self) -> None:
-        for each in self.trained():
+        for each in self.members.trained():
             self._world.comm.all_reduce(each.grad, "mean")
 
 
@@ -350,7 +350,7 @@ def test_a_hook_of_ddp_that_zeroes_everything_breaks_a_law() -> None:
         class Zeroing(ddp.DDPStrategy):
             def wrap_model(self, module: nn.Module) -> Engine:
                 engine = super().wrap_model(module)
-                for each in engine.trained():
+                for each in engine.members.trained():
                     each.register_hook(torch.zeros_like)
                 return engine
 

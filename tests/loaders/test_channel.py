@@ -184,7 +184,7 @@ def test_a_waiting_sender_asks_again_when_it_is_woken():
     may.append(True)
     with lock:
         assert is_awaiting_room(channel)
-        channel.wake_sender()
+        channel.room_bell.ring()
     assert result(waiting) is True
 
 

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from unisono import DeviceLoader, IndexedSampler, current_world
-from unisono.loaders.order import Batches
+from unisono.loaders.order import batches_of
 from unisono.loaders.registry import source_of
 from unisono.randomness import seed_of
 
@@ -74,7 +74,7 @@ def test_a_sampler_gives_the_order_that_it_gives_itself_by_a_generator_seeded_so
     for epoch in range(3):
         generator = torch.Generator().manual_seed(seed_of(9, epoch))
         plain = list(GENERATED[kind](generator))
-        assert list(itertools.chain(*Batches(sampler, BatchSampler(sampler, 4, False), 9, epoch))) == plain
+        assert list(itertools.chain(*batches_of(sampler, BatchSampler(sampler, 4, False), 9, epoch)[0])) == plain
 
 
 @pytest.mark.parametrize("kind", GLOBAL)
@@ -114,12 +114,12 @@ def test_the_seed_is_that_of_the_loaders_generator_and_zero_without_one():
 def test_a_late_beginning_is_the_rest_of_the_order_in_whole_batches(samples, size, offset, drop_last, is_sized):
     order = list(range(samples))
     sampler: Any = SequentialSampler(order) if is_sized else Own(lambda: order)
-    batches = Batches(sampler, BatchSampler(sampler, size, drop_last), 0, 0, offset)
+    batches, nominal = batches_of(sampler, BatchSampler(sampler, size, drop_last), 0, 0, offset)
     expected = chunks(order[offset:], size)
     if drop_last and expected and len(expected[-1]) < size:
         expected.pop()
     assert list(batches) == expected
-    assert batches.nominal == size
+    assert nominal == size
 
 
 class Subclass(DataLoader):

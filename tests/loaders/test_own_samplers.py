@@ -17,7 +17,7 @@ from samplers import COUNT, Own, Sized, loader_of, orders, random_states
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from unisono import DeviceLoader
-from unisono.loaders.order import Batches
+from unisono.loaders.order import batches_of
 from unisono.randomness import seed_of
 
 
@@ -148,7 +148,7 @@ def test_each_index_of_a_loader_without_batches_may_be_a_batch():
 def test_a_late_beginning_cuts_a_batch_of_ones_own(sizes, offset):
     bounds = list(itertools.accumulate(sizes, initial=0))
     own = [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
-    batches = Batches(None, Bucketed(own), 0, 0, offset)
+    batches, nominal = batches_of(None, Bucketed(own), 0, 0, offset)
     expected = [[each for each in batch if each >= offset] for batch in own]
     assert list(batches) == [batch for batch in expected if batch]
-    assert batches.nominal is None
+    assert nominal is None

@@ -20,7 +20,7 @@ from interrupts import interrupting
 from unisono.backends.cpu import CpuBackend
 from unisono.errors import ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
-from unisono.loaders.pipeline import Pipeline
+from unisono.loaders.pipeline import Lane, Pipeline
 from unisono.timeline import Timeline
 
 
@@ -168,7 +168,7 @@ def test_an_interrupt_while_the_threads_start_leaves_none_and_nothing_to_complai
     at, is_reached = 0, True
     while is_reached:
         pipeline = Pipeline(2)
-        pipeline.add_lane(torch.device("cpu"), Moving(), Timeline())
+        pipeline.lanes.append(Lane(pipeline, torch.device("cpu"), Moving(), Timeline()))
         begin = partial(pipeline.start, iter([]))
         is_reached = interrupting(at, ("threading.py", "comm/thread_start.py", "loaders/pipeline.py"), begin)
         pipeline.stop()

@@ -111,8 +111,8 @@ def test_a_loaded_batch_is_padded_with_its_own_samples():
 
 @pytest.mark.parametrize(("name", "value"), [("split", "devices"), ("tail", "cut"), ("tail", None), ("split", 2)])
 def test_an_unknown_split_or_tail_is_refused_with_the_choices(name, value):
-    choices = {"split": "'rank', 'global'", "tail": "'split', 'drop', 'pad'"}[name]
-    words = f"{name}={value!r} is unknown; choose one of {choices}"
+    choices = {"split": "rank, global", "tail": "split, drop, pad"}[name]
+    words = f"{name}={value!r} does not exist; choose one of {choices}"
     with pytest.raises(ValueError, match=re.escape(words)):
         Rule(**{name: value})
     if value is not None:

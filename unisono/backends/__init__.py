@@ -114,7 +114,6 @@ def available_devices() -> list[str]:
     return [
         f"{backend.name}:{index}"
         for backend in map(get_backend, family_names())
-        if backend.is_available()
         for index in range(backend.device_count())
     ]
 

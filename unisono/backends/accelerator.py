@@ -72,7 +72,8 @@ class AcceleratorBackend(Backend):
         return dist.Backend.default_device_backend_map.get(self.name, "gloo")
 
     def to_device(self, batch: Any, device: torch.device) -> tuple[Any, Any]:
-        stream = self.side_stream(device)
+        # Of two threads that come first, one's stream is dropped.
+        stream = self._streams.get(device.index) or self._streams.setdefault(device.index, torch.Stream(device))
         own = torch.accelerator.current_stream(device)
         with _on_stream(stream):
             moved = map_objects(lambda leaf: self._move_leaf(leaf, device, own), batch)
@@ -124,10 +125,6 @@ class AcceleratorBackend(Backend):
     def may_record(self) -> bool:
         """Whether an event may be recorded now: not before the runtime is up, which a parent leaves to its workers."""
         return bool(self.module.is_initialized())
-
-    def side_stream(self, device: torch.device) -> torch.Stream:
-        # Of two threads that come first, one's stream is dropped.
-        return self._streams.get(device.index) or self._streams.setdefault(device.index, torch.Stream(device))
 
     def _move_leaf(self, leaf: Any, device: torch.device, own: torch.Stream) -> Any:
         """A leaf on the device, or on its way there on the current stream; if its use cannot be recorded, on `own`."""

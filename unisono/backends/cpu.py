@@ -52,7 +52,10 @@ class CpuBackend(Backend):
         is_here = True
         for tensor in tensors(batch):
             is_here = is_here and tensor.is_cpu
-        return (batch if is_here else map_objects(_to_cpu, batch)), None
+        if is_here:
+            return batch, None
+        # Not `to(device)`: with the index of cpu:1, that would copy a tensor that is already in the right memory.
+        return map_objects(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, batch), None
 
     def wait_ready(self, token: Any) -> None:
         pass
@@ -71,11 +74,6 @@ class CpuBackend(Backend):
 
     def memory(self, device: torch.device) -> int:
         return int(psutil.Process().memory_info().rss)
-
-
-def _to_cpu(leaf: Any) -> Any:
-    # Sending to the index cpu:1 would copy a tensor that is already in the right memory.
-    return leaf.cpu() if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf
 
 
 backend_class = CpuBackend

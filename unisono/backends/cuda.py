@@ -39,8 +39,9 @@ class CudaBackend(AcceleratorBackend):
             if advice := describe_mig():
                 error.add_note(advice)
             raise
-        if threading.current_thread() is not threading.main_thread():
-            _leave_captures_alone()
+        if threading.current_thread() is not threading.main_thread() and (exchange := _exchange_capture_mode()):
+            # From now on nothing in this thread ends a graph capture in another one.
+            exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def may_record(self) -> bool:
         # In a graph, an event would be replayed.
@@ -61,13 +62,6 @@ def describe_mig() -> str:
         "(nprocs=1); or let a launcher give each rank CUDA_VISIBLE_DEVICES=MIG-..., a name that nvidia-smi -L prints, "
         "as SLURM and Kubernetes do; or switch MIG off (nvidia-smi -mig 0)"
     )
-
-
-def _leave_captures_alone() -> None:
-    """Ensure that nothing in the calling thread ends a graph capture in another thread."""
-    exchange = _exchange_capture_mode()
-    if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
 @cache

@@ -11,11 +11,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 def send(leaf: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """Move a tensor, a packed sequence, or an object with a method `to(device)`; return anything else unchanged."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.to(device, non_blocking=non_blocking)
-    if isinstance(leaf, PackedSequence):
-        packed: Any = leaf  # torch's annotation of the method's arguments is incomplete
-        return packed.to(device, non_blocking=non_blocking)
+    if isinstance(leaf, torch.Tensor | PackedSequence):
+        movable: Any = leaf  # torch's annotation of the second one's method is incomplete
+        return movable.to(device, non_blocking=non_blocking)
     if callable(getattr(leaf, "to", None)) and not isinstance(leaf, torch.nn.Module | type):
         return leaf.to(device)  # modules are excluded: they would move in place, and a batch is never modified
     return leaf

@@ -21,11 +21,8 @@ class MpsBackend(Backend):
     name = "mps"
     moves_in_loop = True  # Metal operations of two threads crash torch (its issue 197805)
 
-    def is_available(self) -> bool:
-        return torch.backends.mps.is_available()
-
     def device_count(self) -> int:
-        return int(self.is_available())
+        return int(torch.backends.mps.is_available())
 
     def unavailable_reason(self) -> str:
         return "" if torch.backends.mps.is_built() else "this torch is built without MPS"

@@ -123,8 +123,8 @@ def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
             found = checksum_of(local / name)
         except OSError as error:
             raise DamagedCheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
-        if found != Checksum(size, crc):
-            what = f"{found.size} bytes of {size}" if found.size != size else "another CRC-32"
+        if found != (size, crc):
+            what = f"{found[0]} bytes of {size}" if found[0] != size else "another CRC-32"
             raise DamagedCheckpointError(f"{folder}: {name} has other contents than those written: {what}")
     return local / manifest.directory, manifest
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
@@ -168,15 +168,8 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 # Files.
 
 
-class Checksum(NamedTuple):
-    """The size in bytes and the CRC-32 of a file's contents."""
-
-    size: int = 0
-    crc: int = 0
-
-    def of_more(self, data: bytes | memoryview) -> Checksum:
-        """The checksum with these bytes appended."""
-        return Checksum(self.size + len(data), zlib.crc32(data, self.crc))
+Checksum = tuple[int, int]
+"""The size in bytes and the CRC-32 of a file's contents."""
 
 
 class _CheckedFile:
@@ -184,13 +177,14 @@ class _CheckedFile:
     system becomes its `failure`: of one that is raised, torch only says what it then failed to clean up."""
 
     def __init__(self, file: int) -> None:
-        self.checksum = Checksum()
+        self.size = self.crc = 0
         self.failure: OSError | None = None
         self._file = file
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         rest = memoryview(data).cast("B")
-        size, self.checksum = len(rest), self.checksum.of_more(rest)
+        size = len(rest)
+        self.size, self.crc = self.size + size, zlib.crc32(rest, self.crc)
         try:
             while rest and self.failure is None:
                 rest = rest[os.write(self._file, rest) :]  # Linux takes 2 GiB at most
@@ -215,7 +209,7 @@ def write_file(path: Path, content: Any) -> Checksum:
         os.fsync(opened)
     finally:
         os.close(opened)
-    return file.checksum  # type: ignore[no-any-return]
+    return file.size, file.crc
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
@@ -251,8 +245,8 @@ def sync(path: Path) -> None:
 
 def checksum_of(path: Path) -> Checksum:
     """The checksum of an existing file; reads all of it."""
-    checksum = Checksum()
+    crc = 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):
-            checksum = checksum.of_more(piece)
-    return checksum
+            crc = zlib.crc32(piece, crc)
+        return file.tell(), crc

@@ -94,7 +94,7 @@ class PreparedStates:
             scheduler.follow()
         self._steps.restart()
         for engine in self._prepared_engines():  # gradients of this run do not belong to a step of the loaded one
-            for each in [*engine.trained(), *engine.leaves()]:
+            for each in [*engine.members.trained(), *engine.leaves()]:
                 each.grad = None
             engine.forget()
         if facts[0]["claims"] is not None:

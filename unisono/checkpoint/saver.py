@@ -23,23 +23,8 @@ import torch
 
 from unisono.checkpoint.background import HostMemory, host_view, start_save
 from unisono.checkpoint.contents import Contents, read_contents
-from unisono.checkpoint.directory import (
-    SHARD,
-    STATE,
-    Manifest,
-    Place,
-    choose_place,
-    commit,
-)
-from unisono.checkpoint.folders import (
-    Checksum,
-    Folder,
-    Location,
-    RemoteFolder,
-    checksum_of,
-    sync,
-    write_file,
-)
+from unisono.checkpoint.directory import SHARD, STATE, Manifest, Place, choose_place, commit
+from unisono.checkpoint.folders import Checksum, Folder, Location, RemoteFolder, checksum_of, sync, write_file
 from unisono.checkpoint.generators import generator_states, keep_device_generator, restore_generators
 from unisono.checkpoint.objects import (
     Copy,
@@ -60,7 +45,7 @@ from unisono.errors import CheckpointError, NoCheckpointError
 from unisono.launch.process_group import suppress_greetings
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.outcome import Outcome, add_note_once
-from unisono.parallel.strategies.sharded import SideGroup, is_sharded
+from unisono.parallel.strategies.sharded import gather_aside, is_sharded
 from unisono.parallel.strategies.states import broadcast_entries
 from unisono.parallel.strategies.zero1 import is_divided
 from unisono.world import World
@@ -87,9 +72,8 @@ def encode_error(error: BaseException | None) -> bytes | None:
 
 def raise_any(failed: Sequence[bytes | None], own: BaseException | None) -> None:
     """Raise, on all ranks, an error that one has reported; on that rank, the original error."""
-    for each in failed:
-        if each is not None:
-            Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
+    for each in filter(None, failed):
+        Outcome.failure(own).unwrap() if own is not None else Outcome.from_bytes(each).unwrap()
 
 
 def raise_together(own: BaseException | None, world: World) -> None:
@@ -133,7 +117,7 @@ class Saver:
         self.world = world
         self._memory = HostMemory()
         self._save: Future[None] | None = None  # the last asynchronous one
-        self._group: SideGroup | None = None  # of the threads that write
+        self._gather: Callable[[Any], list[Any]] | None = None  # of the threads that write
         self._is_writing = False  # on some rank, perhaps; the same on all
 
     # Saves in progress.
@@ -232,9 +216,9 @@ class Saver:
         contents: dict[str, Any] = {"kinds": kinds_of(objects), "held": None, "is_divided": False}
         if is_shared and self._is_divided(objects):
             # Created at the first use, by all ranks together: `new_group` is a collective.
-            if self._group is None:
+            if self._gather is None:
                 with suppress_greetings():
-                    self._group = SideGroup()
+                    self._gather = gather_aside(world.world_size)
             states = divided_states(objects, world, copy)
             rest = {name: each for name, each in objects.items() if name not in states}
             contents |= {"states": whole_states(rest, world, copy), "is_divided": True}
@@ -292,11 +276,10 @@ class Saver:
     ) -> dict[str, Checksum]:
         """Write this rank's files; returns the checksums of all on rank zero."""
         files: dict[str, Checksum] = {}
-        if part is not None and self._group is not None:
+        if part is not None and self._gather is not None:
             # All ranks meet here, whatever happens to one: in the threads that write, so in a group of their own.
             outcome = Outcome.capture(lambda: write_file(folder.draft(mark) / SHARD.format(self.world.rank), part))
-            written = encode_error(outcome.error), outcome.value
-            found = self._group.all_gather_object(written, self.world.world_size)
+            found = self._gather((encode_error(outcome.error), outcome.value))
             raise_any([failed for failed, _ in found], outcome.error)
             files = {SHARD.format(rank): checksum for rank, (_, checksum) in enumerate(found)}
         if contents is None:

@@ -19,7 +19,6 @@ from torch import nn
 from unisono.arguments import check_type
 from unisono.backends import CPU
 from unisono.errors import CheckpointVersionError, DamagedCheckpointError
-from unisono.parallel.prepared.model import PreparedModel
 from unisono.tree import tree_map
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
@@ -93,8 +92,7 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
 def _as_stored(leaf: Any) -> Any:
     """A module's state; a tensor without its graph, and without the rest of the memory of which it is a part."""
     if isinstance(leaf, nn.Module):
-        module = leaf.module if isinstance(leaf, PreparedModel) else leaf
-        return tree_map(_as_stored, dict(module.state_dict()))
+        return tree_map(_as_stored, dict(leaf.state_dict()))
     if type(leaf) not in _TENSORS:
         return leaf
     alone = leaf.detach().clone().requires_grad_(leaf.requires_grad)

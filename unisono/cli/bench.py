@@ -253,16 +253,7 @@ def draw(old: dict[str, Any], new: dict[str, Any], path: Path) -> list[Path]:
         for place, (_, _, before, after) in enumerate(shown):
             change = before["ratio"] / after["ratio"]
             color = ("#66a182" if change >= 1 else "#d1495b") if _is_clear(before, after) else "#b8bcc2"
-            axes.barh(place, change - 1, left=1, color=color)
-            axes.annotate(
-                f"{change:.2f}",
-                (change, place),
-                (4 if change >= 1 else -4, 0),
-                textcoords="offset points",
-                va="center",
-                ha="left" if change >= 1 else "right",
-                fontsize=7,
-            )
+            axes.bar_label(axes.barh(place, change - 1, left=1, color=color), [f"{change:.2f}"], padding=4, fontsize=7)
         axes.set_yticks(range(len(shown)), [name for _, name, _, _ in shown], fontsize=7)
         axes.axvline(1, color="#444", linewidth=1)
         axes.margins(x=0.15, y=0.01)

@@ -53,14 +53,14 @@ def run(parsed: argparse.Namespace) -> int:
         if isinstance(parsed.nproc, str):
             parsed.nproc, parsed.backend = workers_per_node(parsed.nproc, parsed.backend)
     except (ValueError, ImportError, argparse.ArgumentTypeError) as error:
-        return _print_refusal(parsed, error)
+        return _print_refusal(error)
     try:
         if machines is None:
             _run_here(parsed, target)
         else:
             _run_on_machines(parsed, target, machines)
     except Exception as error:
-        return _print_failure(error) if _has_run(error) else _print_refusal(parsed, error)
+        return _print_failure(error) if _has_run(error) else _print_refusal(error)
     from unisono.launch.watching.log_directory import made
 
     if parsed.log_dir is not None and made:  # a launcher's worker makes none
@@ -175,7 +175,7 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
     )
 
 
-def _print_refusal(parsed: argparse.Namespace, error: Exception) -> int:
+def _print_refusal(error: Exception) -> int:
     print(f"unisono run: {error}\n`unisono run --help` shows how it is used", file=sys.stderr)
     return 2
 

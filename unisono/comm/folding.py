@@ -60,15 +60,15 @@ class SharedFold:
 
     def work(self) -> None:
         """Fold blocks until all are taken."""
-        while (start := self._take()) < self._length:
-            count = min(self._block, self._length - start)
-            _fold_in_place([flat.narrow(0, start, count) for flat in self._flat], self._op)
-
-    def _take(self) -> int:
-        with self._taking:
-            start = self._start
-            self._start = start + self._block
-        return start
+        while True:
+            with self._taking:
+                start, self._start = self._start, self._start + self._block
+            if start >= self._length:
+                return
+            parts = [flat[start : start + self._block] for flat in self._flat]
+            fold_into(parts[0], parts, self._op)
+            for other in parts[1:]:
+                other.copy_(parts[0])
 
 
 def all_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> SharedFold | torch.Tensor | None:
@@ -76,7 +76,8 @@ def all_reduction(tensors: Sequence[torch.Tensor], op: ReduceOp) -> SharedFold |
     a result that every rank must copy into its tensor, or None."""
     if len(tensors) == 1 or _reduced_by_nccl(tensors, op):
         return None
-    if is_worth_sharing(tensors) and _are_flat(tensors):
+    # On an accelerator, the device does the work.
+    if tensors[0].nbytes >= SHARED_BYTES and all(tensor.is_cpu for tensor in tensors) and _are_flat(tensors):
         return SharedFold(tensors, op)
     return fold(tensors, op)
 
@@ -98,18 +99,6 @@ def fold_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> No
         first = total
     if op == "mean":
         total.div_(len(parts))
-
-
-def is_worth_sharing(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether several threads have large tensors in main memory; on an accelerator, the device does the work."""
-    return len(tensors) > 1 and tensors[0].nbytes >= SHARED_BYTES and all(tensor.is_cpu for tensor in tensors)
-
-
-def _fold_in_place(parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    total, *others = parts
-    fold_into(total, parts, op)
-    for other in others:
-        other.copy_(total)
 
 
 def _are_flat(tensors: Sequence[torch.Tensor]) -> bool:

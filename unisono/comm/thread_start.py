@@ -22,12 +22,8 @@ def start_threads(threads: Sequence[threading.Thread]) -> None:
         return
     outcome: SimpleQueue[Outcome[None]] = SimpleQueue()
     # A single C call, before or after which an interrupt arrives.
-    _thread.start_new_thread(_start_and_report, (threads, outcome))
+    _thread.start_new_thread(lambda: outcome.put(Outcome.capture(_start_all, threads)), ())
     outcome.get().unwrap()
-
-
-def _start_and_report(threads: Sequence[threading.Thread], outcome: SimpleQueue[Outcome[None]]) -> None:
-    outcome.put(Outcome.capture(_start_all, threads))
 
 
 def _start_all(threads: Sequence[threading.Thread]) -> None:

@@ -61,7 +61,12 @@ class ThreadCommunicator:
         call = Call.on("all_reduce", tensor, op)
         begun = self.meet(call, tensor, lambda all_: all_reduction(all_, op))
         if isinstance(begun, SharedFold):
-            self._work(call, begun.work)
+            try:
+                begun.work()
+            except BaseException as error:
+                self.abort(error)
+                raise
+            self.meet(call, None, lambda all_: None)  # when all have done their part
         elif begun is not None:
             tensor.copy_(begun)
         return tensor
@@ -121,16 +126,6 @@ class ThreadCommunicator:
         result, marks = self._meeting.exchange(self.rank, call, (value, marked), partial(_combine_with_marks, combine))
         for backend, mark in marks:
             backend.wait_ready(mark)
-        return result
-
-    def _work(self, call: Call, work: Callable[[], R]) -> R:
-        """Do this rank's part of `call` on the tensors of all ranks, and return when all have done theirs."""
-        try:
-            result = work()
-        except BaseException as error:
-            self.abort(error)
-            raise
-        self.meet(call, None, lambda all_: None)
         return result
 
 

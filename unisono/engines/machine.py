@@ -13,13 +13,13 @@ import os
 import pickle
 import platform
 import signal
-import socket
 import sys
 import threading
 from typing import Any, BinaryIO
 
 from unisono.errors import UnisonoError
 from unisono.launch.engines import Bundle
+from unisono.launch.hosts.endpoint import free_port
 from unisono.outcome import Outcome
 
 MARK = b"\0unisono "  # begins a line of standard output that is not the workers'
@@ -48,13 +48,6 @@ def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) 
         name = signal.Signals(int(str(ended.error.code)) - 128).name
         return Outcome.failure(UnisonoError(f"the agent on {platform.node()} was stopped by {name}"))
     return ended
-
-
-def free_port() -> int:
-    """A port on which nothing listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -68,47 +68,46 @@ class PipedMachine:
         with suppress(OSError):
             self._process.stdin.close()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the machine's processes have ended; return whether they have."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        return self._process.poll() is not None
-
-    def destroy(self) -> None:
-        """End the local process at once."""
-        self._process.kill()
-
-    def _hear(self) -> bytes:
-        outcome = None
-        stream = self._process.stdout
-        assert stream is not None
-        held = b""  # an empty line that may precede a mark
-        for line in stream:
-            if line.startswith(MARK):
-                what, size = line.removeprefix(MARK).split()
-                data, held = stream.read(int(size)), b""
-                if what == b"endpoint":
-                    self._endpoint.put(data.decode())
-                else:
-                    outcome = data
-                continue
-            if output := held if line == b"\n" else held + line:
-                show(output)
-            held = line if line == b"\n" else b""
-        code = self._process.wait()
-        if outcome is None:
-            raise UnisonoError(f"{self._where} {describe_exit(code)}, and has sent no result")
-        return outcome
+    def wait(self) -> None:
+        """Return when the machine's processes have ended; after 10 s, end the local one at once."""
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
 def _read(machine: PipedMachine) -> None:
-    """Body of the thread. Whatever fails, the outcome is there: nobody may be left who reads standard output."""
+    """Body of the thread: puts the endpoint, or "" at the end, and calls `on_end` once, whatever fails: nobody may be
+    left who reads standard output."""
     try:
-        outcome = machine._hear()
+        outcome = _outcome_of(machine)
     except Exception as error:
         outcome = Outcome[None].failure(error).to_bytes()
     machine._endpoint.put("")
     machine._on_end(outcome)
+
+
+def _outcome_of(machine: PipedMachine) -> bytes:
+    outcome = None
+    stream = machine._process.stdout
+    assert stream is not None
+    held = b""  # an empty line that may precede a mark
+    for line in stream:
+        if line.startswith(MARK):
+            what, size = line.removeprefix(MARK).split()
+            data, held = stream.read(int(size)), b""
+            if what == b"endpoint":
+                machine._endpoint.put(data.decode())
+            else:
+                outcome = data
+            continue
+        if output := held if line == b"\n" else held + line:
+            show(output)
+        held = line if line == b"\n" else b""
+    code = machine._process.wait()
+    if outcome is None:
+        raise UnisonoError(f"{machine._where} {describe_exit(code)}, and has sent no result")
+    return outcome
 
 
 def show(output: bytes) -> None:
@@ -141,5 +140,4 @@ class PipedRun:
         for machine in self.machines:
             machine.kill()
         for machine in self.machines:
-            if not machine.wait(10.0):
-                machine.destroy()
+            machine.wait()

@@ -38,8 +38,7 @@ class _Machine:
 
     def kill(self) -> None:
         self._machine.kill()
-        if not self._machine.wait(10.0):
-            self._machine.destroy()
+        self._machine.wait()
 
 
 def _address() -> str:

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from unisono import preemption
+from unisono.launch.group import Group
 from unisono.launch.supervisor import Supervisor
 
 
@@ -71,12 +72,12 @@ class ProcessContext:
         with self._stop_on_signal():
             self._supervisor.start()  # inside the block: a Ctrl-C cannot fall between start and wait
             is_over = self._supervisor.wait(timeout)
-        return self._supervisor.result() if is_over else None
+        return self._supervisor.verdict.unwrap() if is_over else None
 
     def stop(self) -> None:
         """Stop the workers: SIGTERM, then SIGKILL after the grace period. `join` then raises ClosedError, or
         StoppedError if workers that call `should_stop` stopped early within the grace period."""
-        self._supervisor.stop()
+        self._supervisor.request(Group.stop)
 
     def start(self) -> None:
         """Start the workers; `join` does so too, if they are not running yet. `spawn` has already called it."""
@@ -90,7 +91,7 @@ class ProcessContext:
             with _signals_ask(self._supervisor):
                 yield
         except BaseException as error:
-            self._supervisor.end(Supervisor.interrupt if isinstance(error, KeyboardInterrupt) else Supervisor.stop)
+            self._supervisor.end(Group.interrupt if isinstance(error, KeyboardInterrupt) else Group.stop)
             raise
 
 
@@ -109,7 +110,7 @@ def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal was_interrupted
         if signum == signal.SIGTERM and (is_handling or supervisor.handles_stop()):
-            supervisor.ask_to_stop()
+            supervisor.request(Group.ask_to_stop)
             say_asked(signum)
             if callable(own := before[signal.SIGTERM]):
                 own(signum, frame)
@@ -122,7 +123,7 @@ def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
             signal.default_int_handler(signum, frame)  # raises KeyboardInterrupt
         else:
             was_interrupted = True
-            supervisor.ask_to_stop()
+            supervisor.request(Group.ask_to_stop)
             say_asked(signum)
 
     for each in taken:
@@ -130,7 +131,7 @@ def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
     try:
         # The request may have come before this handler was set.
         if signal.SIGTERM in taken and is_handling and preemption.is_requested():
-            supervisor.ask_to_stop()
+            supervisor.request(Group.ask_to_stop)
         yield
     finally:
         for each in taken:

@@ -69,11 +69,6 @@ class Ending:
         self._grace_s = grace_s
         self._left = [signal.SIGTERM, signal.SIGKILL]
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a signal has been sent, or is about to be."""
-        return bool(self.sent) or self.due is not None
-
     def begin_within(self, seconds: float) -> None:
         """Begin at the latest after so many seconds; the earliest such limit counts."""
         due = time.monotonic() + seconds
@@ -199,7 +194,9 @@ class Group:
         self._on_started()
 
     def _handle_events(self) -> None:
-        events = self._selector.select(self._time_left())
+        deadlines = [each for each in (self._ending.due, self._hung_at()) if each is not None]
+        left = max(0.0, min(*deadlines, _LONG_S + time.monotonic()) - time.monotonic()) if deadlines else None
+        events = self._selector.select(left)
         for key, _ in events:
             if isinstance(key.data, Worker):
                 self._read_reports(key.data)
@@ -215,12 +212,9 @@ class Group:
             if hung is not None:
                 self.give_up(Outcome(error=hung))
 
-    def _time_left(self) -> float | None:
-        deadlines = [each for each in (self._ending.due, self._hung_at()) if each is not None]
-        return max(0.0, min(*deadlines, _LONG_S + time.monotonic()) - time.monotonic()) if deadlines else None
-
     def _hung_at(self) -> float | None:
-        return None if self._ending.is_under_way else self._standstill.due()
+        is_ending = self._ending.sent or self._ending.due is not None
+        return None if is_ending else self._standstill.due()
 
     def _read_reports(self, worker: Worker) -> None:
         with contextlib.suppress(BlockingIOError):

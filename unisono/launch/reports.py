@@ -109,15 +109,6 @@ def count_of(world: World, name: str) -> int:
     return sum(track.counts.get(name, 0) for track in world.timeline.tracks())
 
 
-def take_pulse(world: World) -> Pulse:
-    """The rank's progress now."""
-    counted = sum(count_of(world, name) for name in ("batches", "steps"))
-    return Pulse(
-        progress=counted + getattr(world.comm, "progress", 0),
-        doing=getattr(world.comm, "current", None) or "",
-    )
-
-
 def _send_pulses(
     world: World, reporter: Reporter, interval_s: float, record: Callable[[], None], is_over: threading.Event
 ) -> None:
@@ -128,7 +119,8 @@ def _send_pulses(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     # The first one at once: until then, the supervisor does not count this rank.
     while True:
-        pulse = take_pulse(world)
+        counted = count_of(world, "batches") + count_of(world, "steps")
+        pulse = Pulse(counted + getattr(world.comm, "progress", 0), getattr(world.comm, "current", None) or "")
         if pulse != reported:
             reporter.send(Kind.PULSE, pickle.dumps(pulse))
             reported = pulse

@@ -12,7 +12,6 @@ import logging
 import os
 import runpy
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,13 +21,12 @@ import torch.distributed as dist
 
 from unisono import preemption
 from unisono.errors import ClosedError, StoppedError, WorkerDiedError
+from unisono.launch.hosts.endpoint import free_port
 from unisono.launch.hosts.environment import TAKEN, RankPlace, announce, take
 from unisono.launch.reports import count_of
 from unisono.world import World, current_world
 
 logger = logging.getLogger(__name__)
-
-_LOCAL = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -135,10 +133,7 @@ def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:
 
 def variables_of_machine() -> dict[str, str]:
     """Those of a run on this machine alone. The port is free: a script's rank zero may serve a store on it."""
-    with socket.socket() as probe:
-        probe.bind((_LOCAL, 0))
-        port = probe.getsockname()[1]
-    return {"MASTER_ADDR": _LOCAL, "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "1"}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_WORLD_SIZE": "1"}
 
 
 def _variables_of_rank(world: World) -> dict[str, str]:

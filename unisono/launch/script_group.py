@@ -52,17 +52,12 @@ def let_scripts_initialise() -> None:
         if dist.is_initialized() and dist.group.WORLD is ours():
             dist.destroy_process_group()
         original(**asked)
-        if is_met_in_store:
-            _wait_for_all(asked["store"], asked["world_size"])
+        if is_met_in_store:  # wait for all: one that ends its group early would close connections that a peer opens
+            if asked["store"].add("begun", 1) == asked["world_size"]:
+                asked["store"].set("all_begun", "")
+            asked["store"].wait(["all_begun"])
 
     replace_init(initialise)
-
-
-def _wait_for_all(store: dist.distributed_c10d.Store, world_size: int) -> None:
-    """Wait for all ranks: one that ends its group early would close connections that a peer is still opening (gloo)."""
-    if store.add("begun", 1) == world_size:
-        store.set("all_begun", "")
-    store.wait(["all_begun"])
 
 
 def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], None]) -> None:

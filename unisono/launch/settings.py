@@ -20,6 +20,7 @@ import random
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -124,10 +125,8 @@ class Settings:
 def _read_values() -> dict[str, Any]:
     found = {}
     for name, (read, _) in SETTINGS.items():
-        try:
+        with suppress(Exception):  # torch refuses to report what was set in two ways
             found[name] = read()
-        except Exception:  # torch refuses to report what was set in two ways
-            continue
     return found
 
 

@@ -1,7 +1,7 @@
 """The supervisor: runs a job, one group of workers after another, until one succeeds or no restart is left.
 
 *Threads:* one thread, `unisono-supervisor`, runs `_run_attempts`, and owns all state until it ends. The caller's
-threads only make requests (`interrupt`, `stop`, `ask_to_stop`), through a socket that wakes it, and wait on an event.
+threads only make requests, through a socket that wakes it, and wait on an event.
 There is no polling.
 
 Invariants:
@@ -63,7 +63,7 @@ class Supervisor:
         self._wake_r, self._wake_w = socket.socketpair()
         self._requests: list[Callable[[Group], None]] = []
         self._readings: list[threading.Event] = []  # set once the workers' pipes have been read
-        self._asked_for: set[Callable[[Group], None]] = set()  # of `interrupt`, `stop` and `ask_to_stop`
+        self._asked_for: set[Callable[[Group], None]] = set()  # by `request`
         self._has_begun = False
         # reentrant: a signal handler may make a request while the code it interrupted does
         self._lock = threading.RLock()
@@ -108,10 +108,6 @@ class Supervisor:
             return False
         return not isinstance(error, UnpicklableError | StoppedError)
 
-    def result(self) -> list[Any]:
-        """After the end: the workers' results by rank; or raise the first cause."""
-        return self.verdict.unwrap()
-
     def handles_stop(self) -> bool:
         """Whether a worker of the group has said, before this call, that it treats a stop as a request.
 
@@ -121,24 +117,21 @@ class Supervisor:
         self._catch_up()
         return self._group is not None and any(worker.handles_stop for worker in self._group.workers)
 
-    def interrupt(self) -> None:
-        """Ask the workers to stop as Ctrl-C does; kill them on the second call."""
-        self._request_end(Group.interrupt)
+    def request(self, end: Callable[[Group], None]) -> None:
+        """Request the end of the workers by `Group.interrupt`, `Group.stop` or `Group.ask_to_stop`, after which their
+        end counts as an early one, even if they are past their last check."""
+        with self._lock:
+            self._asked_for.add(end)
+            if not self._has_begun and self._thread.ident is None:  # the caller was interrupted in `start`
+                self._has_ended.set()
+        self._queue_request(end)
 
-    def stop(self) -> None:
-        """Stop the workers with SIGTERM; kill them on the second call."""
-        self._request_end(Group.stop)
-
-    def ask_to_stop(self) -> None:
-        """Ask the workers that handle it to stop early; if they are past their last check, their end counts as an early
-        one."""
-        self._request_end(Group.ask_to_stop)
-
-    def end(self, ask: Callable[[Supervisor], None]) -> None:
-        """Request the end, by `stop` or `interrupt`, and wait; a signal meanwhile repeats the request, which kills."""
+    def end(self, end: Callable[[Group], None]) -> None:
+        """Request the end by `Group.stop` or `Group.interrupt`, and wait; a signal meanwhile repeats the request, which
+        kills."""
         while not self.wait(0):
             with contextlib.suppress(BaseException):
-                ask(self)
+                self.request(end)
                 self.wait()
 
     def hear(self, report: MachineReport) -> None:
@@ -160,13 +153,6 @@ class Supervisor:
             # The socket is closed once the job has ended; the request is then void.
             self._wake_w.send(b"!")
             has_read.wait(_READING_S)
-
-    def _request_end(self, request: Callable[[Group], None]) -> None:
-        with self._lock:
-            self._asked_for.add(request)
-            if not self._has_begun and self._thread.ident is None:  # the caller was interrupted in `start`
-                self._has_ended.set()
-        self._queue_request(request)
 
     def _queue_request(self, request: Callable[[Group], None]) -> None:
         with self._lock:
@@ -240,7 +226,7 @@ class Supervisor:
 def _supervise(supervisor: Supervisor) -> None:
     """Body of the supervisor's thread: every end of the job becomes its verdict."""
     with supervisor._lock:
-        # Under the lock, as in `_request_end`: a start that was interrupted either runs in full or not at all.
+        # Under the lock, as in `request`: a start that was interrupted either runs in full or not at all.
         supervisor._has_begun = not supervisor._has_ended.is_set()
     if supervisor._has_begun:
         watched = Outcome.capture(supervisor._run_attempts)

@@ -120,10 +120,6 @@ class Channel(Generic[T]):
         self.room_bell.ring_unlocked()
         self.item_bell.ring_unlocked()
 
-    def wake_sender(self) -> None:
-        """Let a sender that waits for room check again; under the lock."""
-        self.room_bell.ring()
-
 
 class _Bell:
     """Wakes the threads that wait at one end. A spurious ring is harmless: a woken thread checks again."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, default_collate
 
+from unisono.loaders.packing import Packed
 from unisono.outcome import Outcome
 from unisono.randomness import Watch, all_states, mixed, seed_all
 
@@ -52,7 +53,8 @@ def collated(collate: Callable[[Any], Any], samples: Any) -> Any:
 
 
 class Fetcher:
-    """Makes batches of a map-style dataset. With batch_size=None a request is for one sample, passed to collate_fn."""
+    """Makes batches of a map-style dataset. With batch_size=None a request is for one sample, passed to collate_fn. It
+    is the dataset that a loader worker sees, which maps a request to the packed batch, or to the error."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         dataset: Any = loader.dataset
@@ -63,6 +65,12 @@ class Fetcher:
         self._epoch: int | None = None
         self._epoch_mark: object = None  # the mark of this fetcher's last call of `set_epoch`
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
+
+    def __getitem__(self, request: Request) -> Packed:
+        try:
+            return Packed(self.batch(request, is_seeded=True), f"the samples with indices {few(request.indices)}")
+        except Exception as error:
+            return Packed(error=error)
 
     def batch(self, request: Request, is_seeded: bool = False) -> Any:
         """Make the requested batch. `is_seeded`: the process's generators are seeded for each sample (with

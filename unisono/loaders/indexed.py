@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
 from types import NoneType
@@ -15,11 +15,11 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from unisono.errors import StateError
 from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
-from unisono.loaders.order import Batches
+from unisono.loaders.order import batches_of
 from unisono.loaders.permutation import Permutation
 from unisono.loaders.sharding import Claim, Part, Rule, Size, mark_of, rounds
 from unisono.loaders.sources import Begun, Source, State
-from unisono.loaders.workers import RemoteFetcher, WorkerPool, WorkerStart
+from unisono.loaders.workers import WorkerPool, start_worker
 from unisono.randomness import seed_of
 
 
@@ -60,14 +60,14 @@ class IndexedSource(Source):
         self._counter = partial(RowCounter, has_own, dim) if may_differ else None
         self._pool: WorkerPool | None = None
         if loader.num_workers:
-            start = WorkerStart(loader.dataset, loader.worker_init_fn)
-            self._pool = WorkerPool(loader, RemoteFetcher(self._fetcher), start)
+            start = partial(start_worker, loader.dataset, loader.worker_init_fn)
+            self._pool = WorkerPool(loader, self._fetcher, start)
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
         """The order is drawn, and loader workers are started, in the calling thread."""
         first = _local(position["offset"], rule.shards)
-        batches = Batches(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
-        jobs = _jobs(batches, rule, first, epoch, seed_of(self.seed, epoch, "samples"))
+        batches, nominal = batches_of(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
+        jobs = _jobs(batches, nominal, rule, first, epoch, seed_of(self.seed, epoch, "samples"))
         made: Iterator[list[Made]]
         if self._pool is None:
             made = ([(job, self._fetcher.batch(job.request)) for job in each] for each in jobs)
@@ -108,12 +108,14 @@ class IndexedSource(Source):
             return None
 
 
-def _jobs(batches: Batches, rule: Rule, start: int, epoch: int, seed: int) -> Iterator[list[Job]]:
+def _jobs(
+    batches: Iterator[Sequence[Any]], nominal: int | None, rule: Rule, start: int, epoch: int, seed: int
+) -> Iterator[list[Job]]:
     """The pieces to load in a pass, round by round, for the places that the rule keeps."""
     parts: list[Part] = []
     # Only other processes can be in another round; with shards, the ranks' indices differ anyway.
     shards, is_marked = rule.shards, rule.shards == 1 and rule.count > len(rule.kept)
-    for dealt in rounds(batches, rule, lambda indices, _: _size(len(indices)), batches.nominal, start):
+    for dealt in rounds(batches, rule, lambda indices, _: _size(len(indices)), nominal, start):
         if dealt.parts is not parts:
             parts = dealt.parts
             plans = []  # what is equal in all rounds that are dealt equally

@@ -28,34 +28,25 @@ _CHUNK = 1024  # indices that are made numbers of Python's at once
 _AT_ONCE = 1 << 22  # indices; some seconds and 100 MB
 
 
-class Batches:
-    """The batches of indices of one epoch after its first `offset` samples, to be iterated over once. Without a batch
-    sampler each index is a batch of one. `nominal` is the size of a complete batch, if it is known in advance."""
-
-    def __init__(
-        self, sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0, length: int = 0
-    ) -> None:
-        draw = _Draw(seed_of(seed, epoch), epoch, length)
-        self.nominal: int | None = None
-        self._batches: Iterator[Sequence[Any]]
-        if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-            self._batches = _behind(draw(batch_sampler, list), offset)
-            return
-        size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
-        self.nominal, order = size, draw.indices(sampler)
-        if isinstance(order, Permutation):
-            end = len(order) - (len(order) - offset) % size if drop_last else len(order)
-            # Their indices are computed by the ranks that load them.
-            self._batches = (order[start : min(start + size, end)] for start in range(offset, end, size))
-            return
-        if isinstance(order, torch.Tensor):
-            order = chain.from_iterable(map(torch.Tensor.tolist, order[offset:].split(_CHUNK)))
-        else:
-            order = order[offset:] if isinstance(order, Sequence) else islice(order, offset, None)
-        self._batches = _groups(iter(order), size, drop_last)
-
-    def __iter__(self) -> Iterator[Sequence[Any]]:
-        return self._batches
+def batches_of(
+    sampler: Any, batch_sampler: Any, seed: int, epoch: int, offset: int = 0, length: int = 0
+) -> tuple[Iterator[Sequence[Any]], int | None]:
+    """The batches of indices of one epoch after its first `offset` samples, and the size of a complete one, if it is
+    known in advance. Without a batch sampler each index is a batch of one."""
+    draw = _Draw(seed_of(seed, epoch), epoch, length)
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        return _behind(draw(batch_sampler, list), offset), None
+    size, drop_last = (1, False) if batch_sampler is None else (batch_sampler.batch_size, batch_sampler.drop_last)
+    order = draw.indices(sampler)
+    if isinstance(order, Permutation):
+        end = len(order) - (len(order) - offset) % size if drop_last else len(order)
+        # Their indices are computed by the ranks that load them.
+        return (order[start : min(start + size, end)] for start in range(offset, end, size)), size
+    if isinstance(order, torch.Tensor):
+        order = chain.from_iterable(map(torch.Tensor.tolist, order[offset:].split(_CHUNK)))
+    else:
+        order = order[offset:] if isinstance(order, Sequence) else islice(order, offset, None)
+    return _groups(iter(order), size, drop_last), size
 
 
 def _groups(order: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:

@@ -145,7 +145,8 @@ class ParallelLoader:
         may_overflow = self._loops is None and len(self._devices) > 1
         self._pipeline = Pipeline(self._prefetch, may_overflow)
         for place, (backend, device) in enumerate(self._devices):
-            self._pipeline.add_lane(device, backend, self._loop_world(place).timeline)
+            lane = Lane(self._pipeline, device, backend, self._loop_world(place).timeline)
+            self._pipeline.lanes.append(lane)
         self._starting = threading.Lock()
         self._begun: Begun | None = None
         self._receivers: list[Callable[[], Delivery]] = []  # of a pass that has begun

@@ -179,7 +179,7 @@ class Lane:
         self.received += 1
         if self._pipeline.may_overflow and self.is_empty:  # the reader may wait for room in another lane
             for lane in self._pipeline.lanes:
-                lane.entry.wake_sender()
+                lane.entry.room_bell.ring()
 
     def last_stamps(self) -> Stamps:
         """The stamps for a wait that ended without a round, because the source has ended."""
@@ -202,9 +202,6 @@ class Pipeline:
         self.lanes: list[Lane] = []
         self.threads: list[threading.Thread] = []
         self.asked_at = 0  # when the reader last requested a round; 0 while no lane can have waited for another
-
-    def add_lane(self, device: torch.device, backend: Backend, timeline: Timeline) -> None:
-        self.lanes.append(Lane(self, device, backend, timeline))
 
     def start(self, source: Iterator[list[Piece]]) -> None:
         """Start the threads; `source` yields one piece per lane and round."""

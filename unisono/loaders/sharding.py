@@ -32,6 +32,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
+from unisono.arguments import check_choice
 from unisono.tree import batch_size, can_cut, is_array, leaves, may_list_samples, take
 
 logger = logging.getLogger(__name__)
@@ -59,11 +60,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         assert all(0 <= place < self.count for place in self.kept)
-        for name, value, choices in (("split", self.split, Split), ("tail", self.tail, Tail)):
-            if value not in get_args(choices):
-                raise ValueError(
-                    f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, get_args(choices)))}"
-                )
+        check_choice(self.split, "split", *get_args(Split))
+        check_choice(self.tail, "tail", *get_args(Tail))
 
     @property
     def batches(self) -> int:
@@ -149,8 +147,6 @@ class Size(NamedTuple):
 def deal(sizes: Sequence[Size], count: int, fill_to: int = 0) -> list[Part]:
     """Distribute a round of 1 to `count` batches to `count` ranks. In a short round, neighbouring ranks share a batch
     as evenly as possible, the earlier ones take the larger parts. Parts that can be cut are padded to `fill_to`."""
-    if count == 1 and not sizes[0].unsized and not fill_to:  # most loops: spares the rest
-        return [Part(0, 0, sizes[0].samples, sizes[0].samples, sizes[0].samples)]
     is_sized = not any(size.unsized for size in sizes)
     total = sum(size.samples for size in sizes) if is_sized else len(sizes)
     if len(sizes) == count and is_sized:

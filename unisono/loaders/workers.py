@@ -1,6 +1,6 @@
 """Loader workers: torch's own, reading a dataset of this package that wraps the user's.
 
-*Threads:* the reader's, in the parent; `WorkerStart` and `RemoteFetcher` run in the workers.
+*Threads:* the reader's, in the parent; `start_worker` runs in the workers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from unisono.comm.operations import HOST
 from unisono.errors import describe_exit
-from unisono.loaders.fetcher import Fetcher, Request, few
 from unisono.loaders.forked_workers import context_of, one_at_a_time
-from unisono.loaders.packing import Packed, explain, is_tight, why_full
+from unisono.loaders.packing import explain, is_tight, why_full
 from unisono.outcome import chain_of
 from unisono.randomness import notice_who_asks
 from unisono.torch_private import (
@@ -46,34 +45,13 @@ _ENDING_S = 1.0  # for a worker whose socket is closed to end
 logger = logging.getLogger(__name__)
 
 
-class RemoteFetcher:
-    """The dataset that a loader worker sees: it maps a request to the packed batch, or to the error."""
-
-    def __init__(self, fetcher: Fetcher) -> None:
-        self._fetcher = fetcher
-
-    def __getitem__(self, request: Request) -> Packed:
-        try:
-            batch = self._fetcher.batch(request, is_seeded=True)
-        except Exception as error:
-            return Packed(error=error)
-        return Packed(batch, f"the samples with indices {few(request.indices)}")
-
-
-class WorkerStart:
+def start_worker(dataset: Any, init: Callable[[int], None] | None, worker: int) -> None:
     """The worker_init_fn of a loader whose dataset is wrapped: it shows the user's code the user's dataset."""
-
-    def __init__(self, dataset: Any, init: Callable[[int], None] | None) -> None:
-        self._dataset, self._init = dataset, init
-
-    def __call__(self, worker: int) -> None:
-        info: Any = get_worker_info()
-        use_worker_info(
-            loader_worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=self._dataset)
-        )
-        notice_who_asks()
-        if self._init is not None:
-            self._init(info.id)
+    seen: Any = get_worker_info()
+    use_worker_info(loader_worker.WorkerInfo(id=worker, num_workers=seen.num_workers, seed=seen.seed, dataset=dataset))
+    notice_who_asks()
+    if init is not None:
+        init(worker)
 
 
 def use_worker_info(info: Any) -> None:

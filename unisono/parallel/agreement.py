@@ -110,11 +110,11 @@ def broadcast_parameters(module: nn.Module, root: int = 0, world: World | None =
 
 
 @torch.no_grad()
-def broadcast_together(tensors: Sequence[torch.Tensor], world: World, root: int = 0) -> None:
-    """Copy the root's tensors to every rank, in place, in flat buckets."""
+def broadcast_together(tensors: Sequence[torch.Tensor], world: World) -> None:
+    """Copy rank zero's tensors to every rank, in place, in flat buckets."""
     for group in buckets(tensors):
         flat = torch.cat([each.reshape(-1) for each in group])
-        world.comm.broadcast(flat, root)
+        world.comm.broadcast(flat)
         parts = flat.split([each.numel() for each in group])
         foreach_copy_(group, [part.view_as(each) for each, part in zip(group, parts, strict=True)])
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from unisono.arguments import check_type
 from unisono.comm.operations import HOST
 from unisono.deliveries import Batch
 from unisono.torch_private import current_graph_task_id
@@ -137,11 +138,7 @@ def checked_weight(weight: float | torch.Tensor) -> float:
     """Return the weight as a number; TypeError or ValueError if it is none, negative, or not finite."""
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise TypeError(
-            f"weight={weight!r} is of type {type(weight).__name__}; pass a number, such as the "
-            "count of samples or tokens"
-        )
+    check_type(weight, "weight", "pass a number, such as the count of samples or tokens", int, float)
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"weight={weight} is not a weight; pass a finite, non-negative number")
     return float(weight)

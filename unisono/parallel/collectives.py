@@ -264,7 +264,7 @@ def _enter(name: str, values: Any, world: World, with_gradient: str | None, has_
 def announce_structure(name: str, values: Any, world: World, has_shapes: bool = False) -> None:
     """Compare the structure of the values of an operation with the other ranks'; if one differs, this or the next call
     raises CollectiveMismatchError."""
-    described = _describe(values, with_shape if has_shapes else _without_sizes)
+    described = _describe(values, with_shape if has_shapes else lambda each: f"{each.dtype}, {each.ndim}-dim")
     if len(described) > _SHOWN:
         # The checksum stands for the part that is cut off, so that a difference there is found, too.
         described = f"{described[:_SHOWN]}... ({zlib.crc32(described.encode()):08x})"
@@ -273,10 +273,6 @@ def announce_structure(name: str, values: Any, world: World, has_shapes: bool = 
 
 def with_shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _without_sizes(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype}, {tensor.ndim}-dim"
 
 
 def _describe(values: Any, describe_tensor: Callable[[torch.Tensor], str]) -> str:

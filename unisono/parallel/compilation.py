@@ -21,7 +21,7 @@ from unisono.torch_private import CALL, COMPILED_CALL, GRAPH_RULES, set_lru_cach
 
 def compile_module(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile a module in place by `torch.compile` with these options; copies of it are not compiled."""
-    _keep_order()
+    keep_out_of_graphs()
     if _is_of_torch(module):
         # `nn.Module.__call__` calls this attribute if it is set.
         setattr(module, COMPILED_CALL, torch.compile(_with_a_frame(getattr(module, CALL)), **options))
@@ -50,19 +50,14 @@ def _with_a_frame(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _keep_order() -> None:
-    """Make torch keep its compiled graphs in a fixed order, process-wide."""
+@cache
+def keep_out_of_graphs() -> None:
+    """Have torch.compile leave this package's functions out of its graphs: it compiles what a prepared model runs, the
+    user's module, as if that were compiled itself. Graphs keep a fixed order, process-wide."""
     # A thread that searches for its graph while another one moves that to the front misses it, and compiles it again;
     # after some repetitions torch gives up and runs the model uncompiled.
     if set_lru_cache is not None:
         set_lru_cache(False)
-
-
-@cache
-def keep_out_of_graphs() -> None:
-    """Have torch.compile leave this package's functions out of its graphs: it compiles what a prepared model runs, the
-    user's module, as if that were compiled itself."""
-    _keep_order()
     if GRAPH_RULES in sys.modules:
         _leave_out()
     else:

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from unisono.arguments import check_type
 from unisono.backends import pick_backend, resolve_device, resolve_devices
 from unisono.backends.cores import fair_num_threads, kept_num_threads
 from unisono.backends.movement import move_module
@@ -100,9 +101,7 @@ class DataParallel:
             raise TypeError(
                 f"network={network!r} gives a {type(module).__name__}; pass a module, or a function that creates one"
             )
-        self._is_native = (
-            isinstance(device_ids, Sequence) and not device_ids and not isinstance(device_ids, str | bytes)
-        )
+        self._is_native = isinstance(device_ids, list | tuple) and not device_ids
         if self._is_native:
             resolved = [resolve_device(_only_device(module))]
         else:
@@ -150,8 +149,7 @@ class DataParallel:
             BaseException: the exception of the first failing replica, in its own type. The object can be used again; if
                 the replicas' parameters are no longer equal, a note says so, and how to repair them.
         """
-        if not callable(loop_fn):
-            raise TypeError(f"loop_fn={loop_fn!r} is of type {type(loop_fn).__name__}; pass a function")
+        check_type(loop_fn, "loop_fn", "pass a function", Callable)
 
         def part(world: World, loaders: Sequence[DeviceIterator]) -> T:
             return loop_fn(self.models[world.rank], loaders[world.rank], world.device, self._contexts[world.rank])
@@ -163,8 +161,7 @@ class DataParallel:
 
         Returns and raises as calling the object does, but without a loader.
         """
-        if not callable(fn):
-            raise TypeError(f"fn={fn!r} is of type {type(fn).__name__}; pass a function")
+        check_type(fn, "fn", "pass a function", Callable)
 
         def part(world: World, _: object) -> T:
             return fn(self.models[world.rank], world.device, self._contexts[world.rank])

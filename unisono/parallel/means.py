@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unisono.arguments import check_type
 from unisono.comm.operations import HOST
 from unisono.parallel.collectives import num_rows
 from unisono.world import World, current_world
@@ -127,8 +128,7 @@ class Accuracy(Mean):
             ValueError: the shapes are others, or the labels are of no batch that a loader has delivered.
         """
         for name, each in (("values", values), ("of", of)):
-            if not isinstance(each, torch.Tensor):
-                raise TypeError(f"{name}={each!r} is of type {type(each).__name__}; pass a tensor")
+            check_type(each, name, "pass a tensor", torch.Tensor)
         if values.ndim not in (1, 2) or values.shape[:1] != of.shape:
             raise ValueError(
                 f"scores of shape {tuple(values.shape)} for labels of shape {tuple(of.shape)}; pass (rows, classes) or "

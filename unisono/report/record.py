@@ -33,7 +33,7 @@ import psutil
 import torch
 
 from unisono.report.summary import CLOCK, summarise
-from unisono.timeline import EVALUATE, LOG, SAVE, STEP, Span, Track
+from unisono.timeline import EVALUATE, LOG, SAVE, STEP, Track
 from unisono.world import World
 
 MAX_STEPS = 1000  # whose times are in one line
@@ -89,8 +89,12 @@ class Recorder:
         self._write_sample()
         end = "finished" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
         self._write(end=end, checkpoint=self._world.timeline.last_saved)
-        tracks = {f"{track.name} {number}": track for number, track in enumerate(self._world.timeline.tracks())}
-        spans = {"restart": self._world.restart_count} | {name: self._spans_of(each) for name, each in tracks.items()}
+        spans: dict[str, Any] = {"restart": self._world.restart_count}
+        for number, track in enumerate(self._world.timeline.tracks()):
+            spans[f"{track.name} {number}"] = [
+                [phase, self._seconds(start), round((stop - start) / 1e9, 6)]
+                for phase, start, stop in track.spans.copy()
+            ]
         self._write_to(self._spans, json.dumps(spans) + "\n")
 
     def _profile(self, steps: range) -> None:
@@ -161,12 +165,6 @@ class Recorder:
         return [
             [self._seconds(at), step, values] for at, step, values in (logged.popleft() for _ in range(len(logged)))
         ]
-
-    def _spans_of(self, track: Track) -> list[list[Any]]:
-        def as_list(span: Span) -> list[Any]:
-            return [span.phase, self._seconds(span.start), round((span.stop - span.start) / 1e9, 6)]
-
-        return [as_list(span) for span in track.spans.copy()]
 
     def _seconds(self, at_ns: int) -> float:
         return round((at_ns - self._began_ns) / 1e9, 6)

@@ -132,9 +132,9 @@ class Report:
 
     def print(self) -> None:
         """Print where the time of each rank went, in % of its time in loops, the rates, and what the run waited for."""
-        from unisono.report.text import print_report
+        from unisono.report.text import table_of
 
-        print_report(self)
+        print(table_of(self), self.verdict, sep="\n")
 
     def save_picture(self, losses: Sequence[float], path: str | Path) -> Path:
         """Draw the loss by step, and each rank's time by phase, into a PNG file.

@@ -12,14 +12,9 @@ OWN_NAMED = (FORWARD, BACKWARD, EVALUATE, LOG, SAVE)
 _CAPTION = "moving runs in the background, concurrently with the others"
 
 
-def print_report(report: Report) -> None:
-    """As `Report.print`."""
-    print(table_of(report), report.verdict, sep="\n")
-
-
 def table_of(report: Report) -> str:
     """The report as a table, and the lines below it, without the verdict."""
-    return "\n".join([_TITLE, _format_table(report), _CAPTION, "", *_lines_below(report)])
+    return "\n".join([_TITLE, _table(report), _CAPTION, "", *_lines_below(report)])
 
 
 def aligned(rows: list[list[str]]) -> str:
@@ -29,26 +24,21 @@ def aligned(rows: list[list[str]]) -> str:
     return "\n".join("  ".join([row[0].strip().ljust(widths[0]), *row[1:]]) for row in padded)
 
 
-def _table_rows(report: Report) -> list[list[str]]:
-    """The rows of the table, from its headings on, which may have several lines."""
+def _table(report: Report) -> str:
+    """The table, with headings of one line or two."""
     phases = [label(phase).replace(" for", "\nfor").replace("loop ", "loop\n") for phase in PHASES]
     # A column for each of the package's own named phases; one for those of the user, whose names may be of any length.
     own = [phase for phase in report.named_phases if phase in OWN_NAMED]
     named = [phase for phase in report.named_phases if phase not in own]
     heads = [label(phase).replace(" ", "\n") for phase in own] + (["named"] if named else [])
-    rows = [["rank", *phases, *heads, "seconds", "samples"]]
+    headings = ["rank", *phases, *heads, "seconds", "samples"]
+    upper, lower = zip(*(("\n" + each).rsplit("\n", 1) for each in headings), strict=True)
+    rows = [[each.strip() for each in upper], list(lower)]
     for each in report.ranks:
         shares = [each.share(phase) for phase in (*PHASES, *own)] + ([sum(map(each.share, named))] if named else [])
         percents = map("{:.1%}".format, shares)
         rows.append([f"{each.rank} {each.device}", *percents, f"{each.loop_seconds:.2f}", f"{each.samples:,}"])
-    return rows
-
-
-def _format_table(report: Report) -> str:
-    headings, *rows = _table_rows(report)
-    upper, lower = zip(*(("\n" + each).rsplit("\n", 1) for each in headings), strict=True)
-    lines = [[each.strip() for each in upper], list(lower), *rows]
-    return aligned(lines)
+    return aligned(rows)
 
 
 def _lines_below(report: Report) -> Iterator[str]:

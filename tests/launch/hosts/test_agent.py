@@ -45,7 +45,7 @@ def test_the_agent_whose_machine_the_endpoint_names_serves_it_unless_it_is_serve
 
 
 def test_an_address_is_the_one_on_the_way_to_the_endpoint():
-    assert endpoint.local_address("127.0.0.1:29400") == "127.0.0.1"
+    assert endpoint.address_towards("127.0.0.1", 29400) == "127.0.0.1"
     assert endpoint.interface_of("127.0.0.1") == "lo"
     assert endpoint.is_this_machine("127.0.0.1")
     assert not endpoint.is_this_machine(OTHER)
@@ -59,7 +59,7 @@ def test_a_machine_that_knows_its_name_as_a_loopback_address_tells_others_anothe
     if outward is None:
         pytest.skip("this machine has no way out")
     monkeypatch.setattr(endpoint, "addresses_of", lambda host: ["127.0.1.1"])
-    assert endpoint.local_address("node1:29400") == outward
+    assert endpoint.address_towards("node1", 29400) == outward
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":29400", "host:port", "host:0", "host:65536"])

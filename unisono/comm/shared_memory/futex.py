@@ -6,11 +6,11 @@ import ctypes
 import platform
 import sys
 
-_CALLS = {"x86_64": 202}
+_FUTEX = 202  # the number of the system call on x86-64
 _WAIT, _WAKE = 0, 1  # for memory shared by processes: not FUTEX_PRIVATE_FLAG
 _EVERYBODY = 2**31 - 1
 
-SUPPORTED = sys.platform == "linux" and platform.machine() in _CALLS
+SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64"
 """Linux on x86-64. Elsewhere stores may become visible in another order, and Python has no fence to prevent that."""
 
 
@@ -19,7 +19,6 @@ class _TimeSpec(ctypes.Structure):
 
 
 if SUPPORTED:
-    _number = _CALLS[platform.machine()]
     _futex = ctypes.CDLL(None).syscall
     _futex.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
     _futex.restype = ctypes.c_long
@@ -29,9 +28,9 @@ def wait(address: int, seen: int, timeout_s: float) -> None:
     """Sleep while the word at `address` equals `seen`, until `wake`, a signal or the timeout: the caller looks again.
     Releases the GIL."""
     seconds, rest = divmod(timeout_s, 1)
-    _futex(_number, address, _WAIT, seen, ctypes.byref(_TimeSpec(int(seconds), int(rest * 1e9))))
+    _futex(_FUTEX, address, _WAIT, seen, ctypes.byref(_TimeSpec(int(seconds), int(rest * 1e9))))
 
 
 def wake(address: int) -> None:
     """Wake all sleepers at `address`; also a full fence: they see what was written before."""
-    _futex(_number, address, _WAKE, _EVERYBODY, None)
+    _futex(_FUTEX, address, _WAKE, _EVERYBODY, None)

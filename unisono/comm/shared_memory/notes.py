@@ -72,8 +72,7 @@ class Notes:
                 break
         else:
             return {}
-        found = {rank: self._read(rank) for rank in range(self._size)}
-        lines = {rank: text.decode(errors="replace").splitlines() for rank, text in found.items()}
+        lines = {rank: self.lines(rank) for rank in range(self._size)}
         for number in range(max(map(len, lines.values()))):
             row = {rank: each[number] for rank, each in lines.items() if number < len(each)}
             if len(set(row.values())) > 1:
@@ -81,12 +80,9 @@ class Notes:
         return {}
 
     def lines(self, rank: int) -> list[str]:
-        """What that rank has noted, line by line."""
-        return self._read(rank).decode(errors="replace").split("\n")[:-1]
-
-    def _read(self, rank: int) -> bytes:
-        """What that rank has noted for this rank's next collective so far."""
+        """What that rank has noted for this rank's next collective so far, line by line."""
         at = self._starts[rank]
         if self._words[at // 4] != self._number % _WORD:
-            return b""
-        return self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4 + 1]]
+            return []
+        text = self._memory[at + _TEXT_AT : at + _TEXT_AT + self._words[at // 4 + 1]]
+        return text.decode(errors="replace").split("\n")[:-1]

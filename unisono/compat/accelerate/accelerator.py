@@ -236,8 +236,7 @@ class Accelerator(Native):
     non_blocking = _view_of("dataloader_config.non_blocking")
     use_stateful_dataloader = _view_of("dataloader_config.use_stateful_dataloader")
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        return skip_first_batches(dataloader, num_batches)
+    skip_first_batches = staticmethod(skip_first_batches)
 
     # Models and how they are saved.
 

@@ -2,7 +2,7 @@
 
 The agents meet at an endpoint (host:port), agree on ranks, start the workers, and restart all of them when one fails or
 machines join or leave. All of that is torch's. What an agent starts is a `Supervisor` with this machine's part of the
-group. Unsuitable defaults of the agent are corrected by settings; `_VARIABLES` and `rendezvous_settings` say why.
+group. Unsuitable defaults of the agent are corrected by settings; `_parameters` says why.
 
 SIGTERM, and the first Ctrl-C, are passed on to the workers if they handle it. The workers of all machines agree to
 stop, and end normally everywhere, so this agent then does what it does at any normal end: it meets the others, and
@@ -47,10 +47,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 from unisono.comm.sealing import UnsignedError, seal, unseal, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
+from unisono.launch.group import Group
 from unisono.launch.hosts.endpoint import (
+    address_towards,
     interface_of,
     is_loopback,
-    local_address,
     quieten_store,
     serve_store,
     serves_endpoint,
@@ -81,10 +82,8 @@ _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 _LOOK_S = 0.1  # between two checks of the group, and of whether machines have joined
 _MARGIN_S = 2.0  # after the grace period in which workers may stop early
 _CAUSE_S = 3.5  # how long a victim's report waits for another machine's report, or silence
-_VARIABLES = {
-    # Otherwise the agent serves a second store, at the port that scripts assume to be free.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
+# Otherwise the agent serves a second store, at the port that scripts assume to be free.
+_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +154,9 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
     return verdict
 
 
-def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
+def _parameters(options: MachineOptions) -> RendezvousParameters:
     """The settings of the agents' rendezvous."""
-    chosen = {
+    settings = {
         # How long a rendezvous of enough agents waits for more; a machine that comes later joins by a restart. Torch:
         # 30.
         "last_call_timeout": "2",
@@ -168,8 +167,17 @@ def rendezvous_settings(options: MachineOptions) -> dict[str, str]:
         # How long the machine that serves the store may be silent; then the others end.
         "read_timeout": str(math.ceil(options.lost_after_s)),
     }
-    # The store is served here, see `serves_endpoint`; torch would serve it on all interfaces.
-    return {**chosen, **options.rdzv_conf, "is_host": "false"}
+    return RendezvousParameters(
+        backend="c10d",
+        endpoint=options.endpoint,
+        run_id=options.run_id,
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        # The agent's default is what its host name resolves to: 127.0.1.1.
+        local_addr=options.local_addr or address_towards(*split_endpoint(options.endpoint)),
+        # The store is served here, see `serves_endpoint`; torch would serve it on all interfaces.
+        **{**settings, **options.rdzv_conf, "is_host": "false"},
+    )
 
 
 class Agent(SimpleElasticAgent):
@@ -216,7 +224,7 @@ class Agent(SimpleElasticAgent):
         may_wish = signum in (signal.SIGTERM, signal.SIGINT) and not is_repeated
         if may_wish and self._supervisor is not None and self._supervisor.handles_stop():
             self._patience_until = time.monotonic() + self._job.options.grace_s + _MARGIN_S
-            self._supervisor.ask_to_stop()
+            self._supervisor.request(Group.ask_to_stop)
             say_asked(signum)
         elif signum != signal.SIGTERM or self._patience_until is None:  # otherwise it is a mere repetition
             say_asked(signum, self._job.options.grace_s)
@@ -326,7 +334,7 @@ class Agent(SimpleElasticAgent):
     @overrides(SHUTDOWN)
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         if self._supervisor is not None:
-            self._supervisor.end(Supervisor.interrupt if death_sig == signal.SIGINT else Supervisor.stop)
+            self._supervisor.end(Group.interrupt if death_sig == signal.SIGINT else Group.stop)
 
 
 def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
@@ -370,18 +378,6 @@ def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
             raise UnisonoError(str(error)) from None
     yield store is not None
     del store  # the store is served until here
-
-
-def _parameters(options: MachineOptions) -> RendezvousParameters:
-    return RendezvousParameters(
-        backend="c10d",
-        endpoint=options.endpoint,
-        run_id=options.run_id,
-        min_nodes=options.min_nodes,
-        max_nodes=options.max_nodes,
-        local_addr=options.local_addr or local_address(options.endpoint),
-        **rendezvous_settings(options),
-    )
 
 
 def _name_of(group: Any) -> str:

@@ -48,11 +48,6 @@ def serves_endpoint(endpoint: str, node_rank: int | None = None) -> bool:
     return is_this_machine(host) and not is_served(host, port)
 
 
-def local_address(endpoint: str) -> str | None:
-    """This machine's address for the others. The agent's default is what its host name resolves to: 127.0.1.1."""
-    return address_towards(*split_endpoint(endpoint))
-
-
 def is_served(host: str, port: int) -> bool:
     """Whether something listens there."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
@@ -107,6 +102,13 @@ def listening_address(host: str, addresses: Sequence[str], is_alone: bool) -> st
         return host
     own = [each for each in addresses if is_this_machine(each) and (is_alone or not is_loopback(each))]
     return own[0] if own else ""
+
+
+def free_port() -> int:
+    """A port on which nothing listens at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def quieten_store() -> None:

@@ -103,7 +103,8 @@ def announced_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
             f"{rank}, but not where they meet; set RANK, WORLD_SIZE, LOCAL_RANK, "
             "MASTER_ADDR and MASTER_PORT for each, or start one process, and pass spawn(nprocs=) the number of ranks"
         )
-    if place is None or _is_of_another(place, taken):
+    pid, _, mark = taken.partition(" ")
+    if place is None or (mark == _mark(place) and pid != str(os.getpid())):
         return None
     return _check_place(place)
 
@@ -122,11 +123,6 @@ def within() -> Iterator[None]:
 def take(place: RankPlace) -> None:
     """Record that this process holds the place: its child processes inherit the variables, but are not that rank."""
     os.environ[TAKEN] = f"{os.getpid()} {_mark(place)}"
-
-
-def _is_of_another(place: RankPlace, taken: str) -> bool:
-    pid, _, mark = taken.partition(" ")
-    return mark == _mark(place) and pid != str(os.getpid())
 
 
 def _mark(place: RankPlace) -> str:

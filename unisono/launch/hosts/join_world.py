@@ -73,7 +73,8 @@ def join_world(
             set_process_world(world)
             take(place)
             free_reducers_before_groups()
-            atexit.register(_depart_at_exit, world)
+            # With the exception that ended the script, if there was one.
+            atexit.register(lambda: depart(world, getattr(sys, "last_value", None)))
             return world
     return given_world() or current_world()
 
@@ -101,7 +102,9 @@ def run_announced(
         with within():
             result = preemption.call(fn, world.rank, *args)
         world.comm.announce("the end of fn")
-        results = _gather(world, result)
+        # A result that cannot be sent is an error that names it, on every rank.
+        gathered: list[bytes] = world.comm.all_gather_object(Outcome(value=result).to_bytes())
+        results = [Outcome.from_bytes(data).unwrap() for data in gathered]
     except BaseException as error:
         failure = exit_error(error, world.rank) if isinstance(error, SystemExit) else error
         add_note_once(failure, str(world))
@@ -134,14 +137,3 @@ def _initialise_family(original: Callable[..., None], asked: dict[str, Any]) -> 
             original(**asked)  # the script has destroyed our group
         elif not dist.is_initialized():
             original("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-
-
-def _gather(world: World, result: Any) -> list[Any]:
-    """Gather every rank's result on every rank. A result that cannot be sent raises an error that names it."""
-    gathered: list[bytes] = world.comm.all_gather_object(Outcome(value=result).to_bytes())
-    return [Outcome.from_bytes(data).unwrap() for data in gathered]
-
-
-def _depart_at_exit(world: World) -> None:
-    error = getattr(sys, "last_value", None)  # the exception that ended the script, if there was one
-    depart(world, error)

@@ -150,8 +150,12 @@ class OtherMachines:
 
     def describe_silence(self, seconds: float = _SILENCE_S) -> str:
         """A sentence on a machine that has been silent for longer; "" if there is none."""
-        for number, (host, for_s) in self._silent(seconds).items():
-            return f"node {number} ({host}) {_silence(for_s)}"
+        # A copy: the first thread adds entries meanwhile.
+        heard = list(self._round.heard.items()) if self._round is not None else []
+        for number, (report, since) in heard:
+            for_s = time.monotonic() - since
+            if for_s > seconds and not (report is not None and report.is_leaving):  # its workers say why it leaves
+                return f"node {number} ({'not heard of yet' if report is None else report.host}) {_silence(for_s)}"
         return ""
 
     @contextlib.contextmanager
@@ -214,26 +218,6 @@ class OtherMachines:
                 if report is not None and (before is None or report != replace(before, beats=report.beats)):
                     self._on_report(report)
 
-    def _look(self) -> None:
-        while not self._is_over.wait(self._beat_s) and not self._is_closed.is_set():
-            silent_s = time.monotonic() - self._answered_at
-            if silent_s > self._patience_s:
-                host, port = self._endpoint
-                self._on_cut_off(f"the machine that serves {host}:{port} {_silence(silent_s)}, or this one's is")
-            if lost := self.describe_silence(self._patience_s):
-                self._on_lost(lost)
-
-    def _silent(self, seconds: float) -> dict[int, tuple[str, float]]:
-        """The machines that have been silent for longer, by their numbers: host name, and seconds of silence."""
-        # A copy: the first thread adds entries meanwhile.
-        heard = list(self._round.heard.items()) if self._round is not None else []
-        now = time.monotonic()
-        return {
-            number: ("not heard of yet" if report is None else report.host, now - since)
-            for number, (report, since) in heard
-            if now - since > seconds and not (report is not None and report.is_leaving)  # its workers say why it leaves
-        }
-
 
 def _silence(seconds: float) -> str:
     return f"has been silent for {seconds:.0f} s: it or its link is gone"
@@ -249,4 +233,10 @@ def _talk(others: OtherMachines) -> None:
 
 def _watch(others: OtherMachines) -> None:
     """Body of the second thread."""
-    others._look()
+    while not others._is_over.wait(others._beat_s) and not others._is_closed.is_set():
+        silent_s = time.monotonic() - others._answered_at
+        if silent_s > others._patience_s:
+            host, port = others._endpoint
+            others._on_cut_off(f"the machine that serves {host}:{port} {_silence(silent_s)}, or this one's is")
+        if lost := others.describe_silence(others._patience_s):
+            others._on_lost(lost)

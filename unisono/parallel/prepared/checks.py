@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, get_args
 
 import torch
 from torch.amp import GradScaler
 
-from unisono.arguments import ArgumentRule, check_by_rules
+from unisono.arguments import check_choice, check_integer, check_type
 from unisono.backends import CPU, resolve_device
 from unisono.parallel.prepared.scheduler import Unit
 from unisono.parallel.strategies.strategy import Strategy
@@ -19,9 +20,6 @@ from unisono.torch_private import set_lru_cache
 from unisono.world import World, solo_world
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-_SWITCH = ArgumentRule((bool,), hint="pass True or False")
-_MICROBATCHES = ArgumentRule((int,), least=1, hint="pass an integer of at least 1")
 
 
 def check_features(world: World, strategy: type[Strategy], options: Choice, precision: str, compile: Any) -> None:
@@ -85,19 +83,17 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     Raises:
         TypeError, ValueError: one is of another type, out of range, or conflicts with another one.
     """
-    check_by_rules(
-        given,
-        mixed_precision=ArgumentRule(choices=("no", *AUTOCAST)),
-        max_grad_norm=ArgumentRule((int, float, None), above=0, hint="pass a positive number, or None"),
-        gradient_accumulation_steps=_MICROBATCHES,
-        compile=ArgumentRule((bool, Mapping), hint="pass True, or torch.compile's arguments"),
-        seed=ArgumentRule((int, None), hint="pass an integer, or None"),
-        cpu=_SWITCH,
-        device_placement=_SWITCH,
-        split_batches=_SWITCH,
-        sync_batchnorm=_SWITCH,
-        schedule_unit=ArgumentRule(choices=(*get_args(Unit), None)),
-    )
+    check_choice(given["mixed_precision"], "mixed_precision", "no", *AUTOCAST)
+    norm = given["max_grad_norm"]
+    check_type(norm, "max_grad_norm", "pass a positive number, or None", int, float, NoneType)
+    if norm is not None and not norm > 0:
+        raise ValueError(f"max_grad_norm={norm!r} is not above 0; pass a positive number, or None")
+    check_accumulation(given["gradient_accumulation_steps"])
+    check_type(given["compile"], "compile", "pass True, or torch.compile's arguments", bool, Mapping)
+    check_type(given["seed"], "seed", "pass an integer, or None", int, NoneType)
+    for name in (CPU, "device_placement", "split_batches", "sync_batchnorm"):  # the first is `cpu=`
+        check_type(given[name], name, "pass True or False", bool)
+    check_choice(given["schedule_unit"], "schedule_unit", *get_args(Unit), None)
     options, precision = given["scaler_options"], given["mixed_precision"]
     known = list(inspect.signature(GradScaler).parameters)[1:]  # without the device
     unknown = [name for name in options or () if name not in known]
@@ -109,4 +105,4 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 def check_accumulation(steps: Any) -> None:
     """Check a new number of microbatches per step, as `check_arguments`."""
-    check_by_rules({"gradient_accumulation_steps": steps}, gradient_accumulation_steps=_MICROBATCHES)
+    check_integer(steps, "gradient_accumulation_steps", 1)

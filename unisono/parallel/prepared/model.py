@@ -135,7 +135,7 @@ class PreparedModel(nn.Module):
         """`module.zero_grad`, which does nothing between microbatches of one step."""
         own = [each for each in alive(steppers) if each.trains(self.engine)]
         if all(each.may_zero() for each in own):
-            self.engine.zero_grad(set_to_none)
+            self.module.zero_grad(set_to_none)
             self.engine.forget()
             for each in own:
                 each.forget()

@@ -76,7 +76,7 @@ class DiLoCoEngine(Engine):
     def _depart(self, *_: Any) -> None:
         """Called before each step that is taken: keep the parameters as they were before the first one."""
         if not self._starts and not self.is_released:
-            self._starts = {each: each.detach().clone() for each in self.trained()}
+            self._starts = {each: each.detach().clone() for each in self.members.trained()}
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped.add(id(optimizer))

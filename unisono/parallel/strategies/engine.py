@@ -82,7 +82,7 @@ class Engine:
         self._shared = 0  # how often buffers were shared
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
-        self._trained = self.trained()  # in the last forward pass
+        self._trained = self.members.trained()  # in the last forward pass
 
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of its parameters."""
@@ -111,7 +111,7 @@ class Engine:
         """
         if not self.members.has_changed():
             return
-        trained = self.trained()
+        trained = self.members.trained()
         if list(map(id, trained)) != list(map(id, self._trained)) and not self.members.is_replaced():
             self._trained = trained
             if self._world.comm.size > 1:
@@ -217,14 +217,14 @@ class Engine:
     def adopt(self, part: float) -> None:
         """Reduce gradients that were assigned, of a batch of which this rank has that part."""
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.place()}")
-        scale_gradients(self.trained(), part)
+        scale_gradients(self.members.trained(), part)
         self.gradients.note_pass()
         self.reduce()
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Reduce the gradients of these parameters together; None means all trained parameters."""
         if self._agreed is not self._trained and self._world.comm.size > 1:
-            check_agreement(self.trained(), self._world)
+            check_agreement(self.members.trained(), self._world)
             self._agreed = self._trained  # after the comparison: an error leaves it to be repeated
         reduced = self.members.with_gradients() if parameters is None else parameters
         reduce_gradients(reduced, self._world, self._steps.factor(), self.place())
@@ -251,10 +251,6 @@ class Engine:
         _remove(self.hooks)
         _remove(self._counted)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """`zero_grad` of the module."""
-        self.module.zero_grad(set_to_none)
-
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """Record that the gradients are zero: those of the optimizer, or all of them."""
         if optimizer is not None and len(self.trainers) > 1:
@@ -271,7 +267,7 @@ class Engine:
         has_stepped = held.passed is not None and self._steps.stepped_at(optimizer) > held.passed[1]
         if held.passed is not None and not has_stepped and not (held.known and held.is_changed()):
             return False
-        return any(each.grad is not None for each in self.trained())
+        return any(each.grad is not None for each in self.members.trained())
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
@@ -293,10 +289,6 @@ class Engine:
         """Called after the optimizer has stepped, on all ranks. A collective."""
         if self._shares_buffers and not self.is_local and self.members.has_buffers():
             self.share_buffers()
-
-    def trained(self) -> list[torch.Tensor]:
-        """The parameters that require gradients, without the replacements of `torch.func.functional_call`."""
-        return self.members.trained()
 
     def reduced(self) -> list[torch.Tensor]:
         """The parameters that hold reduced gradients, in a backward pass."""

@@ -202,7 +202,7 @@ class FSDPEngine(Engine):
                 "strategy='fsdp' cannot reduce what they hold; do so after optimizer.step(), or use strategy='ddp'"
             )
         self._trained = trained
-        if new := [each for each in self.trained() if each not in self._known]:
+        if new := [each for each in self.members.trained() if each not in self._known]:
             self._refuse_added(new)
 
     def reduced(self) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ its holders.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import ref
@@ -256,21 +256,19 @@ def is_first(tensor: DTensor) -> bool:
     return not any(place for place, placement in places if placement.is_replicate())
 
 
-class SideGroup:
-    """A process group for threads of the ranks that work next to their loops. All ranks create it together."""
+def gather_aside(size: int) -> Callable[[Any], list[Any]]:
+    """A function that gathers the values of all `size` ranks in a process group of its own, for their threads that work
+    next to their loops. All ranks call this together."""
+    from torch.distributed import all_gather_object, new_group
 
-    def __init__(self) -> None:
-        from torch.distributed import new_group
+    group = new_group(backend="gloo")
 
-        self._group = new_group(backend="gloo")
-
-    def all_gather_object(self, value: Any, size: int) -> list[Any]:
-        """The values of all `size` ranks."""
-        from torch.distributed import all_gather_object
-
+    def gather(value: Any) -> list[Any]:
         found: list[Any] = [None] * size
-        all_gather_object(found, value, self._group)
+        all_gather_object(found, value, group)
         return found
+
+    return gather
 
 
 def loaded_class(module: str, name: str) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -219,25 +218,18 @@ def _cut_like(like: torch.Tensor, value: Any) -> Any:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """The form of a tensor to be received."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def broadcast_entries(entries: Mapping[K, Any], world: World, root: int = 0) -> Iterator[tuple[K, Any]]:
     """Broadcast the entries of rank `root`, one by one. Tensors arrive on the receiving rank's device; scalars, such as
     step counts, keep their device."""
 
     def form(value: Any) -> Any:
-        return _Form(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.ndim else value
+        is_sent = isinstance(value, torch.Tensor) and value.ndim
+        return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sent else value
 
     own = {key: form(value) for key, value in entries.items()} if world.rank == root else {}
     for key, held in world.comm.broadcast_object(own, root).items():
-        if isinstance(held, _Form):
-            tensor = torch.empty(held.shape, dtype=held.dtype, device=world.device)
+        if isinstance(held, torch.Tensor) and held.is_meta:
+            tensor = torch.empty_like(held, device=world.device)
             yield key, world.comm.broadcast(tensor.copy_(entries[key]) if world.rank == root else tensor, root)
         else:
             yield key, held

@@ -143,7 +143,7 @@ def _check_norms(model: nn.Module) -> None:
 # Optimizers of torch.optim that combine all parameters, or the elements of each; and those that use operations which
 # torch lacks for DTensors, or gradients which shards do not have.
 _OVER_ALL = {torch.optim.LBFGS}
-_OVER_EACH = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
+_OVER_EACH = {torch.optim.Adafactor, torch.optim.Muon}
 _NOT_SHARDED = {torch.optim.Rprop, torch.optim.SparseAdam}
 _FUSED = {torch.optim.Adam, torch.optim.AdamW}  # their fused steps support DTensors
 

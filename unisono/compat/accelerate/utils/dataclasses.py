@@ -47,19 +47,9 @@ class DistributedType(StrEnum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-class DDPCommunicationHookType(StrEnum):
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
-
-
-class LoggerType(StrEnum):
-    ALL = "all"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    MLFLOW = "mlflow"
+# Their values are these names in lower case.
+DDPCommunicationHookType = StrEnum("DDPCommunicationHookType", "NO FP16 BF16 POWER_SGD BATCHED_POWER_SGD")
+LoggerType = StrEnum("LoggerType", "ALL TENSORBOARD WANDB MLFLOW")
 
 
 @dataclass
@@ -95,22 +85,18 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_native(self) -> DDP:
         check_choice(self.comm_hook, "comm_hook", "no", "fp16", "bf16", "power_sgd")
         check_choice(self.comm_wrapper, "comm_wrapper", "no")
+        hook: Any = None if self.comm_hook == "no" else str(self.comm_hook)
+        if hook == "power_sgd":
+            from unisono.parallel.strategies.ddp import power_sgd  # which imports torch's DDP
+
+            hook = power_sgd(**self.comm_state_option)
         return DDP(
             self.find_unused_parameters,
             self.bucket_cap_mb,
             self.gradient_as_bucket_view,
             self.broadcast_buffers,
-            _power_sgd(**self.comm_state_option) if self.comm_hook == "power_sgd" else _HOOKS[self.comm_hook],
+            hook,
         )
-
-
-_HOOKS = {"no": None, "fp16": "fp16", "bf16": "bf16"}
-
-
-def _power_sgd(**options: Any) -> Any:
-    from unisono.parallel.strategies.ddp import power_sgd  # which imports torch's DDP
-
-    return power_sgd(**options)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unisono.backends import get_backend
+from unisono.checkpoint.contents import write_state
 from unisono.compat.accelerate.state import PartialState, joined_world
 from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
 from unisono.compat.left_out import refuse
@@ -223,9 +224,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     state = PartialState()
     if state.is_main_process or (save_on_each_node and state.is_local_main_process):
         if safe_serialization:
-            import_module("safetensors.torch").save_file(
-                {name: each.contiguous() for name, each in obj.items()}, f, metadata={"format": "pt"}
-            )
+            write_state(obj, Path(f), "safetensors", "the object")
         else:
             torch.save(obj, f)
 

@@ -18,7 +18,7 @@ from unisono.arguments import check_choice, check_integer, check_type
 from unisono.backends import available_devices, family_names, get_backend, resolve_device
 from unisono.backends.seeding import seed_device, seed_of_device
 from unisono.protocols import Backend
-from unisono.world import World, current_world, process_world
+from unisono.world import World, current_world
 
 D = TypeVar("D")
 
@@ -42,7 +42,7 @@ class _Chosen:
 def replication() -> World | None:
     """The calling replica's world; None outside a replication."""
     world = current_world()
-    is_own = world.world_size > 1 or world.is_of_processes or world is process_world()
+    is_own = world.world_size > 1 or world.is_of_processes
     return world if is_own or world is not Context().run(current_world) else None
 
 
@@ -91,17 +91,12 @@ def devices_of(devkind: Kind) -> list[torch.device]:
     """The devices of a kind that are visible to the caller: its own, if the caller is a worker."""
     world = current_world()
     for family in [world.backend] if devkind is None else _families_of_kinds(devkind, world.backend):
-        if _is_worker():
+        if world.is_of_processes:  # a worker, which only sees its own device
             if family is world.backend:
                 return [world.device]
         elif family.is_available() and family.device_count():
             return [family.device(index) for index in range(family.device_count())]
     return []
-
-
-def _is_worker() -> bool:
-    """Whether the caller is a replica in a separate process, which only sees its own device."""
-    return current_world().is_of_processes
 
 
 def _families_of_kinds(devkind: str | Sequence[str], first: Backend) -> Iterator[Backend]:
@@ -124,10 +119,10 @@ def xla_device(n: int | None = None, devkind: Kind = None) -> torch.device:
     seen, world = devices_of(devkind), current_world()
     if not seen:
         raise ValueError(f"there is no device of kind {devkind!r} here; there are {', '.join(available_devices())}")
-    if _is_worker() and n not in (None, 0, world.device.index):
+    if world.is_of_processes and n not in (None, 0, world.device.index):
         raise ValueError(f"n={n}, but rank {world.rank} sees only its own device, {world.device}; leave n out")
     backend, device = resolve_device(seen[0])
-    if replication() and (n is None or _is_worker()):
+    if replication() and (n is None or world.is_of_processes):
         device = world.device if device.type == world.device.type else device
     elif n is not None:
         device = backend.device(n)

@@ -81,9 +81,7 @@ class ParallelLoader(native.ParallelLoader):
         one."""
         return PerDeviceLoader(super().per_device_loader(device), self._per_step)
 
-    def per_device_samples(self) -> int:
-        """The number of batches for each device; TypeError if the loader has no length."""
-        return len(self)
+    per_device_samples = native.ParallelLoader.__len__  # of batches
 
 
 class MpDeviceLoader(native.DeviceLoader):
