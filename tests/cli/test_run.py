@@ -430,9 +430,15 @@ def test_the_exit_code_tells_of_an_interrupt(tmp_path):
         (["--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint host:port"),
         (["--log-dir", "train.py", "-n", "2", "train.py"], "log_dir='train.py' cannot hold the files"),
         (["--start-method", "teleport", "-n", "2", "train.py"], "start_method='teleport'"),
+        (["PET_NPROC_PER_NODE=0", "train.py"], "'0' is neither an integer of at least 1, nor auto"),
+        (["PET_NNODES=x", "train.py"], "'x' is not a number of machines"),
+        (["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1", "train.py"], "--node-rank 2 does not exist"),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, arguments, words):
+def test_what_cannot_be_run_is_refused_before_anything_starts(run, script, monkeypatch, arguments, words):
+    if "=" in arguments[0]:
+        monkeypatch.setenv(*arguments[0].split("="))
+        arguments = arguments[1:]
     script("number = 5\ndef main(rank):\n    print('ran')")
     code, output, errors = run(*arguments)
     assert code == 2

@@ -33,7 +33,8 @@ class Place:
 def program(index: int, how: str) -> Place:
     world = unisono.current_world()
     total = unisono.all_reduce(torch.tensor(index + 1.0), "sum").item()
-    print(f"rank {index} is here", flush=True)
+    sys.stdout.buffer.write(f"rank {index} is here ".encode() + b"\xff\n")  # no UTF-8
+    sys.stdout.flush()
     is_first, is_last = index == 0, index == world.world_size - 1
     if how == "raise" and is_last:
         raise Mine("not today")
@@ -41,10 +42,10 @@ def program(index: int, how: str) -> Place:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "restart" and is_last and world.restart_count == 0:
         raise Mine("not at first")
-    if how == "lose" and is_last:
+    if how in ("lose", "end") and is_last:
         for process in psutil.Process().parents():  # the agent, as if its machine were gone
             if "unisono.engines" in " ".join(process.cmdline()):
-                process.kill()
+                process.send_signal(signal.SIGKILL if how == "lose" else signal.SIGTERM)
         signal.pause()
     steps = 0
     if how == "stop":

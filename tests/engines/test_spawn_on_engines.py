@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +21,11 @@ import psutil
 import pytest
 from on_engine import EPOCHS, SAMPLES
 
-from unisono import spawn
+from unisono import Output, spawn
 from unisono.engines import Hosts, Local, Slurm
+from unisono.engines import slurm as slurm_engine
+from unisono.errors import StoppedError
+from unisono.outcome import Outcome
 
 CALLER = Path(__file__).parent / "on_engine.py"
 RAY = """
@@ -55,7 +60,7 @@ class Ground(NamedTuple):
         environ = {**os.environ, **self.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with (directory / "errors").open("a") as errors:
             return subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=directory, env=environ
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", cwd=directory, env=environ
             )
 
     def run(self, directory: Path, how: str, nprocs: int = 4) -> dict[str, Any]:
@@ -91,13 +96,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     (directory / "python").chmod(0o755)
     port = 20000 + os.getpid() % 10000
     settings = ["UsePAM=no", "StrictModes=no", "PermitRootLogin=yes", f"AuthorizedKeysFile={directory}/user.pub"]
-    listening = [f"ListenAddress=127.0.0.{number}:{port}" for number in (1, 2)]
+    listening = [f"ListenAddress={address}:{port}" for address in ("[::1]", "127.0.0.2")]
     options = [word for each in (*settings, *listening) for word in ("-o", each)]
     daemon = subprocess.Popen([server, "-D", "-e", "-f", "/dev/null", "-h", str(directory / "host"), *options])
     known = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
     given = ("-p", str(port), "-i", str(directory / "user"), *known)
     try:
-        yield Ground(f"Hosts(['root@127.0.0.1', 'root@127.0.0.2'], python='{directory}/python', options={given})")
+        yield Ground(f"Hosts(['root@::1', 'root@127.0.0.2'], python='{directory}/python', options={given})")
     finally:
         daemon.kill()
         daemon.wait()
@@ -132,7 +137,9 @@ def test_results_come_by_rank_in_the_script_s_own_classes(ground: Ground, tmp_pa
     assert [[each[0], each[1], each[4]] for each in found["results"]] == [[rank, 4, 10.0] for rank in range(4)]
     assert [each[2] for each in found["results"]] == [0, 0, 1, 1]
     if "Ray" not in ground.engine:  # which shows each line of its own accord, and some of them later
-        assert all(f"rank {rank} is here\n" in found["output"] for rank in range(4))
+        assert all(f"rank {rank} is here \ufffd\n" in found["output"] for rank in range(4))
+    for directory in tmp_path.glob("jobs/*"):  # where SLURM's job has the secret of the run
+        assert directory.stat().st_mode & 0o077 == 0
 
 
 def test_an_exception_comes_in_its_own_type_with_its_place(ground: Ground, tmp_path: Path) -> None:
@@ -167,7 +174,13 @@ def test_a_lost_machine_is_an_error_that_says_so(ground: Ground, tmp_path: Path)
     assert time.monotonic() - began < 90
 
 
-def test_ctrl_c_asks_the_workers_to_stop_and_they_return(ground: Ground, tmp_path: Path) -> None:
+def test_an_agent_that_a_scheduler_ends_is_an_error_that_says_so(local: Ground, tmp_path: Path) -> None:
+    found = local.run(tmp_path, "end")
+    assert found["type"] == "UnisonoError", found
+    assert found["text"].endswith("was stopped by SIGTERM")
+
+
+def test_ctrl_c_and_sigterm_ask_the_workers_to_stop_and_they_return(ground: Ground, tmp_path: Path) -> None:
     process = ground.start(tmp_path, "wait")
     deadline = time.monotonic() + 100
     while len(list(tmp_path.glob("waits-*"))) < 4:
@@ -176,7 +189,7 @@ def test_ctrl_c_asks_the_workers_to_stop_and_they_return(ground: Ground, tmp_pat
         time.sleep(0.1)
     # `nsenter --pid` forks: the caller is its child.
     caller = psutil.Process(process.pid).children()[0] if ground.enter else process
-    caller.send_signal(signal.SIGINT)
+    caller.send_signal(signal.SIGTERM if "Hosts" in ground.engine or ground.enter else signal.SIGINT)
     found = result_of(process, tmp_path)
     assert found["type"] == "StoppedError", found
     assert [each[5] for each in found["results"]] == [0] * 4
@@ -197,6 +210,9 @@ def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Grou
     [
         (lambda: spawn(print, engine="kubernetes", nprocs=2), "engine='kubernetes' does not exist; there are 'local'"),
         (lambda: spawn(print, engine=Local(2)), "needs nprocs"),
+        (lambda: spawn(print, engine=Local, nprocs=2), "is no engine; pass a name"),
+        (lambda: spawn(print, engine=Local(2), nprocs="4"), "nprocs='4' is of type str"),
+        (lambda: spawn(print, engine=Local(2), nprocs=2, output=Output(ranks=[2])), "names rank 2"),
         (lambda: spawn(print, engine=Local(2), nprocs=3), "nprocs=3 workers cannot be divided evenly between 2"),
         (lambda: spawn(print, engine=Local(2), nprocs=2, join=False), "join=False"),
         (lambda: Hosts("node1"), "names no machines"),
@@ -207,3 +223,61 @@ def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Grou
 def test_what_cannot_run_is_refused_at_the_door(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         call()
+
+
+class Late:
+    """An engine and its run, both machines of which have stopped; the second is late."""
+
+    variables = ()
+    data = iter([(0, b""), None, None, (1, b"")])
+
+    def machines_for(self, nprocs: int) -> int:
+        return 2
+
+    def start(self, *_: object) -> Late:
+        return self
+
+    def outcomes(self, timeout_s: float) -> Iterator[tuple[int, bytes]]:
+        if found := next(self.data):
+            results = [(found[0], Outcome(value="late").to_bytes())]
+            yield found[0], Outcome[None].failure(StoppedError(results)).to_bytes()
+
+    def kill(self) -> None:
+        pass
+
+
+def test_no_machine_is_left_out_of_the_results_of_an_agreed_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.launch.engines._MARGIN_S", 0.0)
+    with pytest.raises(StoppedError) as stopped:
+        spawn(print, nprocs=2, engine=Late(), grace_s=0)
+    assert stopped.value.results == ["late"] * 2
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_output_goes_to_a_stream_of_text_too_and_one_that_is_closed_is_an_error() -> None:
+    with redirect_stdout(io.StringIO()) as notebook:
+        assert spawn(lambda index: print("here") or index, nprocs=2, engine=Local(2), backend="cpu") == [0, 1]
+    assert notebook.getvalue() == "here\nhere\n"
+    with redirect_stdout(Closed()), pytest.raises(BrokenPipeError):
+        spawn(print, nprocs=1, engine=Local(1), backend="cpu")
+
+
+def test_slurm_s_controller_may_be_away_and_a_job_that_it_has_forgotten_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\ncat {tmp_path}/says >&2; exit 1\n")
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/cancelled\n')
+    for name in ("squeue", "scancel"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_engine, "_WRITTEN_S", 0.0)
+    run = slurm_engine._SlurmRun("7", tmp_path, 1)
+    run.ask_to_stop()  # of a job that waits for its nodes, and has nobody to ask
+    assert (tmp_path / "cancelled").read_text() == "7\n"
+    for says, number_of_outcomes in ("Unable to contact slurm controller", 0), ("Invalid job id specified", 1):
+        (tmp_path / "says").write_text(f"slurm_load_jobs error: {says}\n")
+        assert len([*run.outcomes(0), *run.outcomes(0)]) == number_of_outcomes

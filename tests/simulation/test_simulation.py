@@ -116,6 +116,12 @@ def test_a_step_waits_for_the_slowest_of_as_many_devices_as_there_are(kind, devi
     assert slowdown(model, devices) == pytest.approx(expected, rel=0.02)
 
 
+def test_parts_may_be_nothing_and_seconds_may_be_integers():
+    model = replace(MODEL, gradient_bytes=0.0)
+    step_s = {predict(replace(model, steps_s=steps), FLEET, 4).step_s for steps in ((1, 2), (1.0, 2.0))}
+    assert len(step_s) == 1
+
+
 def test_failures_cost_as_much_as_a_run_with_them_loses_and_no_other_interval_costs_less():
     fleet = replace(FLEET, mtbf_s=64 * 3600.0, save_s=30.0, restart_s=60.0)
     found = predict(MODEL, fleet, 64)
@@ -190,6 +196,8 @@ def test_fsdp_sends_half_as_much_again_as_ddp_and_zero1_as_much_after_the_step()
         ("batch = 32", "batch = nan", "batch=nan"),
         ("batch = 32", "batch = 32\nunits = 1.5", "units=1.5 cannot be simulated; pass a finite int above 0"),
         ("batch = 32", "batch = 32\nsteps_s = [0.1, 0]", "steps_s=[0.1, 0] has to be a list of seconds above 0"),
+        ("batch = 32", "batch = 32\nsteps_s = 5", "steps_s=5 has to be a list of seconds above 0"),
+        ("between_bytes_per_s = 1e9", "between_bytes_per_s = 1e-308", "on 8 devices a step takes inf s"),
         ("batch = 32", "", "[model] does not say batch; a report says all but the parameters (--report)"),
         ("batch = 32", "bach = 32", "[model] has no field 'bach'; is it batch?"),
         ("forward_s = 0.1\nbackward_s = 0.2", "forward_s = 0\nbackward_s = 0", "forward_s + backward_s is 0"),

@@ -52,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
         machines = _machine_options(parsed, place)
         if isinstance(parsed.nproc, str):
             parsed.nproc, parsed.backend = workers_per_node(parsed.nproc, parsed.backend)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, argparse.ArgumentTypeError) as error:
         return _print_refusal(error)
     try:
         if machines is None:
@@ -152,6 +152,8 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         return None
     if not endpoint:
         raise ValueError(f"--nnodes {nodes[1]} needs --rdzv-endpoint host:port, where the machines meet")
+    if (parsed.node_rank or 0) >= nodes[1]:
+        raise ValueError(f"--node-rank {parsed.node_rank} does not exist; of {nodes[1]} machines the first is 0")
     from unisono.launch.hosts.agent import MachineOptions
     from unisono.launch.hosts.endpoint import split_endpoint
     from unisono.launch.hosts.secret import secret_of_run

@@ -17,7 +17,7 @@ def start_piped(
 ) -> PipedRun:
     """Start a machine by each command; the first one serves the endpoint, at `host`."""
     run = PipedRun()
-    endpoint = host
+    endpoint = f"{host}:0"
     for number, (command, name) in enumerate(zip(commands, names, strict=True)):
         machine = PipedMachine(command, name, lambda data, number=number: run.ended.put((number, data)))  # type: ignore[misc]
         run.machines.append(machine)
@@ -80,5 +80,6 @@ class Hosts:
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
         there = shlex.join([self.python, *PROGRAM])
-        commands = [["ssh", "-T", "-o", "BatchMode=yes", *self.options, host, there] for host in self.hosts]
+        options = ["-T", "-o", "BatchMode=yes", *self.options, "-o", "ConnectTimeout=30"]  # the first value counts
+        commands = [["ssh", *options, host, there] for host in self.hosts]
         return start_piped(commands, list(self.hosts), bundle, per_machine, self.hosts[0].rpartition("@")[2])

@@ -11,11 +11,13 @@ import io
 import json
 import os
 import pickle
+import platform
 import signal
 import sys
 import threading
 from typing import Any, BinaryIO
 
+from unisono.errors import UnisonoError
 from unisono.launch.engines import Bundle
 from unisono.launch.hosts.endpoint import free_port
 from unisono.outcome import Outcome
@@ -41,7 +43,11 @@ def _run(data: bytes, number: int, count: int, per_machine: int, endpoint: str) 
     family = pick_backend(bundle.options.backend)
     check_nprocs(per_machine, family, bundle.options.process_group)
     job = make_job(bundle.call, per_machine, family, bundle.options, caller)
-    return run_agent(job, MachineOptions(count, count, endpoint, bundle.run_id, number, secret=bundle.secret))
+    ended = run_agent(job, MachineOptions(count, count, endpoint, bundle.run_id, number, secret=bundle.secret))
+    if type(ended.error) is SystemExit:  # which would end the caller without a word
+        name = signal.Signals(int(str(ended.error.code)) - 128).name
+        return Outcome.failure(UnisonoError(f"the agent on {platform.node()} was stopped by {name}"))
+    return ended
 
 
 def main() -> None:
@@ -50,16 +56,20 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     given = json.loads(source.readline())
-    size, bundle = given.pop("size"), b""
-    while len(bundle) < size:
-        bundle += source.read(size - len(bundle)) or sys.exit("unisono: the caller is gone")
-    if ":" not in given["endpoint"]:  # a host's name: this is that host
-        given["endpoint"] += f":{free_port()}"
+    bundle = bytearray(given.pop("size"))
+    rest = memoryview(bundle)
+    while rest:
+        rest = rest[source.readinto(rest) or sys.exit("unisono: the caller is gone") :]
+    if given["endpoint"].endswith(":0"):  # this is that host
+        given["endpoint"] = f"{given['endpoint'][:-1]}{free_port()}"
         _say(sink, b"endpoint", given["endpoint"].encode())
     threading.Thread(target=_obey, args=(source,), name="unisono-orders", daemon=True).start()
-    outcome = run_machine(bundle, **given)
-    sys.stdout.flush()
-    _say(sink, b"outcome", outcome)
+    outcome = run_machine(bytes(bundle), **given)
+    try:
+        sys.stdout.flush()
+        _say(sink, b"outcome", outcome)
+    except BrokenPipeError:  # the caller is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at the end
 
 
 def _say(sink: BinaryIO, what: bytes, data: bytes) -> None:

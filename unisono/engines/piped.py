@@ -34,23 +34,25 @@ class PipedMachine:
         self._thread = threading.Thread(target=_read, args=(self,), name="unisono-machine", daemon=True)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
-        """Send the machine what it runs, as for `run_machine`; `endpoint` may be its own host's name alone. Returns the
-        endpoint with its port. UnisonoError: it could not be started; `on_end` has been called with its outcome."""
+        """Send the machine what it runs, as for `run_machine`; port 0 of `endpoint` is a free one of that host, which
+        this is. Returns the endpoint with its port. UnisonoError: it could not be started; `on_end` has been called
+        with its outcome."""
         given = {"number": number, "count": count, "per_machine": per_machine, "endpoint": endpoint}
         assert self._process.stdin is not None
         self._thread.start()
         with suppress(OSError):  # it has ended already, which the thread reports
             self._process.stdin.write(json.dumps({**given, "size": len(bundle)}).encode() + b"\n" + bundle)
             self._process.stdin.flush()
-        if ":" in endpoint:
+        if not endpoint.endswith(":0"):
             return endpoint
         try:
             found = self._endpoint.get(timeout=_ENDPOINT_S)
         except Empty:
             found = ""
         if not found:
-            ended = describe_exit(self._process.poll())
-            raise UnisonoError(f"{self._where} did not begin: it {ended}; what it has printed says why")
+            code = self._process.poll()
+            how = f"within {_ENDPOINT_S:.0f} s" if code is None else f"it {describe_exit(code)}"
+            raise UnisonoError(f"{self._where} did not begin: {how}; what it has printed says why")
         return found
 
     def ask_to_stop(self) -> None:
@@ -75,7 +77,17 @@ class PipedMachine:
 
 
 def _read(machine: PipedMachine) -> None:
-    """Body of the thread: puts the endpoint, or "" at the end, and calls `on_end` once."""
+    """Body of the thread: puts the endpoint, or "" at the end, and calls `on_end` once, whatever fails: nobody may be
+    left who reads standard output."""
+    try:
+        outcome = _outcome_of(machine)
+    except Exception as error:
+        outcome = Outcome[None].failure(error).to_bytes()
+    machine._endpoint.put("")
+    machine._on_end(outcome)
+
+
+def _outcome_of(machine: PipedMachine) -> bytes:
     outcome = None
     stream = machine._process.stdout
     assert stream is not None
@@ -89,15 +101,22 @@ def _read(machine: PipedMachine) -> None:
             else:
                 outcome = data
             continue
-        sys.stdout.buffer.write(held if line == b"\n" else held + line)
-        sys.stdout.buffer.flush()
+        if output := held if line == b"\n" else held + line:
+            show(output)
         held = line if line == b"\n" else b""
     code = machine._process.wait()
-    machine._endpoint.put("")
     if outcome is None:
-        lost = UnisonoError(f"{machine._where} {describe_exit(code)}, and has sent no result")
-        outcome = Outcome[None].failure(lost).to_bytes()
-    machine._on_end(outcome)
+        raise UnisonoError(f"{machine._where} {describe_exit(code)}, and has sent no result")
+    return outcome
+
+
+def show(output: bytes) -> None:
+    """Write what workers have written to this process's standard output; a notebook's takes text only."""
+    if hasattr(sys.stdout, "buffer"):
+        sys.stdout.buffer.write(output)
+        sys.stdout.buffer.flush()
+    else:
+        print(output.decode(errors="replace"), end="", flush=True)
 
 
 class PipedRun:

@@ -28,7 +28,7 @@ class _Machine:
         self._machine = PipedMachine([sys.executable, *PROGRAM], "the agent", self._ended.put)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
-        return self._machine.begin(bundle, number, count, per_machine, endpoint or _address())
+        return self._machine.begin(bundle, number, count, per_machine, endpoint or f"{_address()}:0")
 
     def run(self) -> bytes:
         return self._ended.get()

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from unisono.arguments import check_integer
 from unisono.engines.machine import run_machine
+from unisono.engines.piped import show
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.hosts.environment import node_of_step
 from unisono.outcome import Outcome
@@ -49,7 +50,7 @@ class Slurm:
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
         directory = Path(self.directory).absolute() / uuid4().hex[:12]
-        directory.mkdir(parents=True)
+        directory.mkdir(0o700, parents=True)  # the bundle has the run's secret
         (directory / "bundle").write_bytes(bundle)
         command = shlex.join([sys.executable, *_PROGRAM, str(directory), str(per_machine)])
         script = directory / "job.sh"
@@ -68,54 +69,60 @@ class _SlurmRun:
         self._job, self._directory = job, directory
         self._missing = set(range(machines))
         self._shown = 0
+        self._state = "PENDING"  # "" where the controller does not know the job any more
         self._is_over_since: float | None = None
 
     def outcomes(self, timeout_s: float) -> Iterator[tuple[int, bytes]]:
         time.sleep(max(timeout_s, _LOOK_S))
-        state = self._state()
+        has_ended = self._has_ended()
         self._show()
         for number in sorted(self._missing):
             with suppress(FileNotFoundError):
                 data = (self._directory / f"outcome-{number}").read_bytes()
                 self._missing.discard(number)
                 yield number, data
-        if state.startswith(_ENDED) or not state:
+        if has_ended:
             self._is_over_since = self._is_over_since or time.monotonic()
             if time.monotonic() - self._is_over_since > _WRITTEN_S:
                 for number in sorted(self._missing):
                     lost = UnisonoError(
                         f"node {number} of SLURM's job {self._job} has sent no result, and the job is "
-                        f"{state or 'unknown'}; its output is in {self._directory}/output"
+                        f"{self._state or 'unknown'}; its output is in {self._directory}/output"
                     )
                     yield number, Outcome[None].failure(lost).to_bytes()
                 self._missing.clear()
 
     def ask_to_stop(self) -> None:
-        self._cancel("--signal=TERM")
+        # scancel would wait for a job that has not begun, which has nobody to ask.
+        self._cancel(*(["--signal=TERM"] if self._state == "RUNNING" else []))
 
     def kill(self) -> None:
         self._show()
-        if self._state().startswith(_ENDED) or not self._state():
-            return
-        self._cancel()
-        deadline = time.monotonic() + 60.0  # KillWait, by default 30 s
-        while self._state() and not self._state().startswith(_ENDED) and time.monotonic() < deadline:
+        if self._missing or not self._wait_ended(_WRITTEN_S):
+            self._cancel()
+            self._wait_ended(60.0)  # KillWait is 30 s by default
+
+    def _wait_ended(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not (has_ended := self._has_ended()) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
+        return has_ended
 
     def _cancel(self, *options: str) -> None:
         subprocess.run(["scancel", *options, self._job], capture_output=True, check=False)
 
-    def _state(self) -> str:
-        """The job's state; "" where the controller does not know it any more."""
+    def _has_ended(self) -> bool:
+        """Ask the controller, which may be away for a while: what it said last is true until it answers."""
         asked = ["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={self._job}"]
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
+        if not done.returncode or "Invalid job id" in done.stderr:  # it has forgotten the job
+            self._state = done.stdout.strip()
+        return not self._state or self._state.startswith(_ENDED)
 
     def _show(self) -> None:
-        with suppress(FileNotFoundError), (self._directory / "output").open() as file:
+        with suppress(FileNotFoundError), (self._directory / "output").open("rb") as file:
             file.seek(self._shown)
-            sys.stdout.write(file.read())
-            sys.stdout.flush()
+            show(file.read())
             self._shown = file.tell()
 
 

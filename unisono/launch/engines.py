@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from secrets import token_hex
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
+from unisono.arguments import check_integer
 from unisono.errors import StoppedError
 from unisono.launch.job import Caller
 from unisono.launch.options import Options
@@ -54,8 +57,10 @@ class Bundle:
 
 def find_engine(engine: str | Engine) -> Engine:
     """The engine of this name, with its defaults, among the entry points "unisono.engines". ValueError: there is none;
-    ImportError: the library that it needs is missing."""
+    TypeError: it is no engine; ImportError: the library that it needs is missing."""
     if not isinstance(engine, str):
+        if isinstance(engine, type) or not hasattr(engine, "machines_for"):
+            raise TypeError(f"engine={engine!r} is no engine; pass a name, or one such as Hosts(['node1', 'node2'])")
         return engine
     known = {each.name: each for each in entry_points(group=_GROUP)}
     if engine not in known:
@@ -69,13 +74,16 @@ def spawn_on(
     """Call `fn(index, *args)` in workers on the engine's machines; as `spawn`."""
     if nprocs is None:
         raise ValueError("spawn(engine=) needs nprocs, the number of workers on all machines together")
+    check_integer(nprocs, "nprocs", 1, "pass the number of workers on all machines together")
+    options.check_ranks(nprocs)
     machines = engine.machines_for(nprocs)
     if nprocs % machines:
         raise ValueError(f"nprocs={nprocs} workers cannot be divided evenly between {machines} machines")
     caller = Caller(environ={name: os.environ[name] for name in engine.variables if name in os.environ}, columns=0)
     call = pickle_call(call_packed, (fn, tuple(args)), Settings.read())
-    run = engine.start(pickle.dumps(Bundle(call, options, caller)), machines, nprocs // machines)
-    outcomes = _join(run, machines, options)
+    with _sigterm_raises():
+        run = engine.start(pickle.dumps(Bundle(call, options, caller)), machines, nprocs // machines)
+        outcomes = _join(run, machines, options)
     failures = {number: each for number, each in outcomes.items() if each.error is not None}
     packed = dict(value for each in outcomes.values() for value in _results_of(each))
     if not failures or all(isinstance(each.error, StoppedError) for each in failures.values()):
@@ -100,26 +108,49 @@ def _results_of(outcome: Outcome[Any]) -> Sequence[tuple[int, bytes]]:
 
 
 def _join(run: Run, machines: int, options: Options) -> dict[int, Outcome[Any]]:
-    """Wait for the agents. The first Ctrl-C asks them to stop, the second one ends them."""
+    """Wait for the agents. SIGTERM, and the first Ctrl-C, ask them to stop, the second one ends them."""
     outcomes: dict[int, Outcome[Any]] = {}
     deadline = float("inf")
-    interrupt: KeyboardInterrupt | None = None
+    asked: BaseException | None = None
     try:
         while len(outcomes) < machines and time.monotonic() < deadline:
             try:
                 for number, data in run.outcomes(_LOOK_S):
                     outcomes[number] = Outcome.from_bytes(data)
-            except KeyboardInterrupt as error:
-                if interrupt is not None:
+            except (KeyboardInterrupt, _Terminated) as error:
+                if asked is not None:
                     raise
-                interrupt = error
+                asked = error
                 print("\nunisono: the workers are asked to stop; Ctrl-C again ends them now", file=sys.stderr)
                 run.ask_to_stop()
-            has_failed = any(each.error is not None for each in outcomes.values())
-            if (has_failed or interrupt is not None) and deadline == float("inf"):
+            has_failed = any(not isinstance(each.error, StoppedError | None) for each in outcomes.values())
+            if (has_failed or asked is not None) and deadline == float("inf"):
                 deadline = time.monotonic() + options.grace_s + _MARGIN_S
     finally:
         run.kill()
-    if interrupt is not None and not all(isinstance(each.error, StoppedError) for each in outcomes.values()):
-        raise interrupt
+    have_stopped = len(outcomes) == machines and all(isinstance(each.error, StoppedError) for each in outcomes.values())
+    if asked is not None and not have_stopped:
+        raise asked
     return outcomes
+
+
+class _Terminated(SystemExit):
+    """SIGTERM."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM raise in the block, if it would end this process at once."""
+    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_free or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(*_: Any) -> NoReturn:
+        raise _Terminated(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

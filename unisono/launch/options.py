@@ -163,6 +163,11 @@ class Options:
         _check_seconds(self.grace_s, "grace_s", is_zero_allowed=True)
         check_type(self.output, "output", "pass unisono.Output(...)", Output)
 
+    def check_ranks(self, count: int) -> None:
+        """ValueError: the output of a rank is asked for that is not among the `count` ranks."""
+        if outside := [rank for rank in self.output.ranks or () if rank >= count]:
+            raise ValueError(f"Output(ranks=...) names rank {outside[0]}; the ranks are 0 to {count - 1}")
+
     @property
     def timeout_s(self) -> float:
         """The seconds that a collective waits for a peer."""

@@ -132,8 +132,7 @@ def spawn(
     if announced_place() is not None:
         _report_idle_options(join, chosen)
         return run_announced(fn, args, nprocs, family, timedelta(seconds=chosen.timeout_s), chosen.process_group)
-    if outside := [rank for rank in chosen.output.ranks or () if rank >= count]:
-        raise ValueError(f"Output(ranks=...) names rank {outside[0]}; the ranks are 0 to {count - 1}")
+    chosen.check_ranks(count)
     if count == 1 and join and not chosen.needs_process:
         return [_run_inline(fn, args, family)]
     call = pickle_call(fn, tuple(args), Settings.read())

@@ -65,7 +65,9 @@ class Model:
         _check(self, "parameters", "batch", "units", "bucket_bytes")
         if self.forward_s + self.backward_s == 0:
             raise DescriptionError("[model] forward_s + backward_s is 0; measure a step, or pass --report")
-        if not all(type(each) is float and 0 < each < math.inf for each in self.steps_s):
+        if not isinstance(self.steps_s, list | tuple) or not all(
+            type(each) in (int, float) and 0 < each < math.inf for each in self.steps_s
+        ):
             raise DescriptionError(f"[model] steps_s={self.steps_s!r:.80} has to be a list of seconds above 0")
 
 

@@ -15,7 +15,7 @@ import numpy
 import numpy.typing
 
 from unisono.simulation.collectives import half_s
-from unisono.simulation.description import Fleet, Model
+from unisono.simulation.description import DescriptionError, Fleet, Model
 from unisono.strategies import DDP, FSDP
 
 _POINTS = (numpy.arange(4096) + 0.5) / 4096  # of (0, 1), at which an integral is taken
@@ -54,6 +54,8 @@ def predict(model: Model, fleet: Fleet, devices: int) -> Prediction:
     step_s, compute_s = _step_s(model, fleet, devices)
     rate, efficiency = devices * model.batch / step_s, _step_s(model, fleet, 1)[0] / step_s
     held = memory_bytes(model, fleet.strategy, devices)
+    if not math.isfinite(step_s + held) or not rate * efficiency:
+        raise DescriptionError(f"the numbers are too large or too small: on {devices} devices a step takes {step_s} s")
     return Prediction(devices, step_s, compute_s, rate, efficiency, held, *_restarts(fleet, devices))
 
 
@@ -72,7 +74,7 @@ def _step_s(model: Model, fleet: Fleet, devices: int) -> tuple[float, float]:
         step_s = _beside(forward_s, gather_s, units, fleet.overlaps)
         step_s += _beside(backward_s, gather_s + reduce_s, units, fleet.overlaps) + optimizer_s
     else:
-        buckets = math.ceil(gradients / model.bucket_bytes)
+        buckets = max(math.ceil(gradients / model.bucket_bytes), 1)
         reduce_s = 2 * half_s(gradients / buckets, devices, fleet)
         step_s = forward_s + _beside(backward_s, reduce_s, buckets, fleet.overlaps) + optimizer_s
         # After a step under "zero1", each device sends the parameters that it has stepped.

@@ -209,7 +209,7 @@ def _pod_agent(environ: Mapping[str, str]) -> AgentPlace | None:
         node_rank=_number(environ, "PET_NODE_RANK") if "PET_NODE_RANK" in environ else None,
         endpoint=environ.get("PET_RDZV_ENDPOINT") or (f"{address}:{port}" if address else ""),
         run_id=environ.get("PET_RDZV_ID"),
-        nproc=int(nproc) if nproc.isdecimal() else nproc or None,
+        nproc=int(nproc) if nproc.isdecimal() and int(nproc) else nproc or None,
         max_restarts=_number(environ, "PET_MAX_RESTARTS") if "PET_MAX_RESTARTS" in environ else None,
     )
 
