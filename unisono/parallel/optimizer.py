@@ -204,7 +204,7 @@ def reduce_held(optimizer: Optimizer, world: World, origin: Origin | None = None
         part = factor = claim.part(1)
         place = "a step" if origin.batch is None else f"a step on {name_batches([origin.batch])}"
     parameters = trained_parameters(optimizer)
-    reduce_gradients(parameters, world, factor, place + describe_rates([optimizer]))
+    reduce_gradients(parameters, world, factor, place + describe_rates(optimizer.param_groups))
     check_presence(parameters)
     for each in parameters:
         unreduced.pop(each, None)

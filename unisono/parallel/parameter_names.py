@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,11 +55,12 @@ def has_gradient(optimizer: Optimizer) -> bool:
     return False
 
 
-def describe_rates(optimizers: Iterable[Optimizer]) -> str:
-    """The learning rates that are plain numbers, to be compared by the ranks, which step with them."""
+def describe_rates(groups: Iterable[Mapping[str, Any]]) -> str:
+    """The learning rates of optimizers' groups that are plain numbers, to be compared by the ranks, which step with
+    them."""
     # To six digits: hosts may compute the cosine of a schedule differently in the last one.
     found: dict[str, None] = {}
-    for group in chain.from_iterable(map(attrgetter("param_groups"), optimizers)):
+    for group in groups:
         if isinstance(rate := group.get("lr"), int | float):
             found[f"{rate:.6g}"] = None
     shown = list(found)

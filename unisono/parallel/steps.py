@@ -217,7 +217,7 @@ class Steps:
         if known is not None and source is not self._block and self._is_over(known.began, optimizers):
             known = None
         if known is None and step.state == TAKEN:
-            step = step_after(step, self.every)
+            step = Step(step.number + bool(step.visits), every=self.every)
         if weight is None and len(origin.candidates) > 1:
             check_counts(origin.candidates, self.world, step.every > 1)
         if 1 < step.every < math.inf and not is_named:
@@ -364,7 +364,7 @@ class Steps:
         self.origin = None
         if self.step.state != TAKEN and self.step.visits:
             self._visited.update(self.step.visited)
-            self.step = step_after(self.step, self.every)
+            self.step = Step(self.step.number, every=self.every)
 
     def resume(self, step: Step) -> None:
         """Continue in the middle of a step; its last visit is over."""
@@ -405,11 +405,6 @@ class Steps:
         counted = claims if self.step.every > 1 else claims[-1:]
         total = sum(each.total for each in counted)
         return sum(each.samples for each in counted) / total if total else 1 / self._size
-
-
-def step_after(step: Step, every: float) -> Step:
-    """The step after this one; or its replacement, if no optimizer has stepped."""
-    return Step(step.number + (step.state == TAKEN and bool(step.visits)), every=every)
 
 
 def _check_totals(visits: list[Visit]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting
@@ -9,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from twin import seeded
 
-from unisono import Accelerator
+from unisono import Accelerator, rank
 
 
 def prepared(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -34,6 +36,52 @@ def test_batches_that_no_loader_has_cut_are_told_of_once(mode: Mode, is_plain: b
     told = caplog.text + capfd.readouterr().err
     assert told.count("a step on 2 ranks without batches of a prepared loader") == 1
     assert "prepare(loader)" in told
+
+
+KEPT = []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize(("is_plain", "every"), [(False, 1), (False, 2), (True, 1)])
+@pytest.mark.parametrize("mode", fitting(THREADS_2, PROCESSES_2), ids=str)
+def test_it_does_not_matter_when_a_rank_collects_an_optimizer_that_was_replaced(
+    mode: Mode, is_plain: bool, every: int, strategy: str
+) -> None:
+    if (mode == THREADS_2 or is_plain) and strategy != "ddp":
+        pytest.skip("replicas are of DDP, and a plain optimizer steps what each rank has whole")
+    rows = torch.arange(48, dtype=torch.float64).view(16, 3) / 48
+
+    def train() -> torch.Tensor:
+        accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=every)
+        model, optimizer = prepared(accelerator)
+        loader = accelerator.prepare(DataLoader(TensorDataset(rows), batch_size=2))
+        for rate in (0.1, 0.05, 0.02):
+            if rate != 0.1:
+                if rank() == 1:
+                    KEPT.append(optimizer)
+                optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+                if not is_plain:
+                    optimizer = accelerator.prepare(optimizer)
+                gc.collect()
+            for (inputs,) in loader:
+                accelerator.backward(model(inputs).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        state = accelerator.state_dict(model)  # a collective; whole on rank zero
+        return state["weight"] if rank() == 0 else rows
+
+    try:
+        found = mode.run(train)[0]
+    finally:
+        KEPT.clear()
+    twin = seeded(nn.Linear(3, 1).double())
+    for rate in (0.1, 0.05, 0.02):
+        optimizer = torch.optim.SGD(twin.parameters(), lr=rate)
+        for inputs in rows.split(4 * every):
+            optimizer.zero_grad()
+            twin(inputs).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(found, twin.state_dict()["weight"], rtol=1e-11, atol=1e-13)
 
 
 def test_a_rank_without_any_gradient_raises_before_it_meets_the_others() -> None:

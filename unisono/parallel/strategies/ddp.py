@@ -198,7 +198,7 @@ def attach_hook(
                 "one, or real parameters and torch.view_as_complex in forward()"
             )
         # If this is another thread, of autograd's, the loop's waits for it: a track has one writer at a time.
-        track = None if timeline is None else timeline.loop_in_backward(gradients.is_cpu)
+        track = None if timeline is None else timeline.backward or timeline.loop_in_backward(gradients.is_cpu)
         before = None if track is None else track.switch(REDUCE)
         # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
         if factor != 1:

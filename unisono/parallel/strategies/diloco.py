@@ -68,8 +68,8 @@ class DiLoCoEngine(Engine):
         self._spare: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # for parameters whose optimizer has no state yet
 
     def trainer(self, optimizer: Optimizer) -> Trainer:
-        known, found = len(self.trainers), super().trainer(optimizer)
-        if len(self.trainers) > known:
+        known, found = self.trainers, super().trainer(optimizer)
+        if found not in known:
             optimizer.register_step_pre_hook(weak_method(self._depart))
         return found
 

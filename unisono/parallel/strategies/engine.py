@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, call
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.parallel.agreement import broadcast_together, check_agreement, warn_of_unequal_buffers
 from unisono.parallel.compilation import compilable
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
-from unisono.parallel.parameter_names import describe_rates
+from unisono.parallel.parameter_names import describe_rates, parameters_of
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.held import HeldGradients, Members
 from unisono.parallel.strategies.sharded import holds_any
@@ -33,13 +33,18 @@ _T = TypeVar("_T")
 
 class Trainer:
     """An optimizer of a model's parameters, held weakly: whether it steps without being prepared, and whether it has
-    zeroed them since the last backward pass."""
+    zeroed them since the last backward pass. Its groups outlive it: ranks compare them, and one that was dropped is
+    garbage, which each rank collects at another time."""
 
-    __slots__ = ("has_zeroed", "is_unprepared", "optimizer")
+    __slots__ = ("groups", "has_zeroed", "is_unprepared", "optimizer")
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = ref(optimizer)
+        self.optimizer, self.groups = ref(optimizer), optimizer.param_groups
         self.is_unprepared = self.has_zeroed = False
+
+    def is_within(self, parameters: Collection[int]) -> bool:
+        """Whether all that it trains is among these, given by their ids."""
+        return all(id(each) in parameters for group in self.groups for each in group["params"] if each.requires_grad)
 
 
 class Engine:
@@ -55,7 +60,7 @@ class Engine:
         passing: the last backward pass through the model.
         graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`).
         trainers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that have
-            stepped.
+            stepped; not those that others have replaced.
         replaced: the parameters that the module had before it was prepared, if it has others now.
         may_be_bypassed: whether a loss may come from a submodule, from a method that is not marked, or from an output
             that hides its tensors.
@@ -91,11 +96,13 @@ class Engine:
         return list(filter(None, map(call, map(attrgetter("optimizer"), self.trainers))))  # which are weak references
 
     def trainer(self, optimizer: Optimizer) -> Trainer:
-        """The record of an optimizer; of one that has none, from now on."""
+        """The record of an optimizer; of one that has none, from now on. It replaces those whose parameters it has,
+        until they step again."""
         for each in self.trainers:
             if each.optimizer() is optimizer:
                 return each
-        self.trainers.append(Trainer(optimizer))
+        own = set(map(id, parameters_of(optimizer)))
+        self.trainers = [*(each for each in self.trainers if not each.is_within(own)), Trainer(optimizer)]
         return self.trainers[-1]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
@@ -104,7 +111,12 @@ class Engine:
 
     def place(self) -> str:
         """The position of this rank, and its learning rates: equal on all ranks, or they would drift apart."""
-        return self._steps.step.place() + describe_rates(self.optimizers())
+        groups: list[dict[str, Any]] = []
+        for each in self.trainers:
+            if (optimizer := each.optimizer()) is not None:
+                each.groups = optimizer.param_groups  # others, after its state was loaded
+            groups += each.groups
+        return self._steps.step.place() + describe_rates(groups)
 
     def refresh(self) -> None:
         """Detect parameters that were frozen or unfrozen since the last forward pass with gradients.
@@ -258,7 +270,9 @@ class Engine:
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """Record that the gradients are zero: those of the optimizer, or all of them."""
         if optimizer is not None and len(self.trainers) > 1:
-            self.trainer(optimizer).has_zeroed = True
+            zeroed = set(map(id, parameters_of(optimizer)))
+            for each in self.trainers:
+                each.has_zeroed = each.has_zeroed or each.is_within(zeroed)
             if not all(each.has_zeroed for each in self.trainers if each.optimizer() is not None):
                 return  # those of the others are as they were
         self.gradients.forget()
@@ -276,6 +290,8 @@ class Engine:
     def note_step(self, optimizer: Optimizer) -> None:
         """Record that the optimizer is stepping on the current gradients."""
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
+        if self.trainers[-1].optimizer() is not optimizer:
+            self.trainer(optimizer)
         self._steps.close(optimizer)
         self.gradients.known = None
         self.may_be_bypassed = False
