@@ -22,7 +22,7 @@ import pytest
 from on_engine import EPOCHS, SAMPLES
 
 from unisono import Output, spawn
-from unisono.engines import Hosts, Local, Slurm
+from unisono.engines import Hosts, Local, Ray, Slurm
 from unisono.engines import slurm as slurm_engine
 from unisono.errors import StoppedError
 from unisono.outcome import Outcome
@@ -211,6 +211,7 @@ def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Grou
         (lambda: spawn(print, engine="kubernetes", nprocs=2), "engine='kubernetes' does not exist; there are 'local'"),
         (lambda: spawn(print, engine=Local(2)), "needs nprocs"),
         (lambda: spawn(print, engine=Local, nprocs=2), "is no engine; pass a name"),
+        (lambda: Ray(2, "CPU"), "resources='CPU' is of type str; pass amounts by name"),
         (lambda: spawn(print, engine=Local(2), nprocs="4"), "nprocs='4' is of type str"),
         (lambda: spawn(print, engine=Local(2), nprocs=2, output=Output(ranks=[2])), "names rank 2"),
         (lambda: spawn(print, engine=Local(2), nprocs=3), "nprocs=3 workers cannot be divided evenly between 2"),

@@ -196,6 +196,7 @@ def test_fsdp_sends_half_as_much_again_as_ddp_and_zero1_as_much_after_the_step()
         ("batch = 32", "batch = nan", "batch=nan"),
         ("batch = 32", "batch = 32\nunits = 1.5", "units=1.5 cannot be simulated; pass a finite int above 0"),
         ("batch = 32", "batch = 32\nsteps_s = [0.1, 0]", "steps_s=[0.1, 0] has to be a list of seconds above 0"),
+        ("batch = 32", "batch = 32\nbucket_bytes = 1e-308", "bucket_bytes=1e-308 is less than a byte"),
         ("batch = 32", "batch = 32\nsteps_s = 5", "steps_s=5 has to be a list of seconds above 0"),
         ("between_bytes_per_s = 1e9", "between_bytes_per_s = 1e-308", "on 8 devices a step takes inf s"),
         ("batch = 32", "", "[model] does not say batch; a report says all but the parameters (--report)"),

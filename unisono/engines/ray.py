@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
+from types import NoneType
 from typing import Any
 
-from unisono.arguments import check_integer
+from unisono.arguments import check_integer, check_type
 from unisono.engines.piped import PROGRAM, PipedMachine
 from unisono.errors import UnisonoError
 from unisono.outcome import Outcome
@@ -64,6 +65,7 @@ class Ray:
     def __post_init__(self) -> None:
         if self.machines is not None:
             check_integer(self.machines, "machines", 1, "pass a number of machines, or None for all")
+        check_type(self.resources, "resources", 'pass amounts by name, such as {"CPU": 1}', Mapping, NoneType)
 
     def machines_for(self, nprocs: int) -> int:
         import ray

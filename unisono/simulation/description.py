@@ -63,6 +63,8 @@ class Model:
 
     def __post_init__(self) -> None:
         _check(self, "parameters", "batch", "units", "bucket_bytes")
+        if self.bucket_bytes < 1:
+            raise DescriptionError(f"[model] bucket_bytes={self.bucket_bytes!r} is less than a byte")
         if self.forward_s + self.backward_s == 0:
             raise DescriptionError("[model] forward_s + backward_s is 0; measure a step, or pass --report")
         if not isinstance(self.steps_s, list | tuple) or not all(

@@ -114,6 +114,19 @@ def test_each_step_is_that_of_replicas_in_plain_code(mode: Mode, make: Optimizer
     torch.testing.assert_close(mode.run(body), plain_replicas(mode.ranks, make, k, options, 3), **CLOSE)
 
 
+@pytest.mark.parametrize("mode", [PROCESSES_2, THREADS_2], ids=str)
+def test_ranks_go_on_from_a_state_that_is_loaded_between_meetings(mode: Mode) -> None:
+    def run(loads: bool) -> list[State]:
+        training = Training(DiLoCo(every=EVERY, outer_lr=1.0, outer_momentum=0.0), without_state)  # without a memory
+        if loads:
+            training.epoch(leave_at=1)
+            training.network.load_state_dict(model().state_dict())
+        return training.epoch()
+
+    for loaded, fresh in zip(mode.run(lambda: run(True)), mode.run(lambda: run(False)), strict=True):
+        torch.testing.assert_close(loaded, fresh, **CLOSE)
+
+
 class Fork(nn.Module):
     """Only ranks that are `users` use the right part."""
 
