@@ -336,7 +336,12 @@ class Saver:
             assert contents is not None
             check_fit(objects, contents.states, contents.kinds, str(contents.path))
             if left := [name for name in contents.kinds if name not in objects]:
-                logger.warning("%s also holds %s, which was not loaded", contents.path, ", ".join(left))
+                logger.warning(
+                    "%s also holds %s, which was not loaded; to continue that run, prepare or register as many objects "
+                    "as it had before load_state",
+                    contents.path,
+                    ", ".join(left),
+                )
             return {name: each for name, each in contents.states.items() if contents.kinds[name][0] == "state"}
 
         found = agree_on(read, world)

@@ -164,8 +164,8 @@ def _count_rows(of: Any, world: World) -> tuple[int, int]:
     samples = {batch.samples for batch in deliveries.find_rows(of, rows)}
     if not samples and deliveries.recent():
         raise ValueError(
-            f"of= holds {rows} rows that are no batch's of a loader of this package; pass the batch, or its labels, as "
-            "it came, or the number of samples that count, loader.valid_samples"
+            f"of= holds {rows} rows that are no batch's of a loader of this package; prepare(loader), and pass the "
+            "batch, or its labels, as it came, or the number of samples that count, loader.valid_samples"
         )
     if len(samples) > 1:
         raise ValueError("of= holds tensors of several batches that count differently; pass those of one")

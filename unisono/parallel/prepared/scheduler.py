@@ -137,7 +137,7 @@ def unit_of(scheduler: Any, lengths: tuple[int, int] | None, microbatches: int, 
         steps, device_steps = math.ceil(rounds / microbatches), math.ceil(batches / microbatches)
         if batches == steps:  # the number of device steps lies between these two
             return "step"
-        between = f"'device_step' if from {device_steps}, " if microbatches > 1 else ""
+        between = f"'device_step' if from {device_steps}, " if device_steps != steps else ""
         ways = f"'batch' if the schedule was built from {batches}, {between}'step' if from {steps}"
         has = (
             f"an epoch has {batches} batches of the loader as you wrote it, and {steps} optimizer steps on these ranks"
