@@ -191,7 +191,7 @@ def test_where_it_is_not_known_what_a_schedule_counts_the_error_names_the_length
 
 
 def test_on_one_device_it_is_asked_where_steps_accumulate():
-    with pytest.raises(ValueError, match=r"an epoch has 16 batches .*'batch' if the schedule was built from 16, 'step' if from 6"):
+    with pytest.raises(ValueError, match=r"an epoch has 16 batches .* from 16, 'step' if from 6"):
         rates_in(lambda optimizer, _: CosineAnnealingLR(optimizer, 48), gradient_accumulation_steps=3)
 
 
