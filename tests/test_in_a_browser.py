@@ -92,7 +92,8 @@ def test_the_search_finds_the_right_page_among_the_first_two(browser: Any, site:
     for words, expected in SEARCHES.items():
         page.goto(site)
         page.click("input.md-search__input")
-        page.keyboard.type(words)
+        page.keyboard.insert_text(words)  # whole: typed, there is a search for each letter, and a result of each
+        page.keyboard.press("Shift")  # the search listens to keys that are let go
         first = "document.querySelector('.md-search-result__meta')?.textContent.match(/[0-9]+ match|No match/)"
         page.wait_for_function(first, timeout=60_000)
         page.wait_for_function("document.querySelectorAll('.md-search-result__link').length > 0", timeout=60_000)
