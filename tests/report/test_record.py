@@ -23,7 +23,6 @@ from unisono import Accelerator, Output, spawn
 from unisono.cli.main import main
 from unisono.errors import WorkerDiedError
 from unisono.report.comparison import compare
-from unisono.report.diagnosis import diagnose
 from unisono.report.live import describe, is_alive
 from unisono.report.page import page_data
 from unisono.report.record import Recorder
@@ -292,7 +291,7 @@ def test_one_sentence_says_what_helps(run: Run, tmp_path: Path, busy: float, wor
         made = {**last, "seconds": seconds, "waits": waits, "machine_cpu": busy, "cpu_s": 0.1}
         lines = [record.facts, {**made, "t": 0.0, "cpu_s": 0.0}, {**made, "t": 10.0}, {"end": "finished"}]
         (tmp_path / record.path.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert diagnose(read_run(tmp_path)).startswith(words)
+    assert read_run(tmp_path).verdict.startswith(words)
 
 
 def test_chosen_steps_of_chosen_ranks_are_profiled_and_merged_into_the_trace(tmp_path: Path) -> None:
