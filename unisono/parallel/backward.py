@@ -358,7 +358,7 @@ class Passes:
             run = _Run(task, origin, is_taken=any(is_left_at(each) is None for each in engine.leaves()))
             if outer is None:
                 engine.passing = run
-                self._passed_by[task] = ref(engine), run, engine.gradients.arrivals.left()
+                self._passed_by[task] = ref(engine), run, engine.gradients.arrivals.count()
                 self._watch_end(task)  # if all parameters are in reentrant checkpoints, they are reached from these
             if run.is_taken:
                 engine.gradients.note_others()
@@ -450,7 +450,7 @@ class Passes:
         if task in self._passed_by:
             by, run, before = self._passed_by.pop(task)
             engine = by()
-            if engine is not None and run.counted is None and engine.gradients.arrivals.left() != before:
+            if engine is not None and run.counted is None and engine.gradients.arrivals.count() != before:
                 if run.is_taken:
                     engine.gradients.arrivals.leave_out(before)
                 else:  # from checkpoints, which have no hooks, since the part is 1

@@ -107,7 +107,7 @@ class DDPEngine(Engine):
             return super().run(args, kwargs, method)
         if self._unsent and current_graph_task_id() < 0:  # not in a checkpoint's recomputation
             raise RuntimeError(failed_before(self.name))
-        self._at_forward = self.gradients.arrivals.left()
+        self._at_forward = self.gradients.arrivals.count()
         if not self._finds_unused:
             # What is left of DDP's forward pass, without the frames that torch.compile would put into graphs.
             before = getattr(DistributedDataParallel, ACTIVE)
@@ -126,7 +126,7 @@ class DDPEngine(Engine):
         # DDP waits for each gradient once. One that has arrived in this pass already, at a parameter that the outputs
         # do not depend on, would never come; and a parameter frozen since the forward pass would be given one.
         is_frozen = not all(map(attrgetter("requires_grad"), self._names))
-        self._is_late = reduces and (is_frozen or self.gradients.arrivals.left() != self._at_forward)
+        self._is_late = reduces and (is_frozen or self.gradients.arrivals.count() != self._at_forward)
         if reduces and not self._is_late:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self.place()}")

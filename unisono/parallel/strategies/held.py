@@ -84,28 +84,28 @@ def _values(tables: list[dict[str, Any]]) -> Iterator[Any]:
 
 
 class Arrivals:
-    """Counts the gradients that arrive at leaves with its `hook`, with a Python call for the first of a pass only.
-
-    Attributes:
-        left: returns a number that each arrival lowers by one; without a Python call, since each step asks often.
-    """
+    """Counts the gradients that arrive at leaves with its `hook`, with a Python call for the first of a pass only."""
 
     def __init__(self) -> None:
-        self._numbers: Any = iter(range(_MANY))
-        self.left: Callable[[], int] = partial(length_hint, self._numbers)
+        self._left = iter(range(_MANY))
         self._first: dict[int, Callable[[], None]] = {}  # what the arrival of that number calls
         nothing: Callable[[], None] = dict[int, int]().clear
         # Its result is None, which leaves the gradient as it is; and nothing keeps the gradient.
-        self.hook = partial(next, map(call, map(self._first.pop, self._numbers, repeat(nothing))))
+        self.hook = partial(next, map(call, map(self._first.pop, self._left, repeat(nothing))))
+        self._left_out = 0
 
     def call_at_next(self, function: Callable[[], None]) -> None:
         """Call the function when the next gradient arrives, in the backward pass."""
         self._first.clear()
-        self._first[_MANY - self.left()] = function
+        self._first[_MANY - length_hint(self._left)] = function
+
+    def count(self) -> int:
+        """The number of gradients so far, without those that were left out."""
+        return _MANY - length_hint(self._left) - self._left_out
 
     def leave_out(self, before: int) -> None:
-        """Leave out what has arrived since `left` returned that number: torch.autograd.grad has returned it."""
-        self._numbers.__setstate__(_MANY - before)
+        """Leave out what has arrived since `count` was that number: torch.autograd.grad has returned it."""
+        self._left_out += self.count() - before
 
 
 _MANY = 2**62
@@ -128,7 +128,7 @@ class HeldGradients:
         self.reduced_by: float | None = None
         self._members, self._steps = members, steps
         self._is_alone = world.comm.size == 1
-        self._noticed = self.arrivals.left()  # at the last reduction
+        self._noticed = 0  # the number of arrivals up to the last reduction
         self.known: dict[torch.Tensor, tuple[torch.Tensor | None, int]] | None = None
 
     @property
@@ -136,11 +136,11 @@ class HeldGradients:
         """Whether backward passes have left them on this rank alone, or they are a part of a step."""
         if self._is_alone and self._steps.step.every == 1:
             return False
-        return (self.passed is not None and self.reduced_by is None) or self.arrivals.left() != self._noticed
+        return (self.passed is not None and self.reduced_by is None) or self.arrivals.count() != self._noticed
 
     def has_bypassed(self) -> bool:
         """Whether gradients have arrived since the last reduction that no counted pass accounts for."""
-        return self.arrivals.left() != self._noticed and (self.passed is None or self.reduced_by is not None)
+        return self.arrivals.count() != self._noticed and (self.passed is None or self.reduced_by is not None)
 
     def note_pass(self) -> None:
         """Note that a counted backward pass adds to them, or that they were assigned."""
@@ -149,7 +149,7 @@ class HeldGradients:
     def note_reduction(self, factor: float) -> None:
         """Note that they were reduced, by that factor."""
         self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
-        self._noticed = self.arrivals.left()
+        self._noticed = self.arrivals.count()
         if self.known is not None:
             self.look_again()
 
@@ -180,7 +180,7 @@ class HeldGradients:
     def forget(self) -> None:
         """Note that they are zero."""
         self.passed = self.reduced_by = None
-        self._noticed = self.arrivals.left()
+        self._noticed = self.arrivals.count()
         if self.known is not None:
             self.look_again()
 
