@@ -342,7 +342,7 @@ def test_the_end_comes_at_once_and_leaves_nothing_whatever_was_opened(shown, run
     unused, half = (WorkerOutput(options.Output(), run, *shown.fds) for _ in range(2))
     half.open(0)  # and never handed over
     for output in (unused, half):
-        assert seconds(lambda: output.close(PATIENCE_S)) < 1  # noqa: B023
+        assert seconds(lambda: output.close(PATIENCE_S)) < SOON_S  # noqa: B023
         output.close()
     assert os.listdir("/proc/self/fd") == before
     assert log_file(run, 0, "stdout").read_bytes() == b""
