@@ -321,6 +321,14 @@ def test_a_stray_that_holds_a_pipe_does_not_hold_the_end(shown, stray):
         os.kill(pid, signal.SIGKILL)
 
 
+def test_what_was_written_before_the_end_is_passed_on_though_the_time_for_it_is_over(shown):
+    output = WorkerOutput(options.Output(), None, *shown.fds)
+    os.write(output.open(0)[1], b"last words\n")
+    output.close(0.0)
+    assert output.tail(0) == ["last words"]
+    assert shown.stderr == b"[rank 0] last words\n"
+
+
 # What is left behind.
 
 
