@@ -124,14 +124,11 @@ class Actor:
 
     def __init__(self, ear, *acts):
         self.heard = []
-        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._act, args=(ear, acts))
 
     def _act(self, ear, acts):
         for lines, act in acts:
             self.heard += [ear.hear() for _ in range(lines)]
-            act()
-        while not self._is_over.wait(10):  # Python misses a signal that comes just before it begins to wait
             act()
 
     def __enter__(self):
@@ -139,7 +136,6 @@ class Actor:
         return self
 
     def __exit__(self, *error):
-        self._is_over.set()
         self._thread.join()
 
 
