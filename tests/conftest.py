@@ -35,9 +35,9 @@ from unisono import backends, warm  # noqa: E402
 
 pytest_plugins = ["leak_police", "pytester", "running_again", "time_limit"]
 
-# Neither an example nor the drawing of one is slow for another reason than the machine.
-given = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("unisono", max_examples=60, print_blob=True, **given)
+settings.register_profile(
+    "unisono", deadline=None, max_examples=60, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("unisono")
 
 
