@@ -128,7 +128,7 @@ def test_who_waits_for_a_rank_that_is_killed_gets_an_error_soon(length):
         dist.all_reduce(tensor)
         if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(dist.DistNetworkError, match=r"rank 1 has ended|rank 2 has broken off"):
+        with pytest.raises(dist.DistNetworkError, match=r"rank 1 has ended|rank [02] has broken off"):
             while True:
                 dist.all_reduce(tensor)
 
