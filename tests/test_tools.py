@@ -48,14 +48,14 @@ held = []
 
 
 @pytest.fixture
-def policed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.setattr(leak_police, "PATIENCE_S", 0.2)
+def policed(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeconftest("pytest_plugins = ['leak_police']")
     return pytester
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_a_leak_fails_the_test_that_leaks(policed: pytest.Pytester, name: str) -> None:
+def test_a_leak_fails_the_test_that_leaks(policed: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(leak_police, "PATIENCE_S", 0.2)
     line, told = LEAKS[name]
     release = "def teardown_module():\n    for each in held:\n        getattr(each, 'set', lambda: None)()\n"
     release += "        getattr(each, 'close', lambda: None)()\n        getattr(each, 'wait', lambda: None)()\n"
@@ -172,7 +172,7 @@ pytest_plugins = ["running_again", "time_limit"]
 
 def pytest_configure():
     import time_limit
-    time_limit.ENDED_AFTER_S = 8.0
+    time_limit.ENDED_AFTER_S, time_limit._OUTPUT_S = 15.0, 5.0
 """
 HANGING = """
 import ctypes, threading
@@ -199,7 +199,7 @@ def test_hangs_in_c():
     lock(mutex)
     lock(mutex)  # continues waiting after a signal
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_fails_among_processes():
     spawn(say, nprocs=2)
     raise AssertionError
