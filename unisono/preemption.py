@@ -9,6 +9,9 @@ ends a stuck worker. SIG_IGN is not sufficient: torch gives each loader worker i
 So the signal is blocked there, which no handler can undo, and a thread takes it instead. No other fork is shielded: a
 blocked signal stays blocked in whatever program it executes, and a user's `multiprocessing.Pool` is ended by it.
 
+In a task of submitit, the signal that warns of the job's end is such a request, too. submitit's handler, which ends the
+job or puts it back into the queue, is called only by the one that comes after the ranks have agreed to stop.
+
 *Threads:* the signal's handler runs in the main thread, between two Python instructions; a main thread that computes in
 native code, or waits in a collective, runs it later. Everything else may be called from any thread.
 """
@@ -28,12 +31,12 @@ from typing import Any
 from unisono.errors import STOP_EXIT_CODE, UnisonoError
 from unisono.torch_private import LOADER_WORKER_MODULE
 
-_is_requested = False
+_requested = 0  # the signal that came
 _is_agreed = False
 _is_handled = False
 _shields_loader_workers = False
 _is_shielded = False  # this process is a shielded loader worker
-_previous: Any = signal.SIG_DFL  # what SIGTERM did before
+_previous: dict[int, Any] = {}  # of each signal that is handled: what it did before
 _callbacks: list[Callable[[], None]] = []
 _served: list[SimpleQueue[Callable[[], object] | None]] = []  # where the main thread waits: see `serving`
 _serving_lock = threading.Lock()
@@ -47,7 +50,7 @@ def handle() -> None:
     Raises:
         UnisonoError: this is the first call, and neither is it made in the main thread nor does that serve.
     """
-    global _is_handled, _previous
+    global _is_handled
     if _is_handled:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -65,8 +68,9 @@ def handle() -> None:
         is_done.wait()
         return
     shield_loader_workers()
-    before = signal.signal(signal.SIGTERM, _note_signal)
-    _previous = signal.SIG_DFL if before is None else before  # None: installed by native code, and cannot be restored
+    for signum in {signal.SIGTERM, *_warnings()}:
+        before = signal.signal(signum, _note_signal)
+        _previous[signum] = signal.SIG_DFL if before is None else before  # None: by native code, cannot be restored
     _is_handled = True
     for callback in _callbacks:
         callback()
@@ -99,18 +103,18 @@ def scope() -> Iterator[None]:
 
     A request that the block has not answered by an agreed stop is sent again, to the handler of that time.
     """
-    global _is_handled, _is_requested, _is_agreed
+    global _is_handled, _requested, _is_agreed
     was_handled, was_agreed, _is_agreed = _is_handled, _is_agreed, False
     try:
         yield
     finally:
-        is_unanswered = _is_requested and not _is_agreed
+        unanswered = 0 if _is_agreed else _requested
         _is_agreed = was_agreed
         if _is_handled and not was_handled:
-            _is_handled = _is_requested = False
-            signal.signal(signal.SIGTERM, _previous)
-            if is_unanswered:
-                os.kill(os.getpid(), signal.SIGTERM)
+            _requested = 0
+            _restore()
+            if unanswered:
+                os.kill(os.getpid(), unanswered)
 
 
 def takes(handler: object) -> bool:
@@ -120,7 +124,7 @@ def takes(handler: object) -> bool:
 
 def is_requested() -> bool:
     """Whether this process was asked to stop: SIGTERM has arrived since it is handled."""
-    return _is_requested
+    return _requested > 0
 
 
 def agree() -> None:
@@ -166,12 +170,26 @@ def shield_loader_workers() -> None:
 
 
 def _note_signal(signum: int, frame: FrameType | None) -> None:
-    """The handler of SIGTERM."""
-    global _is_requested
-    _is_requested = True
+    """The handler of the signals that are requests."""
+    global _requested
+    _requested = signum
+    before = _previous[signum]
     # SIG_DFL and SIG_IGN are not callable.
-    if callable(_previous):
-        _previous(signum, frame)
+    if callable(before) and (_is_agreed or signum not in _warnings()):
+        before(signum, frame)
+
+
+def _warnings() -> list[signal.Signals]:
+    """The signal by which submitit warns a task of its job's end, in such a task."""
+    name = os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")  # submitit's default
+    return [signal.Signals["SIG" + name]] if "SUBMITIT_EXECUTOR" in os.environ else []
+
+
+def _restore() -> None:
+    global _is_handled
+    _is_handled = False
+    for signum, before in _previous.items():
+        signal.signal(signum, before)
 
 
 def _begin_fork() -> None:
@@ -185,15 +203,14 @@ def _end_fork() -> None:
 
 def _begin_child() -> None:
     """Run first in a fork of this process: a loader worker shields itself; any other restores the signal's handling."""
-    global _is_shielded, _is_handled
+    global _is_shielded
     was_shielded, _is_shielded = _is_shielded, _is_loader_worker(sys._getframe(1))
     if _is_shielded:
         # SIGTERM stays blocked in all threads of this process, so only `sigwaitinfo` takes it.
         threading.Thread(target=listen_to_parent, name="unisono-sigterm", daemon=True).start()
         return
     if _is_handled:
-        _is_handled = False
-        signal.signal(signal.SIGTERM, _previous)
+        _restore()
     # A child of a shielded loader worker is not shielded, so it must not inherit the blocked signal.
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask - ({signal.SIGTERM} if was_shielded else set()))
 
