@@ -9,9 +9,6 @@ ends a stuck worker. SIG_IGN is not sufficient: torch gives each loader worker i
 So the signal is blocked there, which no handler can undo, and a thread takes it instead. No other fork is shielded: a
 blocked signal stays blocked in whatever program it executes, and a user's `multiprocessing.Pool` is ended by it.
 
-In a task of submitit, the signal that warns of the job's end is such a request, too. submitit's handler, which ends the
-job or puts it back into the queue, is called only by the one that comes after the ranks have agreed to stop.
-
 *Threads:* the signal's handler runs in the main thread, between two Python instructions; a main thread that computes in
 native code, or waits in a collective, runs it later. Everything else may be called from any thread.
 """
@@ -22,8 +19,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any
@@ -36,6 +34,7 @@ _is_agreed = False
 _is_handled = False
 _shields_loader_workers = False
 _is_shielded = False  # this process is a shielded loader worker
+_warnings: list[int] = []
 _previous: dict[int, Any] = {}  # of each signal that is handled: what it did before
 _callbacks: list[Callable[[], None]] = []
 _served: list[SimpleQueue[Callable[[], object] | None]] = []  # where the main thread waits: see `serving`
@@ -43,9 +42,11 @@ _serving_lock = threading.Lock()
 _forking = threading.local()  # each thread's signal mask from before the fork that it makes
 
 
-def handle() -> None:
+def handle(warnings: Sequence[int] = ()) -> None:
     """From now on SIGTERM only sets a flag, which `is_requested` reads, and calls the user's handler. Idempotent. From
     another thread, it is done by the main one, where that waits in `serving`.
+
+    The signals `warnings` set the flag, too, but call their handlers only after the ranks have agreed to stop.
 
     Raises:
         UnisonoError: this is the first call, and neither is it made in the main thread nor does that serve.
@@ -63,12 +64,13 @@ def handle() -> None:
                     "whether this rank was asked in another way"
                 )
             is_done = threading.Event()
-            _served[-1].put(handle)
+            _served[-1].put(partial(handle, warnings))
             _served[-1].put(is_done.set)
         is_done.wait()
         return
     shield_loader_workers()
-    for signum in {signal.SIGTERM, *_warnings()}:
+    _warnings.extend(warnings)
+    for signum in {signal.SIGTERM, *warnings}:
         before = signal.signal(signum, _note_signal)
         _previous[signum] = signal.SIG_DFL if before is None else before  # None: by native code, cannot be restored
     _is_handled = True
@@ -175,14 +177,8 @@ def _note_signal(signum: int, frame: FrameType | None) -> None:
     _requested = signum
     before = _previous[signum]
     # SIG_DFL and SIG_IGN are not callable.
-    if callable(before) and (_is_agreed or signum not in _warnings()):
+    if callable(before) and (_is_agreed or signum not in _warnings):
         before(signum, frame)
-
-
-def _warnings() -> list[signal.Signals]:
-    """The signal by which submitit warns a task of its job's end, in such a task."""
-    name = os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")  # submitit's default
-    return [signal.Signals["SIG" + name]] if "SUBMITIT_EXECUTOR" in os.environ else []
 
 
 def _restore() -> None:

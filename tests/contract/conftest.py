@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 
 Body = Callable[[Communicator], Any]
 
-PATIENCE = timedelta(seconds=40)  # inside the test's own time limit, so that a hang is told by the law's message
+PATIENCE = timedelta(seconds=90)  # inside the test's own time limit, so that a hang is told by the law's message
 
 
 @dataclass(frozen=True)

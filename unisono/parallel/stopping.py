@@ -8,7 +8,7 @@ from unisono import preemption
 from unisono.comm.operations import HOST
 from unisono.errors import UnisonoError
 from unisono.timeline import REDUCE
-from unisono.world import World, current_world
+from unisono.world import World, current_world, warning_signals
 
 
 class _Stop:
@@ -53,7 +53,7 @@ def should_stop(asked: bool | None = None, *, world: World | None = None) -> boo
     """
     world = world or current_world()
     try:
-        preemption.handle()
+        preemption.handle(warning_signals())
     except UnisonoError:
         if asked is None:
             raise
