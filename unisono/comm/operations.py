@@ -78,7 +78,8 @@ class Call:
         if self.argument is not None:
             parts.append(repr(self.argument))
         text = f"{self.name}({', '.join(parts)})"
-        return f"{text} for {self.purpose}" if self.purpose else text
+        link = "in or after" if is_of_loop(self.purpose) else "for"
+        return f"{text} {link} {self.purpose}" if self.purpose else text
 
 
 def action_of(call: Call) -> str:
