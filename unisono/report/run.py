@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from unisono.report.record import SLOWER
 from unisono.report.summary import RankSummary, Report
 from unisono.timeline import Span
 
+_NEEDED = {"t", "phase", "doing", "step_seconds", "logged"}  # in the line of a second, with the numbers of a summary
+_NEEDED |= {each.name for each in fields(RankSummary) if each.default is each.default_factory is MISSING}
 _SILENT_S = 10.0  # after a line was due: the rank is no longer there, or its machine is not
 
 
@@ -218,8 +220,10 @@ def read_rank(path: Path) -> RankRecord:
             record.facts, record.samples, record.end = found, [], None
         elif "end" in found:
             record.end, record.checkpoint = found["end"], found.get("checkpoint", "")
-        else:
+        elif found.keys() >= _NEEDED:
             record.samples.append(found)
+        else:
+            record.cut.append(f"{path.name} has lines of another version of Unisono")
     if cut:
         others = f", and {len(cut) - 1} others are" if len(cut) > 1 else " is"
         record.cut.append(f"line {cut[0]} of {path.name}{others} cut off")
