@@ -25,7 +25,7 @@ from unisono import DataParallel, ReplicaContext, current_world
 from unisono.backends.cores import usable_cores
 from unisono.errors import BrokenWorldError, BusyError, ClosedError
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 TWO = devices(2)
 _, SECOND = TWO
 

@@ -160,6 +160,9 @@ def test_a_restart_counts_and_what_is_cut_off_is_said(copied: Path) -> None:
     file.write_text(f"{whole}cut\ncut\n")
     (missing,) = read_run(copied).missing
     assert missing.endswith("of rank-0.jsonl, and 1 others are cut off")
+    file.write_text(f'{whole}{{"t": 1, "rank": 0}}\n')
+    assert read_run(copied).missing == ["rank 0: rank-0.jsonl has lines of another version of Unisono"]
+    assert main(["report", str(copied)]) == 0
     file.write_text(whole + first + "\n" + '{"t": 1')
     assert read_run(copied).missing == [], "the line may be being written"
     os.utime(file, (0, 0))

@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from unisono.timeline import Span
 
 _TAKEN = 0.2  # of the machine's cores, by processes that are not the run's
 _FULL = 0.9  # of the machine's cores in use: less, and others have not slowed the run down
+_NEEDED = {"t", "phase", "doing", "step_seconds", "logged"}  # in the line of a second, with the numbers of a summary
+_NEEDED |= {each.name for each in fields(RankSummary) if each.default is each.default_factory is MISSING}
 _SILENT_S = 10.0  # after a line was due: the rank is no longer there, or its machine is not
 
 
@@ -246,8 +248,10 @@ def read_rank(path: Path) -> RankRecord:
             record.facts, record.samples, record.end = found, [], None
         elif "end" in found:
             record.end, record.checkpoint = found["end"], found.get("checkpoint", "")
-        else:
+        elif found.keys() >= _NEEDED:
             record.samples.append(found)
+        else:
+            record.cut.append(f"{path.name} has lines of another version of Unisono")
     if cut:
         others = f", and {len(cut) - 1} others are" if len(cut) > 1 else " is"
         record.cut.append(f"line {cut[0]} of {path.name}{others} cut off")
