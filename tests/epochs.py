@@ -21,7 +21,7 @@ from unisono.loaders.pipeline import Lane
 from unisono.loaders.sharding import Piece, Rule
 from unisono.world import World, thread_worlds
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class CodedError(Exception):

@@ -29,7 +29,7 @@ import warm_scripts
 from unisono import world
 from unisono.launch.starting import zygote_client
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 _PROC = Path("/proc")
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # which torch 2.9 sets when it first compiles something
 

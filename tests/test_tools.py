@@ -48,14 +48,14 @@ held = []
 
 
 @pytest.fixture
-def policed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.setattr(leak_police, "PATIENCE_S", 0.2)
+def policed(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeconftest("pytest_plugins = ['leak_police']")
     return pytester
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_a_leak_fails_the_test_that_leaks(policed: pytest.Pytester, name: str) -> None:
+def test_a_leak_fails_the_test_that_leaks(policed: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(leak_police, "PATIENCE_S", 0.2)
     line, told = LEAKS[name]
     release = "def teardown_module():\n    for each in held:\n        getattr(each, 'set', lambda: None)()\n"
     release += "        getattr(each, 'close', lambda: None)()\n        getattr(each, 'wait', lambda: None)()\n"
@@ -172,7 +172,7 @@ pytest_plugins = ["running_again", "time_limit"]
 
 def pytest_configure():
     import time_limit
-    time_limit.ENDED_AFTER_S = 8.0
+    time_limit.ENDED_AFTER_S, time_limit._OUTPUT_S = 15.0, 5.0
 """
 HANGING = """
 import ctypes, threading
@@ -199,12 +199,12 @@ def test_hangs_in_c():
     lock(mutex)
     lock(mutex)  # continues waiting after a signal
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_fails_among_processes():
     spawn(say, nprocs=2)
     raise AssertionError
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(15)
 def test_hangs_in_a_worker():
     spawn(stand_in_a_worker, nprocs=2)
 
@@ -237,6 +237,7 @@ def reports_of(directory: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.waits_long
+@pytest.mark.timeout(300)
 def test_hung_tests_fail_alone_and_report_where_each_thread_stood(tmp_path: Path) -> None:
     reports = reports_of(tmp_path)
     assert re.search(r"5 failed, 1 passed.*, 1 error", reports[""])

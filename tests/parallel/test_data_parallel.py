@@ -25,7 +25,7 @@ from unisono import DataParallel, ReplicaContext, current_world
 from unisono.backends.cores import usable_cores
 from unisono.errors import BrokenWorldError, BusyError, ClosedError
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 TWO = devices(2)
 _, SECOND = TWO
 
@@ -510,5 +510,6 @@ def test_a_failed_call_keeps_nothing_of_what_its_loops_held():
 
     with pytest.raises(ValueError, match="with a batch in hand"):
         replicas.run_on_replicas(fail)
+    replicas.run_on_replicas(lambda *_: None)  # a thread has let go of the call before when it takes the next
     gc.collect()
     assert [each() for each in seen] == [None, None]

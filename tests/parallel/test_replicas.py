@@ -14,7 +14,7 @@ from unisono.outcome import Outcome
 from unisono.parallel import replicas
 from unisono.parallel.replicas import ReplicaThreads
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def unexpected(error: BaseException) -> None:
