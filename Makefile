@@ -28,10 +28,10 @@ demo: $(VENV)/.examples
 test: $(VENV)/.test
 	$(BIN)/python $(PYTEST) -m "not slow"
 
-test-slow: $(VENV)/.test
+test-slow: $(VENV)/.test $(VENV)/.engines
 	$(BIN)/python $(PYTEST) -m slow
 
-test-all: $(VENV)/.test
+test-all: $(VENV)/.test $(VENV)/.engines
 	$(BIN)/python $(PYTEST)
 
 # A process has one number of virtual devices. What depends on how many there are is the joint reduction, so that with

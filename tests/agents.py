@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -45,9 +46,11 @@ def agent(directory: Path, *arguments: str, network: str = "", is_apart: bool = 
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to others, who could get it before it is used."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port := random.SystemRandom().randrange(10_000, 20_000)))
+            return port
 
 
 def kill_all(script: Script) -> None:

@@ -29,13 +29,15 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from unisono import backends, warm  # noqa: E402
 
 pytest_plugins = ["leak_police", "pytester", "running_again", "time_limit"]
 
-settings.register_profile("unisono", deadline=None, max_examples=60, print_blob=True)
+settings.register_profile(
+    "unisono", deadline=None, max_examples=60, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("unisono")
 
 

@@ -194,9 +194,9 @@ class Rank(threading.Thread):
 
 
 def stand_still() -> NoReturn:
-    """Wait in Python for ever, where signals arrive."""
+    """Wait in Python for ever, where signals arrive: one that comes just before a wait is seen after it."""
     while True:
-        threading.Event().wait()
+        threading.Event().wait(1)
 
 
 def grandchild() -> int:

@@ -26,7 +26,7 @@ from unisono.tree import tree_map
 
 FAMILY = os.environ.get("UNISONO_BACKEND", "cpu")  # `pytest --backend` has put it there, for workers, too
 PRELOADED = ("torch._dynamo", "unisono.accelerator", "torch.distributed.optim", "pytest", "modes")
-PATIENCE = timedelta(seconds=30)  # well inside the test's own time limit
+PATIENCE = timedelta(seconds=90)  # well inside the test's own time limit
 HOST = torch.device("cpu")  # where a body makes what lies in main memory, as data sets do
 
 

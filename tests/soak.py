@@ -130,7 +130,8 @@ class Life(NamedTuple):
         if is_here and is_due and self.fault == "an exception":
             raise LookupError("a fault of the soak")
         if is_here and is_due and self.fault == "a short SIGSTOP of a rank":
-            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            stopped = f"grep -q 'State:.T' /proc/{os.getpid()}/status"
+            subprocess.Popen(["sh", "-c", f"until {stopped}; do sleep 0.1; done; sleep 1; kill -CONT {os.getpid()}"])
         if is_here and is_due and self.fault in SIGNALS:
             os.kill(os.getpid(), SIGNALS[self.fault])
         return leaves

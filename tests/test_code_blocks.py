@@ -139,11 +139,14 @@ def test_the_blocks_of_a_page_run(page: str, directory: Path) -> None:
             run_block(page, block, scope)
 
 
+NEEDED = "two machines|torchrun|submitit|a GPU|a TPU|an account"
+
+
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_what_does_not_run_says_what_it_needs_and_compiles(page: str) -> None:
     for block in python_blocks(ROOT / page):
         if block.needs:
-            assert re.fullmatch(r"needs (two machines|torchrun|a GPU|a TPU|an account)(: .+)?", block.needs), block
+            assert re.fullmatch(rf"needs ({NEEDED})(: .+)?", block.needs), block
             compile(block.text, page, "exec")
 
 

@@ -19,8 +19,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any
@@ -28,26 +29,29 @@ from typing import Any
 from unisono.errors import STOP_EXIT_CODE, UnisonoError
 from unisono.torch_private import LOADER_WORKER_MODULE
 
-_is_requested = False
+_requested = 0  # the signal that came
 _is_agreed = False
 _is_handled = False
 _shields_loader_workers = False
 _is_shielded = False  # this process is a shielded loader worker
-_previous: Any = signal.SIG_DFL  # what SIGTERM did before
+_warnings: list[int] = []
+_previous: dict[int, Any] = {}  # of each signal that is handled: what it did before
 _callbacks: list[Callable[[], None]] = []
 _served: list[SimpleQueue[Callable[[], object] | None]] = []  # where the main thread waits: see `serving`
 _serving_lock = threading.Lock()
 _forking = threading.local()  # each thread's signal mask from before the fork that it makes
 
 
-def handle() -> None:
+def handle(warnings: Sequence[int] = ()) -> None:
     """From now on SIGTERM only sets a flag, which `is_requested` reads, and calls the user's handler. Idempotent. From
     another thread, it is done by the main one, where that waits in `serving`.
+
+    The signals `warnings` set the flag, too, but call their handlers only after the ranks have agreed to stop.
 
     Raises:
         UnisonoError: this is the first call, and neither is it made in the main thread nor does that serve.
     """
-    global _is_handled, _previous
+    global _is_handled
     if _is_handled:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -60,13 +64,15 @@ def handle() -> None:
                     "whether this rank was asked in another way"
                 )
             is_done = threading.Event()
-            _served[-1].put(handle)
+            _served[-1].put(partial(handle, warnings))
             _served[-1].put(is_done.set)
         is_done.wait()
         return
     shield_loader_workers()
-    before = signal.signal(signal.SIGTERM, _note_signal)
-    _previous = signal.SIG_DFL if before is None else before  # None: installed by native code, and cannot be restored
+    _warnings.extend(warnings)
+    for signum in {signal.SIGTERM, *warnings}:
+        before = signal.signal(signum, _note_signal)
+        _previous[signum] = signal.SIG_DFL if before is None else before  # None: by native code, cannot be restored
     _is_handled = True
     for callback in _callbacks:
         callback()
@@ -99,18 +105,18 @@ def scope() -> Iterator[None]:
 
     A request that the block has not answered by an agreed stop is sent again, to the handler of that time.
     """
-    global _is_handled, _is_requested, _is_agreed
+    global _is_handled, _requested, _is_agreed
     was_handled, was_agreed, _is_agreed = _is_handled, _is_agreed, False
     try:
         yield
     finally:
-        is_unanswered = _is_requested and not _is_agreed
+        unanswered = 0 if _is_agreed else _requested
         _is_agreed = was_agreed
         if _is_handled and not was_handled:
-            _is_handled = _is_requested = False
-            signal.signal(signal.SIGTERM, _previous)
-            if is_unanswered:
-                os.kill(os.getpid(), signal.SIGTERM)
+            _requested = 0
+            _restore()
+            if unanswered:
+                os.kill(os.getpid(), unanswered)
 
 
 def takes(handler: object) -> bool:
@@ -120,7 +126,7 @@ def takes(handler: object) -> bool:
 
 def is_requested() -> bool:
     """Whether this process was asked to stop: SIGTERM has arrived since it is handled."""
-    return _is_requested
+    return _requested > 0
 
 
 def agree() -> None:
@@ -166,12 +172,20 @@ def shield_loader_workers() -> None:
 
 
 def _note_signal(signum: int, frame: FrameType | None) -> None:
-    """The handler of SIGTERM."""
-    global _is_requested
-    _is_requested = True
+    """The handler of the signals that are requests."""
+    global _requested
+    _requested = signum
+    before = _previous[signum]
     # SIG_DFL and SIG_IGN are not callable.
-    if callable(_previous):
-        _previous(signum, frame)
+    if callable(before) and (_is_agreed or signum not in _warnings):
+        before(signum, frame)
+
+
+def _restore() -> None:
+    global _is_handled
+    _is_handled = False
+    for signum, before in _previous.items():
+        signal.signal(signum, before)
 
 
 def _begin_fork() -> None:
@@ -185,15 +199,14 @@ def _end_fork() -> None:
 
 def _begin_child() -> None:
     """Run first in a fork of this process: a loader worker shields itself; any other restores the signal's handling."""
-    global _is_shielded, _is_handled
+    global _is_shielded
     was_shielded, _is_shielded = _is_shielded, _is_loader_worker(sys._getframe(1))
     if _is_shielded:
         # SIGTERM stays blocked in all threads of this process, so only `sigwaitinfo` takes it.
         threading.Thread(target=listen_to_parent, name="unisono-sigterm", daemon=True).start()
         return
     if _is_handled:
-        _is_handled = False
-        signal.signal(signal.SIGTERM, _previous)
+        _restore()
     # A child of a shielded loader worker is not shielded, so it must not inherit the blocked signal.
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask - ({signal.SIGTERM} if was_shielded else set()))
 

@@ -11,6 +11,7 @@ the world of one.
 from __future__ import annotations
 
 import os
+import signal
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -172,6 +173,12 @@ _RANKS = dict.fromkeys(("RANK", "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID"), "") |
     "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
     "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",
 }
+
+
+def warning_signals() -> list[signal.Signals]:
+    """In a task of submitit, the signal that warns of the job's end; its handler puts the job back into the queue."""
+    name = os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")  # submitit's default
+    return [signal.Signals[f"SIG{name}"]] if "SUBMITIT_EXECUTOR" in os.environ else []
 
 
 def announcement(environ: Mapping[str, str]) -> str | None:

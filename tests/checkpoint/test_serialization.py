@@ -6,7 +6,6 @@ import collections
 import math
 import os
 import pickle
-import struct
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from unisono.checkpoint.serialization import deserialize, serialize
-from unisono.errors import CheckpointVersionError, DamagedCheckpointError
+from unisono.errors import DamagedCheckpointError
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
@@ -96,7 +95,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
     for place in range(len(data) * 8):
         wrong = bytearray(data)
         wrong[place // 8] ^= 1 << place % 8
-        with pytest.raises((DamagedCheckpointError, CheckpointVersionError)):
+        with pytest.raises(DamagedCheckpointError):
             deserialize(wrong)
     for length in range(len(data)):
         with pytest.raises(DamagedCheckpointError):
@@ -105,15 +104,12 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
         deserialize(data + b"\0")
 
 
-def test_wrong_bytes_and_newer_ones_are_told_apart() -> None:
-    with pytest.raises(DamagedCheckpointError, match="which lack its b'UNISONO'"):
-        deserialize(b"something else that is long enough")
+def test_bytes_of_something_else_are_refused() -> None:
+    for wrong in (b"", b"something else that is long enough", bytes(100)):
+        with pytest.raises(DamagedCheckpointError, match=f"did not return these {len(wrong)} bytes"):
+            deserialize(wrong)
     with pytest.raises(TypeError, match="is of type str; pass the bytes"):
         deserialize("text")
-    newer = bytearray(serialize(None))
-    newer[7:8] = struct.pack("B", 3)
-    with pytest.raises(CheckpointVersionError, match="version 3 of the format"):
-        deserialize(newer)
 
 
 class Executed:
@@ -128,5 +124,5 @@ def test_forged_bytes_with_the_right_checksum_run_nothing(tmp_path: Path, monkey
     torch.save(Executed(), tmp_path / "saved")
     for data in ((tmp_path / "saved").read_bytes(), pickle.dumps(Executed(), 2)):
         with pytest.raises(pickle.UnpicklingError):
-            deserialize(b"UNISONO\x02" + struct.pack("<I", zlib.crc32(data)) + data)
+            deserialize(data + zlib.crc32(data).to_bytes(4))
     assert not Path("executed").exists()

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -36,15 +35,12 @@ def findings(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str, str
 
 @pytest.mark.slow
 def test_two_real_workers_meet_and_a_machine_without_a_problem_is_fine():
-    began = time.monotonic()
     done = ask("--all")
-    took_s = time.monotonic() - began
     found = {name: text for _, name, text, _ in findings(done)}
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1].startswith("problems: 0, ")
     assert "first barrier after" in found["workers"]
     assert "GB/s" in found["collectives"]
-    assert took_s < 60  # on an idle machine it takes 5
 
 
 def test_in_short_an_area_that_is_fine_is_one_line_and_of_another_only_what_needs_action_is_shown() -> None:
@@ -98,11 +94,9 @@ def test_a_check_that_fails_or_does_not_come_back_is_a_finding_in_time():
     assert (found.name, found.state) == ("arithmetic", "problem")
     assert "ZeroDivisionError: division by zero" in found.text
     leave = threading.Event()
-    began = time.monotonic()
     found = examine("patience", lambda: [leave.wait()], 0.2, "be patient")
     leave.set()
     assert found == [Finding("patience", "problem", "no answer within 0.2 s", "be patient")]
-    assert time.monotonic() - began < 5
 
 
 def test_an_endpoint_is_free_or_answers():

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class Ends:
         self.called: list[str] = []
         self.let_go = threading.Event()
         self.alarms: list[int] = []
-        monkeypatch.setattr(shutdown, "END_S", 0.05)
+        self.gives_up_after = partial(monkeypatch.setattr, shutdown, "END_S")
         monkeypatch.setattr(signal, "alarm", self.alarms.append)
         monkeypatch.setattr(dist, "destroy_process_group", lambda: self._wait("destroy"))
         monkeypatch.setattr(shutdown, "abort_process_group", lambda: self._abort())
@@ -192,6 +193,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
 
 
 def test_an_orderly_end_that_waits_for_a_peer_is_given_up(ends):
+    ends.gives_up_after(2.0)  # and has so long to abort
     shutdown.end_group(is_broken=False, waits_for_device=True)
     assert (ends.called, ends.alarms) == (["destroy", "abort"], [])
 
@@ -203,6 +205,7 @@ def test_a_broken_group_is_aborted_at_once(ends):
 
 def test_a_process_whose_group_cannot_be_ended_ends_all_the_same(ends, caplog):
     ends.abort_ends = False
+    ends.gives_up_after(0.05)
     shutdown.end_group(is_broken=True, waits_for_device=True)
     assert ends.alarms == [shutdown.LAST_S]
     assert "could not be shut down within" in caplog.text
@@ -217,7 +220,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.parallel.strategies.ddp import _Ordered
 
-signal.alarm(20)  # a hang holds the interpreter's lock
+signal.alarm(60)  # a hang holds the interpreter's lock
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if sys.argv[1] == "torch":
     free_reducers_before_groups()

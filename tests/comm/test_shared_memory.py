@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import spawn
-from unisono.comm.shared_memory import futex
+from unisono.comm.shared_memory import futex, meeting_point
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.notes import Notes
 from unisono.comm.threads import ThreadCommunicator
@@ -128,7 +128,7 @@ def test_who_waits_for_a_rank_that_is_killed_gets_an_error_soon(length):
         dist.all_reduce(tensor)
         if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(dist.DistNetworkError, match=r"rank 1 has ended|rank 2 has broken off"):
+        with pytest.raises(dist.DistNetworkError, match=r"rank 1 has ended|rank [02] has broken off"):
             while True:
                 dist.all_reduce(tensor)
 
@@ -160,9 +160,9 @@ def test_a_rank_that_was_stopped_goes_on_where_it_was():
 def test_who_waits_longer_than_the_time_out_says_for_whom():
     def work(index: int) -> None:
         dist.barrier()  # the time-out limits how long the group waits for a rank that creates it later, too
-        group = dist.new_group(timeout=timedelta(seconds=2), backend="shm")
+        group = dist.new_group(timeout=timedelta(seconds=5), backend="shm")
         if index == 0:
-            with pytest.raises(dist.DistNetworkError, match=r"waited 0:00:02 for rank 1"):
+            with pytest.raises(dist.DistNetworkError, match=r"waited 0:00:05 for rank 1"):
                 dist.barrier(group)
         dist.barrier()
 
@@ -184,7 +184,7 @@ def test_who_waits_uses_no_cpu():
 
 
 def test_subgroups_have_memory_of_their_own_and_nothing_stays_behind():
-    def work(index: int) -> list[float]:
+    def work(index: int) -> tuple[str, list[float]]:
         groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 1, 2])]
         found = []
         for group in groups:
@@ -192,12 +192,12 @@ def test_subgroups_have_memory_of_their_own_and_nothing_stays_behind():
                 tensor = torch.tensor([float(index)])
                 dist.all_reduce(tensor, group=group)
                 found.append(tensor.item())
-        return found
+        return str(os.getpid()), found
 
-    before = set(os.listdir("/dev/shm"))
-    results = spawn(work, nprocs=3)
-    assert results == [[1, 3], [1, 3, 3], [3, 3]]
-    assert set(os.listdir("/dev/shm")) <= before
+    results = dict(spawn(work, nprocs=3))
+    assert [*results.values()] == [[1, 3], [1, 3, 3], [3, 3]]
+    # torch names a segment torch_<process>_<random>_<count>; those of tests that run beside this one do not count.
+    assert not [name for name in os.listdir("/dev/shm") if results.keys() & set(name.split("_")[1:2])]
 
 
 def test_a_slot_is_not_written_again_while_a_peer_may_read_it_also_where_the_count_of_meetings_wraps():
@@ -252,6 +252,7 @@ def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():
 
 def test_announcements_without_a_collective_are_compared_however_many_they_are():
     def work(index: int) -> str:
+        meeting_point._GRACE_S = 60.0  # for both to name their places, however slow the other one is
         comm = current_world().comm
         for step in range(200):
             comm.announce(f"step {step}")

@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 
 Body = Callable[[Communicator], Any]
 
-PATIENCE = timedelta(seconds=40)  # inside the test's own time limit, so that a hang is told by the law's message
+PATIENCE = timedelta(seconds=80)  # inside the test's own time limit, so that a hang is told by the law's message
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Ranks:
             nprocs=self.size,
             cores=1,
             timeout=timeout,
+            hang_timeout_s=PATIENCE.total_seconds(),
             backend=FAMILY,
             process_group=process_group,
         )

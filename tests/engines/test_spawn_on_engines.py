@@ -111,7 +111,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Ground]:
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("needs Ray: pip install ray")
+        pytest.skip("needs Ray: make .venv/.engines")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     # No descendant of this process: Ray starts and ends processes at any time.
     command = ["setsid", "--fork", sys.executable, "-c", RAY]

@@ -45,6 +45,14 @@ print("not reached")
 """
 
 
+# The main thread, which runs handlers, is not woken by a signal that comes there.
+ELSEWHERE = """
+import signal, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+"""
+
+
 def signal_everything(script):
     """As SLURM does, with the step: the caller, the zygote, the workers and their loader workers."""
     for process in script.living():
@@ -54,6 +62,10 @@ def signal_everything(script):
 
 ASKED = {
     "SIGTERM to the caller": (
+        lambda script: script.kill(signal.SIGTERM),
+        "unisono: asked by SIGTERM, the workers stop at their next should_stop()\n",
+    ),
+    "SIGTERM that another thread takes": (
         lambda script: script.kill(signal.SIGTERM),
         "unisono: asked by SIGTERM, the workers stop at their next should_stop()\n",
     ),
@@ -68,7 +80,7 @@ ASKED = {
 @pytest.mark.parametrize("way", ASKED)
 def test_a_caller_that_is_asked_lets_the_ranks_save_and_ends_with_143(tmp_path, line, ear, way):
     ask, said = ASKED[way]
-    with Script(SCRIPT, tmp_path) as script:
+    with Script(ELSEWHERE * ("thread" in way) + SCRIPT, tmp_path) as script:
         ear.hear_all(2)
         ask(script)
         code, output, errors = script.end()

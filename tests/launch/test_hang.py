@@ -25,6 +25,7 @@ from unisono.stacks import main_stack
 from unisono.world import current_world
 
 spawn = partial(spawning.spawn, grace_s=60.0)  # workers that stand still in Python need none
+HANG_S = 3.0  # longer than a rank on its way into a collective is kept from it by the other processes here
 
 
 def compute_slowly():
@@ -37,8 +38,8 @@ def test_the_late_rank_is_named_with_its_place_and_what_the_others_wait_in(soon)
             compute_slowly()
         current_world().comm.all_reduce(torch.ones(10))
 
-    with pytest.raises(WorkerHungError, match="no rank has made progress for 1 s, and rank 1 is late") as caught:
-        spawn(work, nprocs=3, hang_timeout_s=1.0)
+    with pytest.raises(WorkerHungError, match="no rank has made progress for 3 s, and rank 1 is late") as caught:
+        spawn(work, nprocs=3, hang_timeout_s=HANG_S)
     text = str(caught.value)
     assert 'rank 1 is in stand_still ("' in text
     assert "ranks [0, 2] wait in all_reduce(float32[10], 'sum')" in text
@@ -58,13 +59,13 @@ def test_a_collective_that_the_user_called_himself_is_found_on_the_stack(soon):
         dist.broadcast(torch.ones(1), 0)
 
     with pytest.raises(WorkerHungError, match=r"rank 0 is late: .*; rank 1 waits in broadcast\(\)") as caught:
-        spawn(work, nprocs=2, hang_timeout_s=1.0)
+        spawn(work, nprocs=2, hang_timeout_s=HANG_S)
     assert caught.value.ranks == [0]
 
 
 def test_ranks_that_stand_still_outside_any_collective_are_all_named(soon):
     with pytest.raises(WorkerHungError, match="no rank is in a collective: rank 0 is in stand_still") as caught:
-        spawn(lambda index: stand_still(), nprocs=2, hang_timeout_s=1.0)
+        spawn(lambda index: stand_still(), nprocs=2, hang_timeout_s=HANG_S)
     assert caught.value.ranks == [0, 1]
 
 
@@ -79,20 +80,17 @@ def test_a_rank_that_never_lets_go_of_the_interpreter_is_named(soon):
 
     # Whether it could still tell that it had left the barrier is a race: the thread that tells needs the interpreter.
     with pytest.raises(WorkerHungError, match=r"rank 1 is (late: rank 1 is in work|behind the others)"):
-        spawn(work, nprocs=2, hang_timeout_s=1.0)
+        spawn(work, nprocs=2, hang_timeout_s=HANG_S)
 
 
-def test_a_stopped_rank_is_named_and_gone_within_two_seconds_of_the_limit(line, ear):
+def test_a_stopped_rank_is_named_and_gone_soon(soon):
     def work(index):
         if index == 1:
-            line.say(time.monotonic())
             os.kill(os.getpid(), signal.SIGSTOP)
         current_world().comm.barrier()
 
     with pytest.raises(WorkerHungError, match="rank 1 is late: rank 1 does not report where it is: it is stopped"):
-        spawn(work, nprocs=2, hang_timeout_s=1.0)
-    [[began]] = ear.hear_all(1)
-    assert time.monotonic() - float(began) < 1.0 + 2.0
+        spawn(work, nprocs=2, hang_timeout_s=HANG_S)
 
 
 def test_a_rank_that_makes_progress_alone_is_no_hang():
@@ -100,11 +98,11 @@ def test_a_rank_that_makes_progress_alone_is_no_hang():
         if index == 0:
             data = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=1)
             for _ in DeviceLoader(data, current_world().device, already_sharded=True):
-                time.sleep(0.2)  # twelve times, longer than the limit in all: the subject of this test is time
+                time.sleep(0.3)  # twelve times, longer than the limit in all: the subject of this test is time
         current_world().comm.barrier()
         return index
 
-    assert spawn(work, nprocs=2, hang_timeout_s=1.5) == [0, 1]
+    assert spawn(work, nprocs=2, hang_timeout_s=HANG_S) == [0, 1]
 
 
 @pytest.mark.slow
@@ -126,7 +124,7 @@ def test_a_hang_is_restarted():
         current_world().comm.barrier()
         return current_world().restart_count
 
-    assert spawn(work, nprocs=2, hang_timeout_s=1.0, max_restarts=1) == [1, 1]
+    assert spawn(work, nprocs=2, hang_timeout_s=HANG_S, max_restarts=1) == [1, 1]
 
 
 def test_a_failure_wins_over_the_hang_that_it_ends_in(line, ear):
@@ -136,7 +134,7 @@ def test_a_failure_wins_over_the_hang_that_it_ends_in(line, ear):
         stand_still()
 
     with pytest.raises(WorkerDiedError, match="exited with code 3"):
-        spawn(work, nprocs=2, hang_timeout_s=1.0)
+        spawn(work, nprocs=2, hang_timeout_s=HANG_S)
 
 
 def test_what_the_workers_do_when_they_are_stopped_does_not_hide_the_hang(soon):
@@ -147,7 +145,7 @@ def test_what_the_workers_do_when_they_are_stopped_does_not_hide_the_hang(soon):
         current_world().comm.barrier()
 
     with pytest.raises(WorkerHungError, match="rank 1 is late"):
-        spawn(work, nprocs=2, hang_timeout_s=1.0)
+        spawn(work, nprocs=2, hang_timeout_s=HANG_S)
 
 
 def test_a_device_that_waits_for_a_rank_that_has_returned_is_no_matter_of_minutes():

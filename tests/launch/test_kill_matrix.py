@@ -104,7 +104,8 @@ def _hit_and_watch(script: Script, ear: Ear, victim: str, signum: signal.Signals
     began = time.monotonic()
     cast.hit(victim, signum)
     if (victim, signum) in BORNE:
-        cast.hit("rank 1", signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # Ctrl-C in rank 0 may have ended the group
+            cast.hit("rank 1", signal.SIGKILL)
     said = " ".join(ear.hear(PROMISE_S + GRACE_S))
     assert re.match("ended " + _verdict(cast, victim, signum), said), said
     others = {process.pid for process in script.living()} - {script.process.pid, cast.pids["zygote"]}

@@ -73,33 +73,37 @@ def test_nothing_survives_when_the_caller_of_nested_workers_is_killed(tmp_path, 
         assert script.survivors() == [] == script.leftovers()
 
 
-def test_the_interpreter_waits_for_a_group_that_is_no_daemon(tmp_path, ear):
-    source = """
+TELL_THE_END = """
+def tell_the_end():
+    threading.main_thread().join()
+    line.say("exiting")
+threading.Thread(target=tell_the_end).start()
+"""
+
+
+def test_the_interpreter_waits_for_a_group_that_is_no_daemon(tmp_path, ear, gate, let_pass):
+    source = f"""
 def finish(index):
-    line.say("running", index)
-    time.sleep(0.5)  # longer than the caller needs to come to its end
+    Gate(Path("gate").absolute()).wait()
     print("rank", index, "finished")
 context = spawn(finish, nprocs=2, join=False)
-print("the end of the script", flush=True)
+{TELL_THE_END}
 """
     with run(source, tmp_path) as script:
+        assert ear.hear() == ["exiting"]
+        let_pass(2)
         code, output, errors = script.end()
         assert (code, errors) == (0, "")
-        first, *rest = output.splitlines()
-        assert first == "the end of the script"
-        assert sorted(rest) == ["rank 0 finished", "rank 1 finished"]
+        assert sorted(output.splitlines()) == ["rank 0 finished", "rank 1 finished"]
         assert script.survivors() == [] == script.leftovers()
 
 
 @pytest.mark.parametrize("daemon", [True, False], ids=["a daemon group", "an interrupt at the exit"])
 def test_nothing_survives_the_end_of_the_interpreter(tmp_path, ear, gate, let_pass, daemon):
     source = f"""
-def tell_the_end():
-    threading.main_thread().join()
-    line.say("exiting")
 context = spawn(work, nprocs=2, join=False, daemon={daemon})
 context.pids()
-threading.Thread(target=tell_the_end).start()
+{TELL_THE_END}
 Gate(Path("gate").absolute()).wait()
 """
     with run(source, tmp_path) as script:
@@ -109,7 +113,7 @@ Gate(Path("gate").absolute()).wait()
         while not daemon and script.process.poll() is None:
             script.kill(signal.SIGINT)  # Python misses one that comes just before it begins to wait
             with contextlib.suppress(subprocess.TimeoutExpired):
-                script.process.wait(2)
+                script.process.wait(10)
         script.process.wait(60)
         assert script.living() == []  # at once: the interpreter's end has waited for it
         assert script.leftovers() == []
@@ -120,14 +124,11 @@ class Actor:
 
     def __init__(self, ear, *acts):
         self.heard = []
-        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._act, args=(ear, acts))
 
     def _act(self, ear, acts):
         for lines, act in acts:
             self.heard += [ear.hear() for _ in range(lines)]
-            act()
-        while not self._is_over.wait(10):  # Python misses a signal that comes just before it begins to wait
             act()
 
     def __enter__(self):
@@ -135,7 +136,6 @@ class Actor:
         return self
 
     def __exit__(self, *error):
-        self._is_over.set()
         self._thread.join()
 
 

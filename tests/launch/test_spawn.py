@@ -7,14 +7,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from faults import survivors, zygote_pid
+from faults import survivors, until, zygote_pid
 from modes import preload
 
 from unisono.backends.cpu import CpuBackend
@@ -168,13 +167,11 @@ def test_stop_ends_the_workers_and_join_tells_it(line, ear):
     assert survivors(context.pids()) == []
 
 
-def test_stop_right_after_the_start_stops():
-    context = spawn(lambda index: threading.Event().wait(), nprocs=2, join=False)
+def test_stop_right_after_the_start_stops(soon):
+    context = spawn(lambda index: threading.Event().wait(), nprocs=2, join=False, grace_s=60.0)
     context.stop()
-    began = time.monotonic()
     with pytest.raises(ClosedError):
         context.join()
-    assert time.monotonic() - began < 4  # no signal was lost, which would have cost the grace of 5 s
 
 
 @pytest.mark.slow
@@ -198,7 +195,7 @@ def test_a_forked_child_of_the_caller_spawns_from_a_zygote_of_its_own(line, ear)
 def test_the_zygote_has_one_thread_and_torch_is_warm_in_its_workers():
     preload()
     assert all(spawn(lambda index: "torch._dynamo" in sys.modules, nprocs=2))
-    assert psutil.Process(zygote_pid()).num_threads() == 1
+    until(lambda: psutil.Process(zygote_pid()).num_threads() == 1)  # when it is idle for the first time, it has another
 
 
 def test_what_fn_leaves_to_be_done_is_done(tmp_path):

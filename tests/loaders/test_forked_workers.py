@@ -125,7 +125,7 @@ def seeded_pass() -> list[int]:
     return one_pass()
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_two_replicas_start_their_workers_at_once(times):
     for _ in range(times):
         found = THREADS_2.run(seeded_pass)

@@ -23,7 +23,6 @@ from unisono import Accelerator, Output, spawn
 from unisono.cli.main import main
 from unisono.errors import WorkerDiedError
 from unisono.report.comparison import compare
-from unisono.report.diagnosis import diagnose
 from unisono.report.live import describe, is_alive
 from unisono.report.page import page_data
 from unisono.report.record import Recorder
@@ -162,6 +161,9 @@ def test_a_restart_counts_and_what_is_cut_off_is_said(copied: Path) -> None:
     file.write_text(f"{whole}cut\ncut\n")
     (missing,) = read_run(copied).missing
     assert missing.endswith("of rank-0.jsonl, and 1 others are cut off")
+    file.write_text(f'{whole}{{"t": 1, "rank": 0}}\n')
+    assert read_run(copied).missing == ["rank 0: rank-0.jsonl has lines of another version of Unisono"]
+    assert main(["report", str(copied)]) == 0
     file.write_text(whole + first + "\n" + '{"t": 1')
     assert read_run(copied).missing == [], "the line may be being written"
     os.utime(file, (0, 0))
@@ -293,7 +295,7 @@ def test_one_sentence_says_what_helps(run: Run, tmp_path: Path, busy: float, wor
         made = {**last, "seconds": seconds, "waits": waits, "machine_cpu": busy, "cpu_s": 0.1}
         lines = [record.facts, {**made, "t": 0.0, "cpu_s": 0.0}, {**made, "t": 10.0}, {"end": "finished"}]
         (tmp_path / record.path.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert diagnose(read_run(tmp_path)).startswith(words)
+    assert read_run(tmp_path).verdict.startswith(words)
 
 
 def test_chosen_steps_of_chosen_ranks_are_profiled_and_merged_into_the_trace(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ from unisono import DeviceLoader, optimizer_step
 from unisono.cli.main import main
 from unisono.report.record import Recorder
 from unisono.report.summary import RankSummary, summarise
-from unisono.simulation.collectives import half_s
 from unisono.simulation.description import Fleet, Model, measure, read
-from unisono.simulation.prediction import memory_bytes, predict, slowdown
+from unisono.simulation.prediction import half_s, memory_bytes, predict, slowdown
 from unisono.timeline import FETCH
 from unisono.world import solo_world, use_world
 

@@ -1,4 +1,5 @@
-"""CPU cores: how many this process may use, how ranks divide them, and how many torch uses in the calling thread."""
+"""CPU cores: how many this process may use, how ranks divide them, and how many torch uses in the calling thread; and
+the control groups, of version 1 or 2, that limit a process."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ import psutil
 import torch
 
 from unisono.backends import CPU, family_names, get_backend
-from unisono.backends.cgroups import cgroup_directories, read_number
 
 _ROOT = Path("/")
+_MOUNT = Path("sys/fs/cgroup")
 
 
 def usable_cores() -> int:
@@ -104,3 +105,29 @@ def _quota_in(directory: Path) -> float:
         return math.inf if quota == "max" else int(quota) / int(period)
     first, second = read_number(directory / "cpu.cfs_quota_us"), read_number(directory / "cpu.cfs_period_us")
     return first / second if first and second and first > 0 else math.inf
+
+
+def cgroup_directories(controller: str, pid: int | None = None, root: Path = _ROOT) -> list[Path]:
+    """The directories in which a controller ("cpu", "memory") limits a process, its own first, then those above it.
+
+    In a container, directories above it may not exist. `pid` None is the calling process.
+    """
+    try:
+        lines = (root / "proc" / str(pid or "self") / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    entries = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    paths = {name: path for _, names, path in entries for name in names.split(",")}
+    path = paths.get(controller, paths.get(""))
+    if path is None:
+        return []
+    mount = root / _MOUNT / (controller if controller in paths else "")  # version 1 has a hierarchy for each controller
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return [mount.joinpath(*parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def read_number(path: Path) -> int | None:
+    """The number in a file; None if the file contains a word ("max"), or does not exist."""
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None

@@ -1,5 +1,5 @@
 """Plain data and tensors, which load without running any code: all that a checkpoint may contain; and such objects as
-bytes, which are what `torch.save` writes, with a version and a checksum.
+bytes, which are what `torch.save` writes, and its checksum.
 
 *Threads:* any.
 """
@@ -7,7 +7,6 @@ bytes, which are what `torch.save` writes, with a version and a checksum.
 from __future__ import annotations
 
 import io
-import struct
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -18,13 +17,12 @@ from torch import nn
 
 from unisono.arguments import check_type
 from unisono.backends import CPU
-from unisono.errors import CheckpointVersionError, DamagedCheckpointError
+from unisono.errors import DamagedCheckpointError
 from unisono.tree import tree_map
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
-_MAGIC, _VERSION = b"UNISONO", 2
-_HEAD = struct.Struct("<7sBI")  # the magic, the version, the CRC-32 of all that follows
+_CRC_BYTES = 4
 
 
 def as_plain(value: Any, where: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -61,7 +59,7 @@ def serialize(obj: Any) -> bytes:
     file = io.BytesIO()
     torch.save(as_plain(tree_map(_as_stored, obj), "the object", lambda tensor: tensor), file)
     data = file.getvalue()
-    return _HEAD.pack(_MAGIC, _VERSION, zlib.crc32(data)) + data
+    return data + zlib.crc32(data).to_bytes(_CRC_BYTES)
 
 
 def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.device | None = CPU) -> Any:
@@ -73,20 +71,14 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
     Raises:
         TypeError: `data` is not bytes.
         DamagedCheckpointError: the bytes are not what `serialize` returned.
-        CheckpointVersionError: they were made by another version.
     """
     check_type(data, "data", "pass the bytes that serialize() returned", bytes, bytearray, memoryview)
     view = memoryview(data).cast("B")
-    head, rest = bytes(view[: _HEAD.size]), view[_HEAD.size :]
-    if len(head) < _HEAD.size or not head.startswith(_MAGIC):
-        raise DamagedCheckpointError(f"serialize() did not return these {len(view)} bytes, which lack its {_MAGIC!r}")
-    _, number, crc = _HEAD.unpack(head)
-    if number != _VERSION:
-        raise CheckpointVersionError(f"these bytes have version {number} of the format; this unisono reads {_VERSION}")
-    if zlib.crc32(rest) != crc:
-        raise DamagedCheckpointError("these bytes were changed after serialize() returned them: their checksum differs")
+    saved, crc = view[:-_CRC_BYTES], view[-_CRC_BYTES:]
+    if zlib.crc32(saved).to_bytes(_CRC_BYTES) != crc:
+        raise DamagedCheckpointError(f"serialize() did not return these {len(view)} bytes: their checksum differs")
     target = None if device is None else torch.device(device)
-    return torch.load(io.BytesIO(rest), map_location=target, weights_only=True)
+    return torch.load(io.BytesIO(saved), map_location=target, weights_only=True)
 
 
 def _as_stored(leaf: Any) -> Any:

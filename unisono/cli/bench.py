@@ -238,16 +238,14 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def draw(old: dict[str, Any], new: dict[str, Any], path: Path) -> list[Path]:
     """A picture for each device, PNG or SVG by the suffix, with the device in its name: old / new of each benchmark."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("a picture needs matplotlib: pip install 'unisono[report]'") from error
+    from unisono.report.picture import new_figure  # here, since it imports torch
+
     pairs = _pairs(old, new)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = []
     for device in dict.fromkeys(each[0] for each in pairs):
         shown = [each for each in pairs if each[0] == device][::-1]
-        figure = Figure(figsize=(11, 1.2 + 0.22 * len(shown)), layout="constrained")
+        figure = new_figure(1.2 + 0.22 * len(shown))
         axes = figure.subplots()
         axes.set_xscale("log")
         for place, (_, _, before, after) in enumerate(shown):

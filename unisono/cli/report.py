@@ -27,7 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand."""
     # Here, since all of it imports torch.
     from unisono.report.comparison import compare
-    from unisono.report.diagnosis import diagnose
     from unisono.report.page import write_page
     from unisono.report.run import read_run
     from unisono.report.text import table_of
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         if found.report.ranks:
             print(table_of(found.report))
-        print(diagnose(found), *found.failures, sep="\n")
+        print(found.verdict, *found.failures, sep="\n")
         if found.restarts:
             print(f"after {found.restarts} restart(s): the numbers are those of the last attempt")
         try:

@@ -29,7 +29,7 @@ CALLED = "called "
 _HIDDEN = re.compile(r", round [0-9a-f]{8}| at lr \S+$")
 """What is shown only if nothing else differs."""
 _OF_STEPS = re.compile(
-    r"the gradients of|the end of step|(?:a|the) (?:for|back)ward pass|came to (?:step|attempt)|new buckets"
+    r"the gradients of|the end of step|(?:a|the) (?:for|back)ward pass|came to (?:step|attempt)|a loop over|new buckets"
 )
 _RULE = (
     "call the same collectives in the same order with the same shapes and types (all_gather_samples takes different "
@@ -39,6 +39,12 @@ _RULE_OF_STEPS = (
     "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, loop over each "
     "loader equally often, in the same order, and step schedulers alike"
 )
+_RULE_OF_LOOPS = (
+    "begin the same loops in the same order: a prepared loader gives each rank its part of the data only; under "
+    "`if is_rank_zero():`, loop over a DataLoader that is not prepared"
+)
+LOOP, END = "a loop over", "the end of its function"
+"""What a rank announces, begins so."""
 _IN_PLACE = ("all_reduce", "broadcast")
 
 
@@ -72,7 +78,8 @@ class Call:
         if self.argument is not None:
             parts.append(repr(self.argument))
         text = f"{self.name}({', '.join(parts)})"
-        return f"{text} for {self.purpose}" if self.purpose else text
+        link = "in or after" if is_of_loop(self.purpose) else "for"
+        return f"{text} {link} {self.purpose}" if self.purpose else text
 
 
 def action_of(call: Call) -> str:
@@ -175,14 +182,22 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
         f"{name_ranks(ranks)} {_placed(action, places.get(ranks[0], '') if places else '')}"
         for action, ranks in groups.items()
     )
-    rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else _RULE
+    rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
+    rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else rule
     odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
+
+
+def is_of_loop(action: str) -> bool:
+    return LOOP in action
 
 
 def _placed(action: str, place: str) -> str:
     """The action, and the user's call that led to it."""
     called, _, where = place.partition("() in ")
+    if not action.startswith(CALLED) and (is_of_loop(action) or action.endswith(END)):
+        # The place is that of a later call, unless it begins the loop.
+        return f"{action} in {where}" if called == "__next__" else action
     if not place or not action.startswith(CALLED):
         return f"{action} by {place}" if place else action
     if action.startswith(f"{CALLED}{called}("):

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from unisono.comm.device_watch import DeviceWatch, wake
 from unisono.comm.operations import (
+    END,
     HOST,
     Call,
     action_of,
@@ -198,6 +199,13 @@ class ProcessCommunicator:
 
     def announce(self, purpose: str) -> None:
         self._run(Call("", purpose=purpose))
+
+    def compare_ends(self) -> None:
+        """Raise CollectiveMismatchError if this rank, which ends, or another has begun a loop alone since the last
+        collective. On one machine only, where it waits for nobody."""
+        if self._here is not None:
+            with contextlib.suppress(BrokenWorldError):
+                self.announce(END)
 
     def explain(self, error: BaseException) -> BrokenWorldError:
         """Translate an error of the transport, raised outside this communicator, into a BrokenWorldError with the

@@ -27,7 +27,9 @@ from unisono.stacks import PACKAGE, describe_call, frames_of, main_stack
 if TYPE_CHECKING:
     from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
 
-_STACKS_S = 0.5  # how long the workers of a hung group have to write their stacks
+_STACKS_S = 0.5  # how long the workers of a hung group need to write their stacks
+_LATE_S = 3.0  # how long they have, on a busy machine; a stopped one never writes it
+_END_OF_STACKS = "in <module>\n"  # the main thread's are the last
 _OTHERS_S = 5.0  # how long other machines have to send theirs: several beats of theirs and ours
 _RETURNED_S = 5.0  # a rank in a collective after a peer has returned may be moving its last data, but nothing else
 _BEFORE = 0.8  # of the collectives' timeout: a waiting rank gives up a little later, with less to report
@@ -98,6 +100,7 @@ class StackCollection:
         self._ask = ask
         self._others = others
         self._due: float | None = None  # when the requested stacks are expected
+        self._latest = 0.0  # when they are no longer waited for
         self._sizes: dict[int, int] = {}  # the previous sizes of the ranks' stack files
         self._stacks: dict[int, str] | None = None  # of this machine's ranks, while waiting for those of the others
         self._reports: dict[int, MachineReport] = {}  # the last of each other machine
@@ -142,17 +145,21 @@ class StackCollection:
         error that names the late ranks."""
         paths = {worker.rank: stacks_path(self._directory, worker.rank) for worker in running}
         if self._due is None:
-            self._due = now + _STACKS_S
+            self._due, self._latest = now + _STACKS_S, now + _LATE_S
             # Each request appends to these files; what comes after this size is the answer to this one.
             self._sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
             self._ask(list(running))
             return None
         if self._stacks is None:
-            self._stacks = {
+            written = {
                 rank: paths[rank].read_bytes()[size:].decode(errors="replace")
                 for rank, size in self._sizes.items()
                 if rank in paths
             }
+            if now < self._latest and not all(text.endswith(_END_OF_STACKS) for text in written.values()):
+                self._due = now + _STACKS_S
+                return None
+            self._stacks = written
             if self._others is not None:
                 self._others.say(stacks={rank: main_stack(text) for rank, text in self._stacks.items()})
                 if not self._is_answered():

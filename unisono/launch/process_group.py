@@ -26,7 +26,7 @@ from unisono.launch.starting.marks import SECRET
 from unisono.protocols import Backend, Communicator
 from unisono.world import World
 
-_LINGER_S = 0.5  # how long rank zero's store outlives a failure at most, for peers that are still reading the reason
+_LINGER_S = 5.0  # how long rank zero's store outlives a failure at most, for peers that have not read the reason yet
 _CLOSE_S = 10.0  # how long it waits for the last rank to leave
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 

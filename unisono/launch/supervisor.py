@@ -2,7 +2,7 @@
 
 *Threads:* one thread, `unisono-supervisor`, runs `_run_attempts`, and owns all state until it ends. The caller's
 threads only make requests, through a socket that wakes it, and wait on an event.
-There is no polling.
+The thread does not poll; who waits for it looks at signals.
 
 Invariants:
 
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.2  # a signal that another thread took, or that came just before the wait, does not end the wait
 _READING_S = 1.0  # for work of milliseconds: a thread that is between two groups, or ending, does not answer
 
 
@@ -89,8 +92,10 @@ class Supervisor:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the job, `timeout` seconds at most; return whether it has ended."""
-        if not self._has_ended.wait(timeout):
-            return False
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._has_ended.wait(max(0.0, min(_LOOK_S, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                return False
         if self._thread.is_alive():  # for only a moment; an earlier join could not be interrupted and repeated
             self._thread.join()
         return True

@@ -32,8 +32,8 @@ import torch.utils.data  # here, so that every fork has it
 from unisono import preemption, terminal
 from unisono.backends import get_backend
 from unisono.backends.cores import cores_near
-from unisono.comm.processes import is_of_transport
-from unisono.comm.selection import translate_error
+from unisono.comm.processes import ProcessCommunicator, is_of_transport
+from unisono.comm.selection import innermost, translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
@@ -83,6 +83,8 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank)) if job.records else None
         with beating(world, reporter, job.pulse_s, recorder.sample if recorder else lambda: None):
             outcome = Outcome.capture(_call_fn, job, world, reporter)
+            if outcome.error is None:
+                outcome = Outcome.capture(_compare_ends, world, outcome.value)
             # Inside the block, so threads that `fn` has left running still count as progress.
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
@@ -170,6 +172,13 @@ def _call_fn(job: Job, world: World, reporter: Reporter) -> Any:
     if world.local_rank == 0:
         compare_modules(pickle.loads(job.caller.modules), lambda text: reporter.send(Kind.NOTE, text.encode()))
     return preemption.call(fn, world.rank, *args)
+
+
+def _compare_ends(world: World, value: Any) -> Any:
+    """Return the value, if no rank has done alone what concerns all."""
+    if isinstance(comm := innermost(world.comm), ProcessCommunicator):
+        comm.compare_ends()
+    return value
 
 
 def _adopt_settings(sent: Settings | bytes, world: World, reporter: Reporter) -> None:

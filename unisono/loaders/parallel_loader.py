@@ -24,6 +24,7 @@ import torch
 from unisono.arguments import check_integer, check_type, explain_unknown_names
 from unisono.backends import resolve_device, resolve_devices
 from unisono.backends.switches import is_as_in_a_new_thread
+from unisono.comm.operations import LOOP
 from unisono.errors import BusyError, ClosedError
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import is_sharded
@@ -198,6 +199,10 @@ class ParallelLoader:
 
     def _start_pass(self) -> None:
         begun = self._source.begin(self._rule)
+        is_own = threading.current_thread() is threading.main_thread() or not self._world.is_of_processes
+        if self._rule.count > 1 and self._loops is None and is_own:
+            # A rank that loops alone would get its part of the data only.
+            self._world.comm.announce(f"{LOOP} a {type(self._loader).__name__}, epoch {begun.epoch}")
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])

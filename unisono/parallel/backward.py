@@ -25,9 +25,9 @@ import logging
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, call
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
@@ -36,7 +36,7 @@ from unisono.comm.selection import raise_translated
 from unisono.parallel.claims import Claim, Crossings, Origin, check_counts, find_origin, named_origin, refuse_crossed
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Steps, Visit
-from unisono.parallel.strategies.engine import Engine, is_left_at, weak_method
+from unisono.parallel.strategies.engine import Engine, WeakList, is_left_at, weak_method
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.timeline import BACKWARD
 from unisono.torch_private import current_graph_task_id, is_summed, queue_callback
@@ -86,7 +86,7 @@ class Passes:
         self._passed_by: dict[int, tuple[ref[Engine], _Run, int]] = {}
         # Those that have not ended: autograd drops a pass's callback when it ends, with or without an error.
         self._open: dict[int, Callable[[], Any]] = {}
-        self._engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()  # in the order of their first passes
+        self._engines = WeakList[Engine]()
 
     def bind(self, engine: Engine, values: Any, syncs: bool = True) -> Origin:
         """Find where the inputs of a forward pass come from, for its outputs to carry."""
@@ -95,7 +95,7 @@ class Passes:
             if self._open:  # an interrupted pass never ends
                 for known in (self._running, self._passed_by, self._open):
                     known.clear()
-                for each in self._engines:
+                for each in self._engines():
                     each.gradients.arrivals.call_at_next(each.notice)
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             found = self._world.state.deliveries.find(values)
@@ -134,7 +134,7 @@ class Passes:
 
     def join(self, engine: Engine) -> None:
         """Begin to watch a model, before its first pass."""
-        self._engines[engine] = None
+        self._engines.add(engine)
         engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
         engine.notice = partial(self._notice, ref(self), ref(engine))
         engine.count_leaves()
@@ -143,7 +143,7 @@ class Passes:
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
         """Whether some of these are parameters of the models."""
-        return any(each in parameters for engine in list(self._engines) for each in engine.leaves())
+        return any(each in parameters for engine in self._engines() for each in engine.leaves())
 
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, batch: Any, retain_graph: bool = False
@@ -167,7 +167,7 @@ class Passes:
             if batch is not None:
                 self._call = weight, named_origin(batch, self._world)
             if weight is not None or batch is not None:
-                for engine in list(self._engines):
+                for engine in self._engines():
                     engine.scale_leaves()
             loss.backward(retain_graph=retain_graph)
         except RuntimeError as error:
@@ -180,7 +180,7 @@ class Passes:
 
     def _warn_of_loss(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
         """Warn of a loss of no prepared model, or of one that is no mean."""
-        if not self._engines and self._world.comm.size > 1:
+        if not self._engines() and self._world.comm.size > 1:
             logger.warning(
                 "accelerator.backward() is called, and no model is prepared: nothing reduces its gradients, and each "
                 "of the %d ranks trains a model of its own; model, optimizer, loader = accelerator.prepare(model, "
@@ -217,10 +217,13 @@ class Passes:
                 raise _bypassed(engine)
         engine.reduce()
 
-    def forget(self) -> None:
-        """Note that the gradients of one optimizer were zeroed: the others' microbatches still count."""
-        for engine in self._engines:
+    def forget(self, zeroed: Collection[Engine]) -> None:
+        """Note that the gradients of one optimizer were zeroed, and with them all of these models': the others'
+        microbatches still count."""
+        for engine in filter(None, map(call, self._engines)):
             held = engine.gradients
+            if engine in zeroed:
+                continue
             if held.is_own or (held.passed is not None and held.passed[0] is self.steps.step):
                 break
         else:
@@ -232,7 +235,7 @@ class Passes:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
         pass runs, as far as it is known."""
         task = current_graph_task_id()
-        runs = [each.passing for each in self._engines if each.passing is not None and each.passing.task == task]
+        runs = [each.passing for each in self._engines() if each.passing is not None and each.passing.task == task]
         return runs[0].part if runs else self.origin.part
 
     def _count_late(self, origin: Origin, engine: Engine) -> Visit:
@@ -241,7 +244,7 @@ class Passes:
 
     def _reached(self, first: Engine) -> Collection[Optimizer]:
         """The optimizers of the models that the running backward pass reaches; `first` is known to be one."""
-        engines = [each for each in self._engines if not each.is_released]
+        engines = [each for each in self._engines() if not each.is_released]
         if len(engines) > 1 and current_graph_task_id() >= 0:
             engines = [each for each in engines if each is first or any(map(is_left_at, each.leaves()))]
         return {optimizer for each in engines for optimizer in each.optimizers()}
@@ -456,7 +459,7 @@ class Passes:
                 else:  # from checkpoints, which have no hooks, since the part is 1
                     self._count_late(run.origin or self.origin, engine)
                     engine.reduce()
-        for engine in self._engines if self._world.comm.size > 1 else ():
+        for engine in filter(None, map(call, self._engines)) if self._world.comm.size > 1 else ():
             engine.gradients.arrivals.call_at_next(engine.notice)  # of a pass that no output shows
         if (ended := self._running.pop(task, None)) is None:
             return
@@ -470,7 +473,7 @@ class Passes:
         step = self.steps.step
         if step.every > 1 and step.state != COLLECTING and any(syncs for _, syncs, _ in ended.engines):
             kept = [each() for each, syncs, reduces in ended.engines if reduces or not syncs]
-            for engine in [each for each in self._engines if each not in kept]:
+            for engine in [each for each in self._engines() if each not in kept]:
                 engine.follow()
 
 

@@ -8,7 +8,7 @@ from unisono import preemption
 from unisono.comm.operations import HOST
 from unisono.errors import UnisonoError
 from unisono.timeline import REDUCE
-from unisono.world import World, current_world
+from unisono.world import World, current_world, warning_signals
 
 
 class _Stop:
@@ -33,7 +33,7 @@ def should_stop(asked: bool | None = None, *, world: World | None = None) -> boo
     started later ignore the signal, so that the loop continues until it has saved. (Those already running before the
     first call would be ended, so call it once before the loop. Those of a DataLoader whose `multiprocessing_context` is
     not "fork" are not shielded.) Schedulers send SIGKILL some time after SIGTERM: a step and a checkpoint must fit in
-    between.
+    between. In a task of submitit, its warning is such a request, too (docs/several_machines.md, "submitit").
 
     It costs a reduction of one number, for which ranks wait for each other, but not for their devices. If steps are
     short, call it after every tenth, at the same steps on all ranks. Once it is True it stays True in this world, and
@@ -53,7 +53,7 @@ def should_stop(asked: bool | None = None, *, world: World | None = None) -> boo
     """
     world = world or current_world()
     try:
-        preemption.handle()
+        preemption.handle(warning_signals())
     except UnisonoError:
         if asked is None:
             raise

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from unisono.report.diagnosis import diagnose
 from unisono.report.run import Run
 from unisono.report.summary import LOOP_PHASES, label
 from unisono.report.text import OWN_NAMED, aligned
@@ -20,7 +19,7 @@ def compare(first: Run, second: Run, names: Sequence[str] = ("first", "second"))
         one, other = number_of(first), number_of(second)
         ratio = f"{other / one:.3f}" if one and not np.isnan(other / one) else ""
         rows.append([name, *("" if np.isnan(each) else form.format(each) for each in (one, other)), ratio])
-    verdicts = [f"{name}: {diagnose(run)}" for name, run in zip(names, (first, second), strict=True)]
+    verdicts = [f"{name}: {run.verdict}" for name, run in zip(names, (first, second), strict=True)]
     return "\n".join([aligned(rows), "", *verdicts])
 
 

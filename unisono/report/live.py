@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.report.diagnosis import diagnose
 from unisono.report.run import RankRecord, Run, summary_of
 from unisono.report.summary import CAUSES, PEERS, RankSummary, label, slowest_of, summarise
 from unisono.report.text import aligned
@@ -30,7 +29,7 @@ _HEADINGS = ["rank", "device", "is", "step", "steps/s", "samples/s", "waits", "c
 def describe(run: Run, columns: int = 0) -> list[str]:
     """The run now, as lines; sentences as wide as so many columns, or in a line each."""
     rows = [_row(run, each) for each in run.ranks]
-    sentences = [diagnose(run), *(f"missing: {text}" for text in run.missing)]
+    sentences = [run.verdict, *(f"missing: {text}" for text in run.missing)]
     folded = [line for each in sentences for line in (textwrap.wrap(each, columns) if columns else [each])]
     table = aligned([_HEADINGS, *rows]).splitlines()
     return [f"{run.command}, {run.seconds:,.0f} s, {run.directory}", "", *table, "", *folded]

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from unisono.report.diagnosis import diagnose
 from unisono.report.run import RankRecord, Run
 from unisono.report.summary import LOOP_PHASES, label
 from unisono.timeline import COMPUTE, FETCH, REDUCE, STEP
@@ -58,7 +57,7 @@ def page_data(run: Run) -> dict[str, Any]:
     ]
     return {
         "facts": facts,
-        "verdict": diagnose(run),
+        "verdict": run.verdict,
         "seconds": run.seconds,
         "phases": [[label(phase), colours[phase]] for phase in phases],
         "table": _table(run, phases),

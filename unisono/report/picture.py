@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from unisono.report.summary import LOOP_PHASES, Report, label
 from unisono.timeline import COMPUTE, FETCH, MOVE, REDUCE, STEP
@@ -13,15 +14,18 @@ _NAMED = ("#9c6ade", "#3d5a80", "#f28482", "#6d6875", "#b5838d")  # for named ph
 _COLOURS = {FETCH: "#d1495b", COMPUTE: "#2e86ab", REDUCE: "#edae49", STEP: "#66a182", MOVE: "#8d96a3"}
 
 
-def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> Path:
-    """As `Report.save_picture`."""
+def new_figure(height: float = 4) -> Any:
+    """An empty figure of matplotlib, of that height in inches; ImportError, with the pip command, without it."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("save_picture draws with matplotlib: pip install 'unisono[report]'") from error
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, on any machine
+        raise ImportError("pictures are drawn with matplotlib: pip install 'unisono[report]'") from error
+    return Figure(figsize=(11, height), layout="constrained")
+
+
+def save_picture(report: Report, losses: Sequence[float], path: str | Path) -> Path:
+    """As `Report.save_picture`."""
+    figure = new_figure()
     curve, shares = figure.subplots(1, 2, width_ratios=(3, 2))
 
     curve.plot(range(1, len(losses) + 1), losses, color=_COLOURS[COMPUTE], linewidth=1)

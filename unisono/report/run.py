@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,10 @@ from unisono.report.record import SLOWER
 from unisono.report.summary import RankSummary, Report
 from unisono.timeline import Span
 
+_TAKEN = 0.2  # of the machine's cores, by processes that are not the run's
+_FULL = 0.9  # of the machine's cores in use: less, and others have not slowed the run down
+_NEEDED = {"t", "phase", "doing", "step_seconds", "logged"}  # in the line of a second, with the numbers of a summary
+_NEEDED |= {each.name for each in fields(RankSummary) if each.default is each.default_factory is MISSING}
 _SILENT_S = 10.0  # after a line was due: the rank is no longer there, or its machine is not
 
 
@@ -119,6 +123,32 @@ class Run:
         return Report([each.summary for each in self.ranks if each.summary is not None])
 
     @property
+    def verdict(self) -> str:
+        """One sentence on what the run spent its time on, and the lever that would help: that of its report; or that
+        other processes take the machine's cores."""
+        report = self.report
+        if not report.ranks:
+            return "nothing is recorded yet"
+        busy, own = self._use_of_cores()
+        if busy >= _FULL and busy - own >= _TAKEN:
+            return (
+                f"the machine's cores are taken by others: {busy - own:.0%} of them, and {own:.0%} by this run; end "
+                f"the other processes, or give the run cores of its own. Otherwise {report.verdict}"
+            )
+        return report.verdict
+
+    def _use_of_cores(self) -> tuple[float, float]:
+        """The fraction of the first machine's cores that is in use, and that which the run's ranks there use."""
+        host = next(each.samples[-1]["host"] for each in self.ranks if each.samples)
+        there = [each for each in self.ranks if each.samples and each.samples[-1]["host"] == host]
+        busy = [one["machine_cpu"] for each in there for one in each.samples[1:]]
+        seconds = max(each.samples[-1]["t"] - each.samples[0]["t"] for each in there)
+        if not busy or not seconds:
+            return 0.0, 0.0
+        spent = sum(each.samples[-1]["cpu_s"] - each.samples[0]["cpu_s"] for each in there)
+        return sum(busy) / len(busy), spent / seconds / (there[0].facts.get("cores") or 1)
+
+    @property
     def began(self) -> float:
         """When the first rank began, as a time of day in seconds, by the clock of the first machine."""
         return self._began_beside(next((each for each in self.ranks if each.facts), self.ranks[0]))
@@ -218,8 +248,10 @@ def read_rank(path: Path) -> RankRecord:
             record.facts, record.samples, record.end = found, [], None
         elif "end" in found:
             record.end, record.checkpoint = found["end"], found.get("checkpoint", "")
-        else:
+        elif found.keys() >= _NEEDED:
             record.samples.append(found)
+        else:
+            record.cut.append(f"{path.name} has lines of another version of Unisono")
     if cut:
         others = f", and {len(cut) - 1} others are" if len(cut) > 1 else " is"
         record.cut.append(f"line {cut[0]} of {path.name}{others} cut off")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from unisono.report.picture import new_figure
 from unisono.simulation.prediction import Prediction
 
 _HEADINGS = ("devices", "step", "waiting", "samples/s", "efficiency", "memory", "checkpoint every", "useful")
@@ -24,13 +25,7 @@ def table(predictions: Sequence[Prediction]) -> str:
 
 def save_picture(predictions: Sequence[Prediction], path: Path) -> None:
     """Draw step time and efficiency by the number of devices into a PNG file; ImportError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--picture draws with matplotlib: pip install 'unisono[report]'") from error
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, on any machine
+    figure = new_figure()
     times, shares = figure.subplots(1, 2)
     devices = [each.devices for each in predictions]
     parts = zip(*((1e3 * each.compute_s, 1e3 * (each.step_s - each.compute_s)) for each in predictions), strict=True)

@@ -98,7 +98,12 @@ sys.exit(0)
 
 
 @pytest.fixture
-def run_member(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run_member(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    # torch names its callers by inspect.stack(), which asks each module that the tests have imported for its file: with
+    # those that import others when they are asked, it takes minutes.
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.dynamic_rendezvous.get_method_name", lambda: "")
     script = tmp_path / "member.py"
     script.write_text(MEMBER)
 
@@ -183,7 +188,7 @@ def test_nothing_survives_the_agent(tmp_path, line, ear, signum):
         began = time.monotonic()
         code, _, errors = script.end() if signum != signal.SIGKILL else (-9, "", "")
         assert script.survivors() == []
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < SOON_S
         assert code == {signal.SIGKILL: -9, signal.SIGINT: 130}[signum], errors
         assert script.leftovers() == []
 

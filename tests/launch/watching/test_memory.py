@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from unisono.backends.cgroups import cgroup_directories
+from unisono.backends.cores import cgroup_directories
 from unisono.errors import WorkerDiedError
 from unisono.launch.spawn import spawn
 from unisono.launch.watching.memory import OomWatch, memory_limit
@@ -106,15 +105,19 @@ def confine(group: Path) -> None:
         pytest.skip("this control group takes no limit of memory")
 
 
-def test_a_kill_by_hand_is_not_taken_for_the_killers():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+def verdict_of_a_kill_by_hand() -> str:
+    process = subprocess.Popen(["sleep", "1000"])
     watch = OomWatch(process.pid)
     process.kill()
-    process.communicate()
-    assert process.returncode == -9
-    assert watch.verdict().startswith("; the kernel counted no out-of-memory kill meanwhile") or not os.path.exists(
-        "/proc/vmstat"
-    )
+    assert process.wait() == -9
+    return watch.verdict()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/vmstat"), reason="such kills are not counted here")
+def test_a_kill_by_hand_is_not_taken_for_the_killers():
+    # The killer may strike anywhere on the machine meanwhile, as in the next test.
+    verdicts = [verdict_of_a_kill_by_hand() for _ in range(20)]
+    assert any(each.startswith("; the kernel counted no out-of-memory kill meanwhile") for each in verdicts)
 
 
 def test_a_worker_that_the_killer_has_ended_is_told_with_the_way_out(group):

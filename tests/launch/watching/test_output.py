@@ -321,6 +321,14 @@ def test_a_stray_that_holds_a_pipe_does_not_hold_the_end(shown, stray):
         os.kill(pid, signal.SIGKILL)
 
 
+def test_what_was_written_before_the_end_is_passed_on_though_the_time_for_it_is_over(shown):
+    output = WorkerOutput(options.Output(), None, *shown.fds)
+    os.write(output.open(0)[1], b"last words\n")
+    output.close(0.0)
+    assert output.tail(0) == ["last words"]
+    assert shown.stderr == b"[rank 0] last words\n"
+
+
 # What is left behind.
 
 
@@ -342,7 +350,7 @@ def test_the_end_comes_at_once_and_leaves_nothing_whatever_was_opened(shown, run
     unused, half = (WorkerOutput(options.Output(), run, *shown.fds) for _ in range(2))
     half.open(0)  # and never handed over
     for output in (unused, half):
-        assert seconds(lambda: output.close(PATIENCE_S)) < 1  # noqa: B023
+        assert seconds(lambda: output.close(PATIENCE_S)) < SOON_S  # noqa: B023
         output.close()
     assert os.listdir("/proc/self/fd") == before
     assert log_file(run, 0, "stdout").read_bytes() == b""

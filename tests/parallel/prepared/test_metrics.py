@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono import Accelerator, DeviceLoader, SampleGenerator
-from unisono.errors import CollectiveMismatchError
 from unisono.world import solo_world, use_world
 
 MODES = [SOLO, THREADS_2, THREADS_3, THREADS_4, PROCESSES_2]
@@ -319,20 +318,3 @@ def test_batches_of_the_same_tensors_count_once_or_are_an_error(mode):
     for straight, at_last in mode.run(body):
         assert straight == 7
         assert at_last == 7 or ("pass valid_samples" in at_last and mode.ranks > 1)
-
-
-@pytest.mark.parametrize("gathers", ["labels", "computed"])
-def test_a_loop_of_one_rank_alone_makes_the_next_metric_an_error(gathers):
-    def body():
-        accelerator = Accelerator()
-        loader = accelerator.prepare(numbers(12, 3))
-        if accelerator.is_main_process:
-            next(iter(loader))
-        with torch.no_grad(), pytest.raises(CollectiveMismatchError) as caught:
-            for batch in loader:
-                accelerator.gather_for_metrics(batch if gathers == "labels" else batch + 1)
-        return str(caught.value)
-
-    for rank, message in enumerate(PROCESSES_2.run(body)):
-        assert message.startswith(f"rank {rank} gathers the samples of a batch for a metric")
-        assert "every rank must loop over each prepared loader equally often" in message

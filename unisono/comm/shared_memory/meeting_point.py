@@ -24,7 +24,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from unisono.comm.operations import mismatch_error, name_ranks
+from unisono.comm.operations import END, is_of_loop, mismatch_error, name_ranks
 from unisono.comm.shared_memory import futex
 from unisono.comm.shared_memory.mapping import Mapping
 from unisono.comm.shared_memory.notes import Notes
@@ -70,7 +70,10 @@ class MeetingPoint:
         if self.notes.is_full:
             self.enter("came to a full page of announcements")
         self.notes.add(action)
-        if difference := self.notes.find_difference():
+        difference = self.notes.find_difference()
+        if f"came to {END}" in difference.values() and not any(map(is_of_loop, difference.values())):
+            return {}  # who waits for a rank that has ended is told so
+        if difference:
             with contextlib.suppress(dist.DistNetworkError):
                 self.meet(_GRACE_S)
                 raise self._mismatch(difference)

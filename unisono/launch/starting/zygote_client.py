@@ -50,6 +50,7 @@ class ZygoteClient:
                 start_new_session=True,  # so that a Ctrl-C in the terminal reaches only the caller, which handles it
             )
         self._control = ours
+        self._end_s = 5.0  # it may be importing what nobody will use
         _sockets.add(ours)
 
     def is_alive(self) -> bool:
@@ -64,6 +65,7 @@ class ZygoteClient:
         with theirs:
             wire.send(self._control, {"directory": str(directory)}, (theirs.fileno(),))
         _sockets.add(ours)
+        self._end_s = 60.0  # it may have workers to end, which is not left half done however slow it is
         return ours
 
     def preload(self, modules: list[str]) -> None:
@@ -74,7 +76,7 @@ class ZygoteClient:
         """End the zygote and, with it, every worker. Idempotent."""
         self._control.close()  # the zygote takes the end of the stream as the caller's exit
         try:
-            self.process.wait(5)
+            self.process.wait(self._end_s)
         except (TimeoutExpired, KeyboardInterrupt):  # the latter at interpreter exit, for example after a second Ctrl-C
             self.process.kill()
             self.process.wait()

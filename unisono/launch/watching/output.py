@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 _CHUNK = 65536  # bytes per read
 _TAIL = 16384  # the number of bytes of each stderr to remember
 _HOLD_S = 0.2
-_END_S = 1.0  # to pass on what has been read
+_END_S = 5.0  # to pass on what has been read
+_LAST_LOOKS = 3  # for news, what is in a pipe, and its end
 
 
 class LineSplitter:
@@ -268,7 +269,8 @@ class WorkerOutput:
 
     def _serve(self, selector: selectors.BaseSelector) -> None:
         selector.register(self._wake_r, selectors.EVENT_READ)
-        while not self._is_over(selector):
+        looks = _LAST_LOOKS  # however late it is: what a worker has written before its end is there
+        while looks and not self._is_done(selector):
             sources = [key.data for key in selector.get_map().values() if key.data is not None]
             moments = [each.release_at for each in sources if each.release_at is not None]
             moments += [] if self._deadline is None else [self._deadline]
@@ -281,12 +283,11 @@ class WorkerOutput:
             for source in sources:
                 if source.release_at is not None and time.monotonic() >= source.release_at:
                     source.release()
+            looks -= self._deadline is not None and time.monotonic() >= self._deadline
 
-    def _is_over(self, selector: selectors.BaseSelector) -> bool:
-        if self._deadline is None:
-            return False
-        is_done = len(selector.get_map()) == 1 and self._news.empty()  # what is left is what wakes this thread
-        return is_done or time.monotonic() >= self._deadline
+    def _is_done(self, selector: selectors.BaseSelector) -> bool:
+        # What is left is what wakes this thread.
+        return self._deadline is not None and len(selector.get_map()) == 1 and self._news.empty()
 
     def _take_news(self, selector: selectors.BaseSelector) -> None:
         self._wake_r.recv(64)

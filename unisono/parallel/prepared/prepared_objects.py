@@ -24,7 +24,7 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scheduler import PreparedScheduler, Unit
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
-from unisono.parallel.strategies.engine import weak_method
+from unisono.parallel.strategies.engine import WeakList, weak_method
 from unisono.parallel.strategies.sharded import clip_grad_norm, sharded_like
 from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
@@ -38,8 +38,8 @@ class PreparedObjects:
 
     def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
         # In the order of preparation, the same on each rank.
-        self.models, self.steppers = _Known[PreparedModel](), _Known[Stepper]()
-        self.loaders, self.schedulers, self.means = _Known[Any](), _Known[PreparedScheduler](), _Known[Mean]()
+        self.models, self.steppers = WeakList[PreparedModel](), WeakList[Stepper]()
+        self.loaders, self.schedulers, self.means = WeakList[Any](), WeakList[PreparedScheduler](), WeakList[Mean]()
         self._builder = builder
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
 
@@ -238,16 +238,6 @@ class PreparedObjects:
         _remember(follower, scheduler)
         self.schedulers.add(follower)
         return follower
-
-
-class _Known(list[ref[T]]):
-    """Objects that are held weakly; a call returns them."""
-
-    def add(self, each: T) -> None:
-        self.append(ref(each))
-
-    def __call__(self) -> list[T]:
-        return [found for each in self if (found := each()) is not None]
 
 
 class Places:

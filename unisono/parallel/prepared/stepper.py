@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -269,9 +270,7 @@ class Stepper:
         """Record that the gradients are zero."""
         # An optimizer that zeroes gradients within its own step, such as SAM, is still in that step.
         if id(self.optimizer) not in stepping:
-            for engine in self._engines:
-                engine.forget(self.optimizer)
-            self._passes.forget()
+            self._passes.forget(list(filter(methodcaller("forget", self.optimizer), self._engines)))
             if self._scaler is not None:
                 self._scaler.let_go(self.optimizer)
 

@@ -264,10 +264,11 @@ class FSDPEngine(Engine):
             )
         self._gradients = Rebinding([each.grad for each in self._parts if each.grad is not None])
 
-    def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        super().forget(optimizer)
+    def forget(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        is_zero = super().forget(optimizer)
         if self.gradients.passed is None:  # zero_grad(set_to_none=False) does not reach what microbatches have left
             drop_whole_gradients(self._whole)
+        return is_zero
 
     def adopt(self, part: float) -> None:
         raise RuntimeError(

@@ -1,0 +1,37 @@
+"""In functions that Ray Train and submitit call, a plain loop trains what it trains alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from called_by import EPOCHS, SAMPLES
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def weights(engine: str, directory: Path) -> list[float]:
+    """The weight that each rank has in the end, once the samples that were trained on are checked."""
+    directory.mkdir()
+    script = Path(__file__).with_name("called_by.py")
+    command, environ = [sys.executable, script, engine, directory], {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    process = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ)
+    assert process.returncode == 0, process.stderr
+    samples = [line for path in directory.glob("ledger-*") for line in path.read_text().splitlines()]
+    assert Counter(samples) == {str(number): EPOCHS for number in range(1, SAMPLES + 1)}
+    return [float(path.read_text()) for path in directory.glob("weight-*")]
+
+
+@pytest.mark.parametrize("engine", ["ray", "submitit"])
+def test_the_weights_are_those_of_one_device_and_each_sample_counts_once(engine: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(engine) is None:
+        pytest.skip(f"needs {engine}: make .venv/.engines")
+    [alone] = weights("nobody", tmp_path / "alone")
+    assert weights(engine, tmp_path / engine) == pytest.approx([alone] * 2, rel=1e-5)
+    if engine == "submitit":
+        assert len(list((tmp_path / engine).glob("waits-*"))) == 2  # the job was stopped, and requeued

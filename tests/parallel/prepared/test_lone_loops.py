@@ -1,0 +1,81 @@
+"""A rank that loops over a prepared loader alone gets its part of the data only: that is an error, whatever follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from modes import PROCESSES_2, THREADS_2, Mode
+from torch.utils.data import DataLoader, TensorDataset
+
+import unisono
+from unisono import Accelerator
+from unisono.errors import CollectiveMismatchError
+
+RULE = "begin the same loops in the same order: a prepared loader gives each rank its part of the data only; under `if"
+FOLLOWS: dict[str, Callable[[Accelerator, Any], Any]] = {
+    "a reduction": lambda accelerator, loader: unisono.all_reduce(torch.ones(1)),
+    "a barrier": lambda accelerator, loader: accelerator.wait_for_everyone(),
+    "a metric": lambda accelerator, loader: [accelerator.gather_for_metrics(batch + 1) for [batch] in loader],
+}
+
+
+def prepared() -> tuple[Accelerator, Any]:
+    accelerator = Accelerator()
+    return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(12)), 3))
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("follows", FOLLOWS)
+def test_the_next_call_of_all_ranks_names_it(mode: Mode, follows: str) -> None:
+    def body() -> None:
+        accelerator, loader = prepared()
+        if accelerator.is_main_process:
+            next(iter(loader))
+        with torch.no_grad():
+            FOLLOWS[follows](accelerator, loader)
+
+    with pytest.raises(CollectiveMismatchError, match=r"must (begin the same loops|loop over each prepared)"):
+        mode.run(body)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before the other rank ends", "after it"])
+def test_so_does_the_end_of_a_run(is_first: bool, tmp_path: Path) -> None:
+    def body() -> int:
+        _, loader = prepared()
+        other = unisono.all_gather(torch.tensor(psutil.Process().pid))[1].item()
+        if unisono.rank() == 1:
+            until(lambda: not is_first or (tmp_path / "looped").exists())
+            return 0
+        until(lambda: is_first or not psutil.pid_exists(int(other)))
+        count = sum(len(batch) for [batch] in loader)
+        (tmp_path / "looped").touch()
+        return count
+
+    with pytest.raises(CollectiveMismatchError, match="came to a loop over a DataLoader, epoch 0") as caught:
+        PROCESSES_2.run(body)
+    assert RULE in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_loops_of_all_ranks_at_different_times_and_of_a_plain_loader_are_none(mode: Mode, tmp_path: Path) -> None:
+    def body() -> int:
+        _, loader = prepared()
+        plain = DataLoader(TensorDataset(torch.arange(12)), 3)
+        until(lambda: unisono.rank() == 0 or (tmp_path / "0").exists())
+        count = sum(len(batch) for _ in range(10) for [batch] in loader)
+        count += sum(len(batch) for [batch] in plain) if unisono.rank() == 0 else 0
+        (tmp_path / str(unisono.rank())).touch()
+        return count
+
+    assert mode.run(body) == [10 * 6 + 12, 10 * 6]
