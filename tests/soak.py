@@ -57,7 +57,8 @@ from unisono import Accelerator, all_reduce, current_world, spawn  # noqa: E402
 from unisono.engines import Local  # noqa: E402
 
 RANKS = [1, 2, 3, 4, 6, 8]  # they divide the global batch
-HANG_S, LIMIT_S, SETTLE_S = 6.0, 240.0, 20.0
+LIMIT_S, SETTLE_S = 240.0, 20.0
+HANGS_S = {"a short SIGSTOP of a rank": 30.0, "SIGSTOP of a rank": 6.0}
 ENDS = {  # fault: how a life may end by it
     "none": ["well"],
     "a slow rank": ["well"],
@@ -109,7 +110,7 @@ class Life(NamedTuple):
         if self.mode == "threads":
             return Mode("threads", self.ranks).run(run)[0]
         options: dict[str, Any] = {"timeout": 120.0, "max_restarts": self.restarts, "process_group": self.group}
-        options["hang_timeout_s"] = HANG_S if "SIGSTOP" in self.fault else None
+        options["hang_timeout_s"] = HANGS_S.get(self.fault)
         options["engine"] = Local(2) if self.mode == "engine" else None
         return spawn(lambda _: run(), nprocs=self.ranks, cores=1, backend="cpu", **options)[0]
 

@@ -204,7 +204,7 @@ def test_fails_among_processes():
     spawn(say, nprocs=2)
     raise AssertionError
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(15)
 def test_hangs_in_a_worker():
     spawn(stand_in_a_worker, nprocs=2)
 
@@ -237,6 +237,7 @@ def reports_of(directory: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.waits_long
+@pytest.mark.timeout(300)
 def test_hung_tests_fail_alone_and_report_where_each_thread_stood(tmp_path: Path) -> None:
     reports = reports_of(tmp_path)
     assert re.search(r"5 failed, 1 passed.*, 1 error", reports[""])

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from faults import PATIENCE_S
 from modes import FAMILY, PROCESSES_2
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -128,7 +129,7 @@ def test_only_the_loops_thread_uses_the_device(options: dict[str, Any], monkeypa
             network(inputs).square().mean().backward()
             batches.is_last()
         gather_report()
-        assert pulses.has_two.wait(10)
+        assert pulses.has_two.wait(PATIENCE_S)
     assert {name for users in family.users.values() for name in users} == {threading.current_thread().name}
     assert family.users.keys() >= {"to_device", "wait_ready", "memory"}
 

@@ -172,7 +172,7 @@ def test_leaving_the_loop_three_hundred_times_leaves_nothing():
         join_own_threads()
         assert len(alive) >= 300
         assert sum(each() is not None for each in alive) == 0
-        assert len(os.listdir("/proc/self/fd")) == len(files)
+        assert len(os.listdir("/proc/self/fd")) <= len(files)  # those of tests before may be closed meanwhile
     finally:
         gc.enable()
 

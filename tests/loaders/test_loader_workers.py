@@ -226,14 +226,16 @@ class Blocks(Numbers):
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_warning_and_the_users_time_out_name_the_worker_and_the_samples(monkeypatch, caplog, persistent):
+    data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=6, persistent_workers=persistent)
+    batches = iter(DeviceLoader(data))
+    next(batches)  # for which no time is long: a worker may begin late
     monkeypatch.setattr("unisono.loaders.workers._LONG_S", 1.0)
-    data = DataLoader(Blocks(6), batch_size=2, num_workers=2, timeout=3, persistent_workers=persistent)
     with pytest.raises(RuntimeError) as told:
-        list(DeviceLoader(data))
+        list(batches)
     (warning,) = [each.getMessage() for each in caplog.records if "no batch has come" in each.message]
     words = r"loader worker 1 reads the samples with indices 2, 3; `py-spy dump --pid \d+` shows where$"
     for said in (
-        (f"timed out after 3 seconds: {words}", str(told.value)),
+        (f"timed out after 6 seconds: {words}", str(told.value)),
         ("no batch has come for .*: " + words, warning),
     ):
         assert re.search(*said, re.DOTALL)

@@ -114,7 +114,7 @@ def test_a_dataset_runs_on_the_device_of_the_only_loop(lanes, is_bound):
         assert [each for iterator in made.start(range(2)) for each in iterator] == [0, 1]
         devices = [lane.device for lane in made.pipeline.lanes]
     assert where.pop("unisono-reader", None) == (devices[0] if is_bound else None)
-    assert list(where.values()) == devices
+    assert [where[name] for name in sorted(where)] == devices
 
 
 def test_closing_wakes_the_transfer_and_the_reader():

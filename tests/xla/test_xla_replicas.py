@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from faults import SOON_S
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import DataParallel, all_reduce, current_world, optimizer_step, rank
 from unisono.errors import BusyError
-
-ABORTS_S = 15  # after which the runtime ends a process in which a device waits for another
 
 
 class BoomError(Exception):
@@ -112,7 +111,7 @@ def test_a_replica_that_fails_is_its_own_error_and_the_process_goes_on(devices, 
         began = time.monotonic()
         with pytest.raises(BoomError, match="in replica") as failure:
             replicas(fails, loader(samples))
-        assert time.monotonic() - began < ABORTS_S / 2 + 10  # the first time it compiles
+        assert time.monotonic() - began < SOON_S  # and not after a fallback; the first time it compiles
         assert f"rank {fails.culprit} of {len(devices)}, xla:{fails.culprit}" in failure.value.__notes__[0]
     fresh = DataParallel(network, devices)
     fresh(train, loader(samples))

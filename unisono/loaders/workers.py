@@ -145,11 +145,11 @@ class _Wait:
         """Check the wait, when nothing has arrived for a while: warn once after `_LONG_S`; RuntimeError if the user's
         timeout has expired."""
         waited_s = time.monotonic() - self._asked_at
-        if 0 < self._timeout_s <= waited_s:
-            raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds: {self._where(values)}")
         if waited_s > _LONG_S and not self._has_warned:
             self._has_warned = True
             logger.warning("no batch has come for %.0f s: %s", waited_s, self._where(values))
+        if 0 < self._timeout_s <= waited_s:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout_s:g} seconds: {self._where(values)}")
 
     def _where(self, values: Any) -> str:
         """The loader worker that is awaited, and its samples, in words."""

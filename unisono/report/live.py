@@ -117,16 +117,16 @@ class LiveFigures:
     def _find_slowest(self, directory: Path) -> None:
         """Compare the records of all ranks. Without all of them, as where machines do not share the directory, there is
         no slowest one."""
-        if (began := time.monotonic()) < self._compare_at:
+        if time.monotonic() < self._compare_at:
             return
-        slowest = None
+        slowest, began = None, time.thread_time()  # a thread that was stopped for a while has cost nothing
         with contextlib.suppress(Exception):  # a rank that has not begun, a line that is cut off, a division by no time
             own = {}
             for rank in range(self._world.world_size):
                 passed = _between(*_ends_of(directory / f"rank-{rank}.jsonl"))
                 own[rank] = (passed.loop_seconds - passed.waited(PEERS)) / passed.loop_seconds
             slowest = slowest_of(own)
-        self._slowest, self._compare_at = slowest, began + _PATIENCE * (time.monotonic() - began)
+        self._slowest, self._compare_at = slowest, time.monotonic() + _PATIENCE * (time.thread_time() - began)
 
 
 _WAITS = dict(zip(CAUSES, ("data", "transfers", "other ranks"), strict=True))
