@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.popen_fork import Popen
 from typing import Any
 
 import numpy
@@ -100,6 +101,21 @@ def test_a_worker_that_is_stuck_is_forked_again(monkeypatch, is_log):
     monkeypatch.setattr(forked_workers, "PATIENCE_S", [0.1 * 2**attempt for attempt in range(10)])
     assert sorted(one_pass()) == list(range(COUNT))
     assert int(stdout.forked) >= 4
+
+
+def test_a_worker_that_is_ended_just_when_it_begins_holds_no_lock_that_the_next_one_needs(monkeypatch):
+    kill = Popen.kill
+
+    def kill_when_it_waits(popen):  # for its parent; without that, for samples, with the lock of their queue
+        worker, before = psutil.Process(popen.pid), None
+        while (now := (worker.cpu_times(), worker.num_ctx_switches())) != before or worker.status() != "sleeping":
+            before = now
+            threading.Event().wait(0.2)
+        kill(popen)
+
+    monkeypatch.setattr(Popen, "kill", kill_when_it_waits)
+    monkeypatch.setattr(forked_workers, "PATIENCE_S", (0.0, 60.0))
+    assert sorted(one_pass()) == list(range(COUNT))
 
 
 def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):

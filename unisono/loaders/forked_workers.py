@@ -5,15 +5,17 @@ A lock that another thread held at the fork stays locked in the process forever.
 shares a tensor holds one of the locks that these need, for example a replica that seeds and begins its loop.
 
 So each worker renews the locks that it can reach, acquires the others once, and reports to its parent. One that does
-not report is killed, and forked again. One thread at a time starts workers.
+not report is killed, and forked again: it must not hold the lock of a queue by then, which its successor needs, so it
+begins to work only when the parent has answered. One thread at a time starts workers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
-import os
 import select
+import socket
 import sys
 import threading
 from multiprocessing import context
@@ -39,7 +41,7 @@ one_at_a_time = threading.Lock()
 class LoaderWorker(_Process):  # type: ignore[misc]
     """A forked process whose start returns once the process has acquired the locks that it needs."""
 
-    _report: int = -1  # the writing end of a pipe, for its report
+    _line: tuple[socket.socket, socket.socket]  # the parent's end, and its own, for its report and the answer
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
@@ -68,9 +70,13 @@ class LoaderWorker(_Process):  # type: ignore[misc]
         for stream in (sys.stdout, sys.stderr, *logs):
             if not getattr(stream, "closed", True):
                 stream.flush()  # acquires the stream's lock, which a thread that printed or logged may have held
-        os.write(self._report, b".")
-        os.close(self._report)
-        super().run()
+        parents, own = self._line
+        parents.close()  # or the parent's death would not end the wait for its answer
+        with own:
+            own.send(b".")
+            answer = own.recv(1)
+        if answer:
+            super().run()
 
 
 class Context(_Context):  # type: ignore[misc]
@@ -91,8 +97,7 @@ def _fork_in_time(process: Any, patience_s: float) -> Any:
     """Return the process's Popen once it has reported or died; if it is stuck, kill it and return None."""
     from multiprocessing.popen_fork import Popen  # here: Windows has none
 
-    reading, writing = os.pipe()
-    process._report = writing
+    own, workers = process._line = socket.socketpair()
     popen: Any = None
     try:
         try:
@@ -101,14 +106,16 @@ def _fork_in_time(process: Any, patience_s: float) -> Any:
             popen = Popen(process)
         finally:
             # Before the wait, so that the death of the worker, which holds the other copy, ends the wait, too.
-            os.close(writing)
-        if select.select([reading], [], [], patience_s)[0]:
+            workers.close()
+        if select.select([own], [], [], patience_s)[0]:
+            with contextlib.suppress(OSError):  # it has died
+                own.send(own.recv(1))
             # Cleared, so that `finally` does not kill it.
             popen, begun = None, popen
             return begun
         return None
     finally:
-        os.close(reading)
         if popen is not None:
             popen.kill()
             popen.wait()
+        own.close()
