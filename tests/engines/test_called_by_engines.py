@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from called_by import EPOCHS, SAMPLES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 
 def weights(engine: str, directory: Path) -> list[float]:
@@ -20,7 +20,7 @@ def weights(engine: str, directory: Path) -> list[float]:
     directory.mkdir()
     script = Path(__file__).with_name("called_by.py")
     command, environ = [sys.executable, script, engine, directory], {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environ)
     assert process.returncode == 0, process.stderr
     samples = [line for path in directory.glob("ledger-*") for line in path.read_text().splitlines()]
     assert Counter(samples) == {str(number): EPOCHS for number in range(1, SAMPLES + 1)}
