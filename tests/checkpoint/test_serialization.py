@@ -105,7 +105,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
 
 
 def test_bytes_of_something_else_are_refused() -> None:
-    for wrong in (b"", b"something else that is long enough", bytes(100)):
+    for wrong in (b"", bytes(4), b"something else that is long enough", bytes(100)):
         with pytest.raises(DamagedCheckpointError, match=f"did not return these {len(wrong)} bytes"):
             deserialize(wrong)
     with pytest.raises(TypeError, match="is of type str; pass the bytes"):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -125,6 +126,16 @@ def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):
     with pytest.raises(RuntimeError, match=r"forked 2 times and did not begin.*num_workers=0"):
         one_pass()
     assert set(psutil.Process().children()) <= before
+
+
+def test_a_worker_whose_parent_has_died_ends_in_silence():
+    worker = forked_workers.Context().Process(target=pytest.fail)
+    worker._line = socket.socketpair()
+    worker._line[0].close()
+    process = multiprocessing.get_context("fork").Process(target=worker.run)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_other_start_methods_and_contexts_are_left_as_they_are():

@@ -75,7 +75,7 @@ def deserialize(data: bytes | bytearray | memoryview, device: str | int | torch.
     check_type(data, "data", "pass the bytes that serialize() returned", bytes, bytearray, memoryview)
     view = memoryview(data).cast("B")
     saved, crc = view[:-_CRC_BYTES], view[-_CRC_BYTES:]
-    if zlib.crc32(saved).to_bytes(_CRC_BYTES) != crc:
+    if not saved or zlib.crc32(saved).to_bytes(_CRC_BYTES) != crc:  # of nothing it is 0
         raise DamagedCheckpointError(f"serialize() did not return these {len(view)} bytes: their checksum differs")
     target = None if device is None else torch.device(device)
     return torch.load(io.BytesIO(saved), map_location=target, weights_only=True)

@@ -40,8 +40,8 @@ _RULE_OF_STEPS = (
     "loader equally often, in the same order, and step schedulers alike"
 )
 _RULE_OF_LOOPS = (
-    "begin the same loops in the same order: a prepared loader gives each rank its part of the data only; under "
-    "`if is_rank_zero():`, loop over a DataLoader that is not prepared"
+    "begin the same loops between the same collectives: a prepared loader gives each rank its part of the data only; "
+    "under `if is_rank_zero():`, loop over a DataLoader that is not prepared"
 )
 LOOP, END = "a loop over", "the end of its function"
 """What a rank announces, begins so."""

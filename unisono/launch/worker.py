@@ -83,11 +83,10 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         recorder = Recorder(world, Path(job.records), job.options.output.profiled(rank)) if job.records else None
         with beating(world, reporter, job.pulse_s, recorder.sample if recorder else lambda: None):
             outcome = Outcome.capture(_call_fn, job, world, reporter)
-            if outcome.error is None:
-                outcome = Outcome.capture(_compare_ends, world, outcome.value)
             # Inside the block, so threads that `fn` has left running still count as progress.
             if outcome.error is None:
                 threading._shutdown()  # type: ignore[attr-defined] # joins non-daemon threads, as any exit does
+                outcome = Outcome.capture(_compare_ends, world, outcome.value)  # these may have called collectives
     except BaseException as error:
         outcome = Outcome.failure(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # fn has ended, and that is reported first

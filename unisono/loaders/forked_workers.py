@@ -72,7 +72,8 @@ class LoaderWorker(_Process):  # type: ignore[misc]
                 stream.flush()  # acquires the stream's lock, which a thread that printed or logged may have held
         parents, own = self._line
         parents.close()  # or the parent's death would not end the wait for its answer
-        with own:
+        answer = b""
+        with own, contextlib.suppress(OSError):  # the parent has died
             own.send(b".")
             answer = own.recv(1)
         if answer:

@@ -126,6 +126,7 @@ class ParallelLoader:
             )
         self._loader = loader
         self._loops = loops
+        self._maker = threading.current_thread()
         self._rule = make_rule(self._world, len(self._devices), loader, options)
         sources, seed = options.get("sources"), options.get("seed")
         find_source = source_of if sources is None else sources.of
@@ -199,9 +200,9 @@ class ParallelLoader:
 
     def _start_pass(self) -> None:
         begun = self._source.begin(self._rule)
-        is_own = threading.current_thread() is threading.main_thread() or not self._world.is_of_processes
-        if self._rule.count > 1 and self._loops is None and is_own:
-            # A rank that loops alone would get its part of the data only.
+        # A rank that loops alone would get its part of the data only. A helper thread's loop begins at any time.
+        own = threading.main_thread() if self._world.is_of_processes else self._maker
+        if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
             self._world.comm.announce(f"{LOOP} a {type(self._loader).__name__}, epoch {begun.epoch}")
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
@@ -312,7 +313,8 @@ class DeviceLoader:
     """A loader that delivers its batches on one device, and can be looped over any number of times.
 
     In a world of several processes each rank gets its share of every round, so every rank must loop over it equally
-    often. Each loop is the next epoch, counted by this object: one made for each epoch begins at 0 each time.
+    often, and begin each loop between the same collectives: CollectiveMismatchError otherwise. Each loop is the next
+    epoch, counted by this object: one made for each epoch begins at 0 each time.
 
     Args:
         device: the device on which batches are delivered; None uses the world's device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import unisono
 from unisono import Accelerator
 from unisono.errors import CollectiveMismatchError
 
-RULE = "begin the same loops in the same order: a prepared loader gives each rank its part of the data only; under `if"
+RULE = "begin the same loops between the same collectives: a prepared loader gives each rank its part of the data only"
 FOLLOWS: dict[str, Callable[[Accelerator, Any], Any]] = {
     "a reduction": lambda accelerator, loader: unisono.all_reduce(torch.ones(1)),
     "a barrier": lambda accelerator, loader: accelerator.wait_for_everyone(),
@@ -79,3 +80,45 @@ def test_loops_of_all_ranks_at_different_times_and_of_a_plain_loader_are_none(mo
         return count
 
     assert mode.run(body) == [10 * 6 + 12, 10 * 6]
+
+
+def test_one_after_many_loops_of_all_ranks_is_named_too() -> None:
+    def body() -> None:
+        _, loader = prepared()
+        for _ in range(25 - unisono.rank()):  # what a rank announces fills a page of its notes then
+            next(iter(loader))
+        unisono.all_reduce(torch.ones(1))
+
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0 came to a loop over a DataLoader, epoch 24 .*while"):
+        PROCESSES_2.run(body)
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_loops_of_other_threads_begin_at_any_time(mode: Mode) -> None:
+    def body() -> int:
+        _, loader = prepared()
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.extend(len(batch) for [batch] in loader))
+        for rank in range(2):
+            if rank == unisono.rank():
+                thread.start()
+                thread.join()
+            unisono.all_reduce(torch.ones(1))
+        return sum(found)
+
+    assert mode.run(body) == [6, 6]
+
+
+def test_a_rank_ends_with_its_last_thread(tmp_path: Path) -> None:
+    def reduce() -> None:
+        done = [unisono.all_reduce(torch.ones(1)).item() for _ in range(300)]
+        (tmp_path / f"{unisono.rank()}").write_text(f"{sum(done):g}")
+
+    def body() -> None:
+        thread = threading.Thread(target=reduce)
+        thread.start()
+        if unisono.rank() == 1:
+            thread.join()
+
+    PROCESSES_2.run(body)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["600", "600"]

@@ -62,21 +62,22 @@ class MeetingPoint:
         self._is_closed = False
 
     def announce(self, action: str) -> dict[int, str]:
-        """Note what this rank does before its next collective; sends nothing, and waits for nobody. Returns what ranks
-        have noted, by rank, if some have noted something else; CollectiveMismatchError, on all ranks, if all others
-        find that soon, too."""
+        """Note what this rank does before its next collective; sends nothing, and waits for nobody, unless the page is
+        full: then all ranks meet. Returns what ranks have noted, by rank, if some have noted something else;
+        CollectiveMismatchError, on all ranks, if all others find that soon, too."""
         if self._is_closed:
             self._check_open()
-        if self.notes.is_full:
-            self.enter("came to a full page of announcements")
+        is_full, end = self.notes.is_full, f"came to {END}"
         self.notes.add(action)
         difference = self.notes.find_difference()
-        if f"came to {END}" in difference.values() and not any(map(is_of_loop, difference.values())):
-            return {}  # who waits for a rank that has ended is told so
+        if end in difference.values() and not any(map(is_of_loop, difference.values())):
+            difference = {}  # who waits for a rank that has ended is told so
         if difference:
             with contextlib.suppress(dist.DistNetworkError):
                 self.meet(_GRACE_S)
                 raise self._mismatch(difference)
+        elif is_full and action != end:  # an end needs no page after it
+            self._agree()
         return difference
 
     def name_next(self, action: str) -> None:
@@ -90,6 +91,10 @@ class MeetingPoint:
             self._check_open()
         self.notes.add(self._name or action)
         self._name = ""
+        self._agree()
+
+    def _agree(self) -> None:
+        """Wait for all ranks, and begin the next page, if their notes agree."""
         self.meet()
         if difference := self.notes.find_difference():
             raise self._mismatch(difference)
