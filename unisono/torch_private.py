@@ -157,6 +157,7 @@ INSTEAD = {
 # For processes that have not imported torch. Without the first two, something starts more slowly, or a printed stack is
 # longer; the third stands above, too, in the names that the loaders import.
 COMPILER_MODULE = "torch._dynamo"
+GRAPH_RULES = "torch._dynamo.trace_rules"  # what is compiled
 WRAPPING_FRAMES = ("_call_impl", "_wrapped_call_impl")  # of nn.Module
 LOADER_WORKER_MODULE = "torch.utils.data._utils.worker"
 
