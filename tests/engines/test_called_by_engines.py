@@ -27,11 +27,19 @@ def weights(engine: str, directory: Path) -> list[float]:
     return [float(path.read_text()) for path in directory.glob("weight-*")]
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The weight that one device has in the end."""
+    [found] = weights("nobody", tmp_path_factory.mktemp("nobody") / "alone")
+    return found
+
+
 @pytest.mark.parametrize("engine", ["ray", "submitit"])
-def test_the_weights_are_those_of_one_device_and_each_sample_counts_once(engine: str, tmp_path: Path) -> None:
+def test_the_weights_are_those_of_one_device_and_each_sample_counts_once(
+    engine: str, alone: float, tmp_path: Path
+) -> None:
     if importlib.util.find_spec(engine) is None:
         pytest.skip(f"needs {engine}: make .venv/.engines")
-    [alone] = weights("nobody", tmp_path / "alone")
     assert weights(engine, tmp_path / engine) == pytest.approx([alone] * 2, rel=1e-5)
     if engine == "submitit":
         assert len(list((tmp_path / engine).glob("waits-*"))) == 2  # the job was stopped, and requeued

@@ -198,7 +198,8 @@ class ProcessCommunicator:
         return combine([value])
 
     def announce(self, purpose: str) -> None:
-        self._run(Call("", purpose=purpose))
+        if self._here is not None or dist.is_initialized():  # a script may have ended the group, and evaluate alone
+            self._run(Call("", purpose=purpose))
 
     def compare_ends(self) -> None:
         """Raise CollectiveMismatchError if this rank, which ends, or another has begun a loop alone since the last
