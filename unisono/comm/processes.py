@@ -198,8 +198,11 @@ class ProcessCommunicator:
         return combine([value])
 
     def announce(self, purpose: str) -> None:
-        if self._here is not None or dist.is_initialized():  # a script may have ended the group, and evaluate alone
+        try:
             self._run(Call("", purpose=purpose))
+        except ValueError:  # torch's, without a group: a script may have ended it, and evaluate on one rank
+            if dist.is_initialized():
+                raise
 
     def compare_ends(self) -> None:
         """Raise CollectiveMismatchError if this rank, which ends, or another has begun a loop alone since the last

@@ -67,7 +67,10 @@ class MeetingPoint:
         CollectiveMismatchError, on all ranks, if all others find that soon, too."""
         if self._is_closed:
             self._check_open()
-        is_full, end = self.notes.is_full, f"came to {END}"
+        end = f"came to {END}"
+        if self.notes.is_full and action != end:  # an end needs no page after it
+            self.enter(action)
+            return {}
         self.notes.add(action)
         difference = self.notes.find_difference()
         if end in difference.values() and not any(map(is_of_loop, difference.values())):
@@ -76,8 +79,6 @@ class MeetingPoint:
             with contextlib.suppress(dist.DistNetworkError):
                 self.meet(_GRACE_S)
                 raise self._mismatch(difference)
-        elif is_full and action != end:  # an end needs no page after it
-            self._agree()
         return difference
 
     def name_next(self, action: str) -> None:
@@ -91,10 +92,6 @@ class MeetingPoint:
             self._check_open()
         self.notes.add(self._name or action)
         self._name = ""
-        self._agree()
-
-    def _agree(self) -> None:
-        """Wait for all ranks, and begin the next page, if their notes agree."""
         self.meet()
         if difference := self.notes.find_difference():
             raise self._mismatch(difference)
