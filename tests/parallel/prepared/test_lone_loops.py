@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from faults import until
 from modes import PROCESSES_2, THREADS_2, Mode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,11 +43,6 @@ def test_the_next_call_of_all_ranks_names_it(mode: Mode, follows: str) -> None:
 
     with pytest.raises(CollectiveMismatchError, match=r"must (begin the same loops|loop over each prepared)"):
         mode.run(body)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before the other rank ends", "after it"])
