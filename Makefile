@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | test-xla | test-newest | test-toy | soak | gpu-check | check | docs | package | bench
+# make demo | test | test-slow | test-all | test-xla | test-newest | test-toy | test-engines | soak | gpu-check | check | docs | package | bench
 # Everything is installed into .venv, at the versions in constraints.txt; for test-xla into .venv-xla, with torch 2.9;
 # for test-newest into .venv-newest, as pip finds it.
 
@@ -20,7 +20,7 @@ NEWEST := .venv-newest
 NEWEST_PYTHON ?= $(lastword $(PYTHON) $(sort $(wildcard $(dir $(shell command -v $(PYTHON)))../versions/3.1[3-9].*/bin/python3)))
 NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check install --quiet --no-compile --upgrade
 
-.PHONY: demo test test-slow test-all test-xla test-newest test-toy soak gpu-check check docs package bench clean
+.PHONY: demo test test-slow test-all test-xla test-newest test-toy test-engines soak gpu-check check docs package bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_digits.py --mode processes --devices 2 --backend cpu
@@ -28,11 +28,15 @@ demo: $(VENV)/.examples
 test: $(VENV)/.test
 	$(BIN)/python $(PYTEST) -m "not slow"
 
-test-slow: $(VENV)/.test $(VENV)/.engines
+test-slow: $(VENV)/.test
 	$(BIN)/python $(PYTEST) -m slow
 
-test-all: $(VENV)/.test $(VENV)/.engines
+test-all: $(VENV)/.test
 	$(BIN)/python $(PYTEST)
+
+# The engines that clusters run, with Ray; SSH and SLURM where sshd and slurm-wlm are here.
+test-engines: $(VENV)/.test $(VENV)/.engines
+	$(BIN)/python $(PYTEST) tests/engines
 
 # A process has one number of virtual devices. What depends on how many there are is the joint reduction, so that with
 # four and eight run the tests of collectives, and those of whole runs: so few that a third pytest would not pay.

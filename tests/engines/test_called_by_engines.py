@@ -39,7 +39,7 @@ def test_the_weights_are_those_of_one_device_and_each_sample_counts_once(
     engine: str, alone: float, tmp_path: Path
 ) -> None:
     if importlib.util.find_spec(engine) is None:
-        pytest.skip(f"needs {engine}: make .venv/.engines")
+        pytest.skip(f"needs {engine}: make test-engines")
     assert weights(engine, tmp_path / engine) == pytest.approx([alone] * 2, rel=1e-5)
     if engine == "submitit":
         assert len(list((tmp_path / engine).glob("waits-*"))) == 2  # the job was stopped, and requeued

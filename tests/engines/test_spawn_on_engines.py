@@ -39,6 +39,9 @@ sys.stdin.read()
 cluster.shutdown()
 """
 
+SERVER = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+HAS_SSH = SERVER is not None and shutil.which("ssh") is not None and os.geteuid() == 0
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
@@ -85,9 +88,7 @@ def local() -> Ground:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     """Two hosts: a real sshd, at two addresses of this machine."""
-    server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    if server is None or shutil.which("ssh") is None or os.geteuid() != 0:
-        pytest.skip("needs root, ssh and sshd: apt-get install openssh-server")
+    assert SERVER is not None
     directory = tmp_path_factory.mktemp("ssh")
     Path("/run/sshd").mkdir(exist_ok=True)
     for name in ("host", "user"):
@@ -98,7 +99,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     settings = ["UsePAM=no", "StrictModes=no", "PermitRootLogin=yes", f"AuthorizedKeysFile={directory}/user.pub"]
     listening = [f"ListenAddress={address}:{port}" for address in ("[::1]", "127.0.0.2")]
     options = [word for each in (*settings, *listening) for word in ("-o", each)]
-    daemon = subprocess.Popen([server, "-D", "-e", "-f", "/dev/null", "-h", str(directory / "host"), *options])
+    daemon = subprocess.Popen([SERVER, "-D", "-e", "-f", "/dev/null", "-h", str(directory / "host"), *options])
     known = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
     given = ("-p", str(port), "-i", str(directory / "user"), *known)
     try:
@@ -111,7 +112,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Ground]:
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("needs Ray: make .venv/.engines")
+        pytest.skip("needs Ray: make test-engines")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     # No descendant of this process: Ray starts and ends processes at any time.
     command = ["setsid", "--fork", sys.executable, "-c", RAY]
@@ -126,7 +127,8 @@ def slurm(slurm_entry: tuple[tuple[str, ...], dict[str, str]]) -> Ground:
     return Ground("Slurm(2, '{directory}/jobs')", enter, environ)
 
 
-@pytest.fixture(scope="module", params=["local", "hosts", "ray", "slurm"])
+# `Local` starts and ends agents as `Hosts` does, without ssh.
+@pytest.fixture(scope="module", params=["hosts" if HAS_SSH else "local", "ray", "slurm"])
 def ground(request: pytest.FixtureRequest) -> Ground:
     found: Ground = request.getfixturevalue(request.param)
     return found
