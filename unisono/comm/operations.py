@@ -39,9 +39,10 @@ _RULE_OF_STEPS = (
     "take the same steps on the same rounds: skip a batch, or leave a loop, on all ranks or on none, loop over each "
     "loader equally often, in the same order, and step schedulers alike"
 )
-_RULE_OF_LOOPS = (
-    "begin the same loops between the same collectives: a prepared loader gives each rank its part of the data only; "
-    "under `if is_rank_zero():`, loop over a DataLoader that is not prepared"
+_RULE_OF_LOOPS = "begin the same loops between the same collectives"
+_ADVICE_ON_LOOPS = (
+    "; a prepared loader gives each rank its part of the data only: under `if is_rank_zero():`, loop over a DataLoader "
+    "that is not prepared"
 )
 LOOP, END = "a loop over", "the end of its function"
 """What a rank announces, begins so."""
@@ -184,6 +185,7 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     )
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
     rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else rule
+    rule += _ADVICE_ON_LOOPS if any(map(is_of_loop, groups)) else ""
     odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
 
@@ -195,9 +197,10 @@ def is_of_loop(action: str) -> bool:
 def _placed(action: str, place: str) -> str:
     """The action, and the user's call that led to it."""
     called, _, where = place.partition("() in ")
-    if not action.startswith(CALLED) and (is_of_loop(action) or action.endswith(END)):
-        # The place is that of a later call, unless it begins the loop.
-        return f"{action} in {where}" if called == "__next__" else action
+    if action.endswith(END):  # in the launcher
+        return action
+    if called == "__next__":
+        return f"{action} in {where}"
     if not place or not action.startswith(CALLED):
         return f"{action} by {place}" if place else action
     if action.startswith(f"{CALLED}{called}("):

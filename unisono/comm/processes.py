@@ -313,7 +313,7 @@ class ProcessCommunicator:
         here = self._here
         if here is not None and not call.name:
             if difference := here.announce(action):
-                mismatch = mismatch_error(difference, {self.rank: describe_call(own_frames())})
+                mismatch = mismatch_error(difference, {self.rank: here.place_of(difference[self.rank])})
                 self.abort(mismatch)  # peers that arrived before are waiting in their next call
                 raise mismatch
         elif here is None:

@@ -203,7 +203,9 @@ class ParallelLoader:
         # A rank that loops alone would get its part of the data only. A helper thread's loop begins at any time.
         own = threading.main_thread() if self._world.is_of_processes else self._maker
         if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
-            self._world.comm.announce(f"{LOOP} a {type(self._loader).__name__}, epoch {begun.epoch}")
+            size = self._source.length if begun.stream is None and hasattr(self._loader, "dataset") else None
+            name = type(self._loader).__name__ + (f" of {size} samples" if size is not None else "")
+            self._world.comm.announce(f"{LOOP} a {name}, epoch {begun.epoch}")
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])

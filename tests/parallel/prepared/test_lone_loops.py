@@ -18,7 +18,7 @@ import unisono
 from unisono import Accelerator
 from unisono.errors import CollectiveMismatchError
 
-RULE = "begin the same loops between the same collectives: a prepared loader gives each rank its part of the data only"
+RULE = "begin the same loops between the same collectives; a prepared loader gives each rank its part of the data only"
 FOLLOWS: dict[str, Callable[[Accelerator, Any], Any]] = {
     "a reduction": lambda accelerator, loader: unisono.all_reduce(torch.ones(1)),
     "a barrier": lambda accelerator, loader: accelerator.wait_for_everyone(),
@@ -58,7 +58,7 @@ def test_so_does_the_end_of_a_run(is_first: bool, tmp_path: Path) -> None:
         (tmp_path / "looped").touch()
         return count
 
-    with pytest.raises(CollectiveMismatchError, match="came to a loop over a DataLoader, epoch 0") as caught:
+    with pytest.raises(CollectiveMismatchError, match="came to a loop over a DataLoader of 12 samples, epoch 0") as caught:
         PROCESSES_2.run(body)
     assert RULE in str(caught.value)
 
@@ -84,7 +84,7 @@ def test_one_after_many_loops_of_all_ranks_is_named_too() -> None:
             next(iter(loader))
         unisono.all_reduce(torch.ones(1))
 
-    with pytest.raises(CollectiveMismatchError, match=r"rank 0 came to a loop over a DataLoader, epoch 24 .*while"):
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0 came to a loop over a DataLoader of 12 samples, epoch 24 .*while"):
         PROCESSES_2.run(body)
 
 

@@ -38,6 +38,7 @@ _SPINS = 100
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 0.1
 _GRACE_S = 2.0  # how long a rank that has found a difference waits for the others, to name their places
 _WORD = 2**32
+_LOOPS = 64  # more than a page of notes has
 _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
 
 
@@ -58,6 +59,7 @@ class MeetingPoint:
         self._state_at = [mapping.header_of(rank) + _STATE for rank in range(self.size)]
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self.notes = Notes(mapping)
+        self._loops: dict[str, str] = {}  # the places of the latest ones
         self._name = ""  # of the next collective, if its caller has given it one
         self._is_closed = False
 
@@ -68,6 +70,10 @@ class MeetingPoint:
         if self._is_closed:
             self._check_open()
         end = f"came to {END}"
+        if is_of_loop(action):
+            if len(self._loops) == _LOOPS:
+                del self._loops[next(iter(self._loops))]
+            self._loops[action] = describe_call(own_frames())
         if self.notes.is_full and action != end:  # an end needs no page after it
             self.enter(action)
             return {}
@@ -101,12 +107,16 @@ class MeetingPoint:
         """The error, with the places of calls, after a meeting in which all ranks have found the difference."""
         self.notes.turn_page()
         self.notes.add(difference[self.rank])
-        self.notes.add(describe_call(own_frames()))
+        self.notes.add(self.place_of(difference[self.rank]))
         # All must have written their places before any rank reads them.
         self.meet()
         self.close(is_broken=True)
         actions, places = zip(*map(self.notes.lines, range(self.size)), strict=True)
         return mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
+
+    def place_of(self, action: str) -> str:
+        """The user's call by which this rank came to an action: that of now, unless it has begun a loop before."""
+        return self._loops.get(action) or describe_call(own_frames())
 
     def meet(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have arrived. DistNetworkError, on all that wait, if one is gone or did not arrive in
