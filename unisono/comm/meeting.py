@@ -22,7 +22,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from unisono.comm.operations import Call, action_of, broken, departure, left, mismatch_error
+from unisono.comm.operations import (
+    END,
+    Call,
+    action_of,
+    broken,
+    departure,
+    is_of_loop,
+    left,
+    mismatch_error,
+)
 from unisono.outcome import Outcome, copy_error
 from unisono.stacks import describe_call, own_frames
 
@@ -46,7 +55,7 @@ class Meeting:
         self._timeout = timeout
         self._changed = threading.Condition()
         self._round = _Exchange()
-        self._departed: set[int] = set()
+        self._departed: dict[int, str] = {}  # with what they had announced last
         self._broken: tuple[str, BaseException | None] | None = None
 
     def exchange(self, rank: int, call: Call, value: Any, combine: Callable[[list[Any]], R]) -> R:
@@ -86,12 +95,16 @@ class Meeting:
         with self._changed:
             self._break(f"rank {rank} failed with {type(cause).__name__}: {cause}", cause)
 
-    def leave(self, rank: int) -> None:
-        """Record that the rank no longer takes part; a round that waits for it breaks."""
+    def leave(self, rank: int, announced: str = "") -> None:
+        """Record that the rank no longer takes part; a round that waits for it breaks. CollectiveMismatchError in the
+        last one, if another loop than those of others was `announced` since the last exchange."""
         with self._changed:
-            self._departed.add(rank)
+            self._departed[rank] = announced
             if self._round.calls:
                 self._break(departure(sorted(self._departed)), None)
+            last = {each: f"came to {words or END}" for each, words in sorted(self._departed.items())}
+            if len(last) == self.size and len({*last.values()}) > 1 and any(map(is_of_loop, last.values())):
+                raise mismatch_error(last)
 
     def _wait(self, here: _Exchange, rank: int, call: Call) -> None:
         def is_over() -> bool:

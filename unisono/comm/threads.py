@@ -113,7 +113,8 @@ class ThreadCommunicator:
         self._meeting.abort(cause, self.rank)
 
     def leave(self) -> None:
-        self._meeting.leave(self.rank)
+        announced, self._purpose = self._purpose, ""
+        self._meeting.leave(self.rank, announced)
 
     def meet(self, call: Call, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Contribute `value`, and return the last thread's combination of all values: see `Meeting.exchange`."""
