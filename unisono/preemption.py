@@ -69,7 +69,7 @@ def handle(warnings: Sequence[int] = ()) -> None:
         is_done.wait()
         return
     shield_loader_workers()
-    _warnings.extend(warnings)
+    _warnings[:] = warnings
     for signum in {signal.SIGTERM, *warnings}:
         before = signal.signal(signum, _note_signal)
         _previous[signum] = signal.SIG_DFL if before is None else before  # None: by native code, cannot be restored

@@ -285,7 +285,10 @@ class Communicator(Protocol):
 
     def leave(self) -> None:
         """Record that this rank no longer takes part; ranks that wait for it, now or later, fail at once.
-        Idempotent."""
+        Idempotent.
+
+        (Threads: `CollectiveMismatchError` in the last rank, if one has begun a loop that the others have not.)
+        """
 
 
 class Run(Protocol):

@@ -22,16 +22,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from unisono.comm.operations import (
-    END,
-    Call,
-    action_of,
-    broken,
-    departure,
-    is_of_loop,
-    left,
-    mismatch_error,
-)
+from unisono.comm.operations import END, Call, action_of, broken, departure, is_of_loop, left, mismatch_error
 from unisono.outcome import Outcome, copy_error
 from unisono.stacks import describe_call, own_frames
 
@@ -97,8 +88,10 @@ class Meeting:
 
     def leave(self, rank: int, announced: str = "") -> None:
         """Record that the rank no longer takes part; a round that waits for it breaks. CollectiveMismatchError in the
-        last one, if another loop than those of others was `announced` since the last exchange."""
+        last one, if another loop than those of others was `announced` since the last exchange. Idempotent."""
         with self._changed:
+            if rank in self._departed:
+                return
             self._departed[rank] = announced
             if self._round.calls:
                 self._break(departure(sorted(self._departed)), None)

@@ -38,6 +38,7 @@ _SPINS = 100
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.01, 0.1
 _GRACE_S = 2.0  # how long a rank that has found a difference waits for the others, to name their places
 _WORD = 2**32
+_ENDED = f"came to {END}"
 _LOOPS = 64  # more than a page of notes has
 _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
 
@@ -69,19 +70,18 @@ class MeetingPoint:
         CollectiveMismatchError, on all ranks, if all others find that soon, too."""
         if self._is_closed:
             self._check_open()
-        end = f"came to {END}"
         if is_of_loop(action):
             if len(self._loops) == _LOOPS:
                 del self._loops[next(iter(self._loops))]
             self._loops[action] = describe_call(own_frames())
-        if self.notes.is_full and action != end:  # an end needs no page after it
+        if self.notes.is_full and action != _ENDED:  # an end needs no page after it
             self.enter(action)
             return {}
         self.notes.add(action)
-        difference = self.notes.find_difference()
-        if end in difference.values() and not any(map(is_of_loop, difference.values())):
-            difference = {}  # who waits for a rank that has ended is told so
-        if difference:
+        if difference := self.notes.find_difference():
+            actions = difference.values()
+            if _ENDED in actions and not any(map(is_of_loop, actions)):
+                return {}  # who waits for a rank that has ended is told so
             with contextlib.suppress(dist.DistNetworkError):
                 self.meet(_GRACE_S)
                 raise self._mismatch(difference)
