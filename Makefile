@@ -9,7 +9,8 @@ PIP    := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --
 
 # The number of tests that run side by side. They often wait for their processes, so three keep two cores busy.
 TESTS  ?= 3
-PYTEST := -m pytest --numprocesses $(TESTS) --dist worksteal
+# In continuous integration a failed test gets one more run.
+PYTEST := $(if $(CI),.ci/pytest_again.py,-m pytest) --numprocesses $(TESTS) --dist worksteal
 
 XLA    := .venv-xla
 XLA_PIP = $(XLA)/bin/pip --disable-pip-version-check install --quiet --no-compile --constraint $(XLA)/constraints.txt

@@ -254,3 +254,35 @@ def test_hung_tests_fail_alone_and_report_where_each_thread_stood(tmp_path: Path
     failed = reports["test_fails_among_processes"]
     assert all(f"said by {rank}" in failed for rank in range(2))
     assert re.search(r"-m pytest -n0 \S*test_hanging.py::test_fails_among_processes\n", failed)
+
+
+ONCE = """
+from pathlib import Path
+def test_is_fine():
+    pass
+def test_fails_once():
+    mark = Path(__file__).with_name("mark")
+    seen = mark.exists()
+    mark.touch()
+    assert seen
+"""
+
+
+@pytest.mark.parametrize(("further", "exit_code"), [("", 0), ("def test_fails():\n    assert False\n", 1)])
+def test_in_continuous_integration_a_failed_test_runs_once_more_and_is_listed_if_it_passes_then(
+    tmp_path: Path, further: str, exit_code: int
+) -> None:
+    (tmp_path / "test_some.py").write_text(ONCE + further)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    again = Path(__file__).parent.parent / ".ci" / "pytest_again.py"
+    run = subprocess.run(
+        [sys.executable, again, "-n1", "--dist", "worksteal"], cwd=tmp_path, env=own, capture_output=True, text=True
+    )
+    assert run.returncode == exit_code, run.stdout
+    listed = tmp_path / "out" / "flaky.txt"
+    if exit_code:
+        assert re.search(r"^=+ 1 failed, 1 passed in", run.stdout, re.MULTILINE)
+        assert not listed.exists()
+    else:
+        assert re.search(r"^=+ 1 passed in", run.stdout, re.MULTILINE)
+        assert listed.read_text() == "test_some.py::test_fails_once\n"
