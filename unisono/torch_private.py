@@ -123,7 +123,11 @@ NAMES = {  # ours: (torch's, what we do by it)
     # Process groups.
     "default_store": (f"{_GROUPS}._get_default_store", "meets the other ranks in their store"),
     "abort_process_group": (f"{_GROUPS}._abort_process_group", "ends a group whose collectives hang"),
-    "sequence_number": ("torch.distributed.ProcessGroup._get_sequence_number_for_group", "sees collectives go on"),
+    "GET_BACKEND": ("torch.distributed.ProcessGroup._get_backend", "sees collectives go on"),
+    "sequence_number": (
+        "torch._C._distributed_c10d.Backend._get_sequence_number_for_group",
+        "sees collectives go on",
+    ),
     "create_work_from_future": (
         "torch._C._distributed_c10d._create_work_from_future",
         "returns collectives that are done from shared memory",

@@ -120,14 +120,20 @@ def test_a_pod_has_the_workers_of_the_command_line_or_else_those_of_kubeflow(
         ("print(sum(range(3)))", True),
         ("unisono.barrier()", False),
         ("list(unisono.Accelerator().prepare(torch.utils.data.DataLoader(range(4))))", False),
-        ("dist.init_process_group('gloo'); dist.barrier()", False),
+        ("dist.init_process_group('gloo')", False),
+        ("dist.is_initialized() or dist.init_process_group('gloo'); dist.all_reduce(torch.ones(1))", False),
+        ("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))(torch.ones(1)).backward()", False),
+        ("dist.new_group([0, 1])", False),
+        ("dist.init_device_mesh('cpu', (2, 1))", False),
+        ("dist.all_reduce(torch.ones(1)); dist.destroy_process_group()", False),
+        ("dist.destroy_process_group()", True),
     ],
 )
 def test_ranks_that_never_met_are_told_so_at_the_end(run, script, body, is_told):
     name = script(f"import torch, unisono, torch.distributed as dist\n{body}")
     code, _, errors = run("-n", "2", "--backend", "cpu", name)
     assert code == 0, errors
-    assert errors.count("has run on 2 ranks, which never met") == is_told
+    assert errors.count("has run on 2 ranks, and rank 0 has called no collective") == is_told
 
 
 def test_words_for_the_number_of_workers_are_those_of_torchrun(run, script):
@@ -178,6 +184,31 @@ def test_a_script_for_torchrun_runs_unchanged(run_apart, num_workers):
     mean = sum(range(1, num_workers + 1)) / num_workers
     assert output.splitlines().count(f"gradient [[{mean}, {mean}]]") == num_workers
     assert output.count("trying to initialize the default process group twice") == num_workers
+
+
+WATCHED = """
+import threading, torch, torch.distributed as dist, unisono
+comm, is_over, seen = unisono.current_world().comm, threading.Event(), []
+def watch():
+    while not is_over.is_set():
+        seen.append(comm.progress)
+thread = threading.Thread(target=watch)
+thread.start()
+for number in range(60):
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (2, 1)) if number % 2 else None
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+is_over.set()
+thread.join()
+assert seen == sorted(seen) and comm.progress >= seen[0] + 2 * 60, (seen[0], comm.progress)
+"""
+
+
+def test_a_script_creates_and_destroys_groups_while_its_progress_is_watched(run_apart):
+    """The worker's pulse thread reads it as this one does, and has crashed in a group that did not exist any more."""
+    code, _, errors = run_apart(WATCHED, "-n", "2")
+    assert code == 0, errors
 
 
 LATE = """

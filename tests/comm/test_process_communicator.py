@@ -122,7 +122,7 @@ def test_what_is_small_goes_by_main_memory_and_waits_for_no_device(tmp_path):
 
 
 def test_a_group_for_a_device_alone_takes_main_memory_by_way_of_the_device(store, monkeypatch):
-    monkeypatch.setattr("unisono.comm.processes._types_in", lambda config: frozenset(["cuda"]))
+    monkeypatch.setattr("unisono.comm.processes.types_in", lambda config: frozenset(["cuda"]))
     comm, sent = ProcessCommunicator(torch.device("cpu", 1), store), []  # another device, for torch's copies
     reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *more: (sent.append(tensor), reduce(tensor.mul_(3), *more)))

@@ -23,13 +23,14 @@ import contextlib
 import pickle
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from unisono.comm.device_watch import DeviceWatch, wake
+from unisono.comm.group_counts import count_group, forget_group, num_begun, types_in
 from unisono.comm.operations import (
     END,
     HOST,
@@ -55,7 +56,6 @@ from unisono.outcome import Outcome
 from unisono.pickling import dumps
 from unisono.protocols import Backend, ReduceOp
 from unisono.stacks import describe_call, frames_of_error, own_frames
-from unisono.torch_private import sequence_number
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -107,13 +107,13 @@ class ProcessCommunicator:
         self._is_inside = False
         self._comparison = _Comparison(self.gather_bytes)
         self.num_calls = 0  # collectives that this rank has entered
-        self._counting = threading.Lock()
         self._own_here = here
         # The thread that `wake` interrupts when the watch ends the device's wait.
         self._thread = threading.get_ident()
         self._watch: DeviceWatch | None = None
         if store is not None and backend is not None and backend.mark(device) is not None:
-            self._watch = DeviceWatch(backend, device, _sequence_number, self._end_wait)
+            count_group(dist.group.WORLD)
+            self._watch = DeviceWatch(backend, device, partial(num_begun, device.type), self._end_wait)
 
     @property
     def current(self) -> str | None:
@@ -128,10 +128,7 @@ class ProcessCommunicator:
         """A number that grows with each collective begun in this process, by any caller, and with those that devices
         finish."""
         watch = self._watch
-        with self._counting:  # asked by one thread and aborted by another, the group would end the process
-            has_ended = self._has_left or self._broken is not None
-            num_begun = 0 if has_ended else _sequence_number()
-        return self.num_calls + num_begun + (0 if watch is None else watch.num_done)
+        return self.num_calls + num_begun() + (0 if watch is None else watch.num_done)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)
@@ -290,7 +287,7 @@ class ProcessCommunicator:
     def _types(self) -> frozenset[str]:
         """The device types whose tensors the default group accepts; not constant, since a script may replace the
         group. Without a group, the call fails for another reason."""
-        return _types_in(dist.get_backend_config()) if dist.is_initialized() else frozenset([self._device.type])
+        return types_in(dist.get_backend_config()) if dist.is_initialized() else frozenset([self._device.type])
 
     @property
     def _host(self) -> torch.device:
@@ -395,13 +392,13 @@ class ProcessCommunicator:
         return _bytes_of(sent)
 
     def _end(self, is_broken: bool = False) -> None:
-        with self._counting:  # no later count asks the group
-            watch, self._watch = self._watch, None
+        watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
         if self._own_here is not None:
             self._own_here.close(is_broken=is_broken)
         if self._owns_group and dist.is_initialized():
+            forget_group()
             end_group(is_broken, waits_for_device=watch is not None)
 
 
@@ -444,13 +441,6 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return unseal(tensor.cpu().numpy().tobytes())
 
 
-def _sequence_number() -> int:
-    """How many collectives the default process group has begun, from any caller."""
-    with contextlib.suppress(Exception):  # the group is being destroyed, or its backend does not count
-        return int(sequence_number(dist.group.WORLD))
-    return 0
-
-
 def is_of_transport(error: BaseException) -> bool:
     """Whether torch's process groups have raised it: for the user's own torch.distributed calls, or for DDP's."""
     if isinstance(error, dist.DistError):
@@ -463,12 +453,6 @@ def _is_of_own_device(error: BaseException) -> bool:
     """Whether this rank's device has failed, for example by a kernel's assertion, which the next call reports."""
     kinds = torch.OutOfMemoryError, torch.AcceleratorError
     return isinstance(error, kinds) or any(words in str(error) for words in _OF_OWN_DEVICE)
-
-
-@lru_cache
-def _types_in(config: str) -> frozenset[str]:
-    """The device types in a configuration such as "cpu:gloo,cuda:nccl"."""
-    return frozenset(pair.partition(":")[0] for pair in config.split(","))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

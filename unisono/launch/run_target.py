@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from unisono import preemption
 from unisono.errors import ClosedError, StoppedError, WorkerDiedError
 from unisono.launch.hosts.endpoint import free_port
@@ -83,16 +81,17 @@ def run_worker_target(rank: int, target: Target, variables: Mapping[str, str]) -
     """Run the target as a worker of `spawn`, with torchrun's variables: those of this rank, and the given ones of the
     run and its machine. WorkerDiedError if it called `sys.exit` with a code other than 0."""
     world = current_world()
-    before, group = getattr(world.comm, "progress", None), dist.group.WORLD
+    before = getattr(world.comm, "progress", None)
     try:
         with variables_set({**variables, **_variables_of_rank(world)}):
             take(_place_of(world, os.environ))  # child processes of the script are not this rank
             run_target(target)
-        met = before is None or dist.group.WORLD is not group or world.comm.progress != before  # type: ignore[attr-defined]
-        if world.world_size > 1 and world.rank == 0 and not (met or count_of(world, "batches")):
+        has_met = before is None or world.comm.progress != before  # type: ignore[attr-defined]
+        if world.world_size > 1 and world.rank == 0 and not (has_met or count_of(world, "batches")):
             logger.warning(
-                "%s has run on %d ranks, which never met: each has done the same on its own; an Accelerator that "
-                "prepares the model, the optimizer and the loader makes them train one model",
+                "%s has run on %d ranks, and rank 0 has called no collective: a script that does not divide its work "
+                "by rank has done all of it on each; an Accelerator that prepares the model, the optimizer and the "
+                "loader makes the ranks train one model",
                 *(target.name, world.world_size),
             )
     except StoppedError:

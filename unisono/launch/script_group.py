@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +18,26 @@ from typing import Any
 import torch.distributed as dist
 
 from unisono.backends import family_names
+from unisono.comm.group_counts import count_group, forget_group
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.torch_private import default_store
 
+_CREATE = ("new_group", "split_group", "shrink_group")
 _OURS = (None, "env://")  # without further arguments, the announced group is meant
 
 
 def let_scripts_initialise() -> None:
     """Allow a script to initialise the default process group of this process, which exists already, once more.
 
-    Destroying that group does not hang while models that it has reduced still exist.
+    Destroying that group does not hang while models that it has reduced still exist, and the collectives of all groups
+    that a script creates count as progress.
     """
     free_reducers_before_groups()
+    count_group(dist.group.WORLD)
+    for name in _CREATE:
+        if original := getattr(dist, name, None):
+            _replace(name, functools.partial(_create_counted, original))
+    _replace("destroy_process_group", functools.partial(_destroy_counted, dist.destroy_process_group))
     # Weak: a reference would keep the group alive after the script has destroyed it.
     ours = weakref.ref(dist.group.WORLD)
     store = default_store()
@@ -56,6 +65,7 @@ def let_scripts_initialise() -> None:
             if asked["store"].add("begun", 1) == asked["world_size"]:
                 asked["store"].set("all_begun", "")
             asked["store"].wait(["all_begun"])
+        count_group(dist.group.WORLD)
 
     replace_init(initialise)
 
@@ -69,5 +79,24 @@ def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], Non
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         initialise(original, signature.bind(*args, **kwargs).arguments)
 
-    for module in (dist, dist.distributed_c10d):
-        module.init_process_group = init_process_group  # type: ignore[attr-defined] # mypy knows it of only one
+    _replace("init_process_group", init_process_group)
+
+
+def _create_counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    group = original(*args, **kwargs)
+    count_group(group)
+    return group
+
+
+def _destroy_counted(original: Callable[..., None], group: Any = None) -> None:
+    forget_group(group)
+    original(group)
+
+
+def _replace(name: str, function: Callable[..., Any]) -> None:
+    """Let all of torch call `function` in place of its own function of that name."""
+    original = getattr(dist, name)
+    function = functools.update_wrapper(function, original)
+    for module in [each for key, each in sys.modules.items() if key.startswith(dist.__name__)]:
+        if vars(module).get(name) is original:
+            setattr(module, name, function)
