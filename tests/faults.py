@@ -343,6 +343,18 @@ class Script:
 
 
 @contextlib.contextmanager
+def many_open_files() -> Iterator[None]:
+    """The files that this process opens during the block have numbers that `select.select` refuses."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    with contextlib.ExitStack() as kept:
+        while kept.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """No file of this process may grow beyond `size` bytes: writing more is an OSError, as on a full disk."""
     limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode

@@ -17,6 +17,7 @@ import numpy
 import psutil
 import pytest
 import torch
+from faults import many_open_files
 from modes import THREADS_2
 from streams import COUNT, Stream
 from torch.utils.data import DataLoader
@@ -117,6 +118,11 @@ def test_a_worker_that_is_ended_just_when_it_begins_holds_no_lock_that_the_next_
     monkeypatch.setattr(Popen, "kill", kill_when_it_waits)
     monkeypatch.setattr(forked_workers, "PATIENCE_S", (0.0, 60.0))
     assert sorted(one_pass()) == list(range(COUNT))
+
+
+def test_workers_are_forked_from_a_process_with_more_than_a_thousand_open_files():
+    with many_open_files():
+        assert sorted(one_pass()) == list(range(COUNT))
 
 
 def test_workers_that_are_always_stuck_are_an_error_and_gone(monkeypatch):

@@ -108,7 +108,9 @@ def _fork_in_time(process: Any, patience_s: float) -> Any:
         finally:
             # Before the wait, so that the death of the worker, which holds the other copy, ends the wait, too.
             workers.close()
-        if select.select([own], [], [], patience_s)[0]:
+        waiting = select.poll()  # `select.select` refuses descriptors from 1,024 on
+        waiting.register(own, select.POLLIN)
+        if waiting.poll(1000 * patience_s):
             with contextlib.suppress(OSError):  # it has died
                 own.send(own.recv(1))
             # Cleared, so that `finally` does not kill it.

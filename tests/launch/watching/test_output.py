@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faults import PATIENCE_S, SOON_S
+from faults import PATIENCE_S, SOON_S, many_open_files
 
 from unisono.launch import options
 from unisono.launch.watching.log_directory import log_file, make_log_directory, name_run
@@ -268,6 +268,16 @@ def test_a_stopped_terminal_stops_who_writes_to_it_and_not_the_end(kind, request
     assert seconds(lambda: output.close(0.2)) < SOON_S
     assert output.tail(0)[-2] == "flood"
     assert read_until(ours, b"flood")
+
+
+def test_a_full_stream_that_does_not_block_is_waited_for_in_a_process_with_many_open_files(pipe, shown):
+    reading, writing = pipe
+    os.set_blocking(writing, False)
+    with many_open_files():
+        output = WorkerOutput(PLAIN, None, shown.fds[0], writing)
+        with worker(output, 0, "import os; os.write(2, b'x' * 1_000_000 + b'\\n')"):
+            assert len(read_until(reading, b"\n")) == 1_000_001
+        output.close()
 
 
 def test_a_broken_pipe_is_silent_and_the_files_go_on(pipe, shown, run):

@@ -123,7 +123,9 @@ class _CallersStream:
             try:
                 data = data[os.write(self.fd, data) :]
             except BlockingIOError:  # another holder of the stream has made it non-blocking
-                select.select([], [self.fd], [])
+                waiting = select.poll()
+                waiting.register(self.fd, select.POLLOUT)
+                waiting.poll()
             except OSError:
                 self.close()
 
