@@ -2,7 +2,7 @@
 
 Code written for torchrun, or for torch's own `spawn`, gets the group that it asks for, with its own backend, timeout
 and options, in place of ours: the ranks meet in the store that they share, and no port is opened. A script that first
-checks `is_initialized()` finds our group, and one that names a device family as its backend gets ours.
+checks `is_initialized()` finds our group; one that names a device family as its backend, or none on the CPU, gets ours.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from unisono.backends import family_names
 from unisono.comm.group_counts import count_group, forget_group
+from unisono.comm.operations import HOST
+from unisono.comm.shared_memory.process_group import NAME
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.torch_private import default_store
 
@@ -50,6 +52,8 @@ def let_scripts_initialise() -> None:
             if dist.is_initialized():
                 return
             asked |= {"backend": backend, "init_method": None}
+        elif asked.get("backend") is None and backend == f"{HOST.type}:{NAME}":
+            asked["backend"] = backend  # torch would take gloo
         is_met_in_store = asked.get("store") is None and asked.get("init_method") in _OURS
         if is_met_in_store:
             # A group that was destroyed has left its addresses in the store.

@@ -2,7 +2,7 @@
 
 Each rank counts its meetings in a word of its own, and waits until the words of all others have reached its count.
 
-*Threads:* the rank's own thread; `close` may be called by any.
+*Threads:* whoever holds `lock`; `close` may be called by any.
 
 Invariants:
 
@@ -19,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,7 +33,7 @@ from unisono.comm.shared_memory.notes import Notes
 from unisono.errors import CollectiveMismatchError
 from unisono.stacks import describe_call, own_frames
 
-_COUNT, _STATE = 0, 4  # offsets of a rank's words in its header
+_COUNT, _STATE, _CONNECTED = 0, 4, 12  # offsets of a rank's words in its header
 _OPEN, _LEFT, _BROKEN = 0, 1, 2
 _SPINS = 100
 # A process that dies wakes no sleeper, so a peer's lock and the deadline are checked after each nap.
@@ -43,17 +45,27 @@ _LOOPS = 64  # more than a page of notes has
 _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
 
 
+def _nothing() -> None:
+    pass
+
+
 class MeetingPoint:
     """This rank's place.
 
-    `turn` is the number of meetings that this rank has arrived at; the memory holds it modulo the word.
+    Attributes:
+        turn: the number of meetings that this rank has arrived at; the memory holds it modulo the word.
+        lock: held for the time of a collective, of which there may be several threads.
+        is_closed: whether this rank has left.
+        on_nap: what this rank does now and then while it waits.
     """
 
     def __init__(self, mapping: Mapping, timeout: timedelta) -> None:
         self.rank, self.size = mapping.rank, mapping.size
         self.turn = 0
+        self.timeout = timeout
+        self.lock = threading.RLock()
+        self.on_nap: Callable[[], None] = _nothing
         self._mapping = mapping
-        self._timeout = timeout
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapping.memory))
         self._words = memoryview(mapping.memory).cast("I")
         self._count_at = [mapping.header_of(rank) + _COUNT for rank in range(self.size)]
@@ -62,13 +74,17 @@ class MeetingPoint:
         self.notes = Notes(mapping)
         self._loops: dict[str, str] = {}  # the places of the latest ones
         self._name = ""  # of the next collective, if its caller has given it one
-        self._is_closed = False
+        self.is_closed = False
 
     def announce(self, action: str) -> dict[int, str]:
         """Note what this rank does before its next collective; sends nothing, and waits for nobody, unless the page is
         full: then all ranks meet. Returns what ranks have noted, by rank, if some have noted something else;
         CollectiveMismatchError, on all ranks, if all others find that soon, too."""
-        if self._is_closed:
+        with self.lock:
+            return self._announce(action)
+
+    def _announce(self, action: str) -> dict[int, str]:
+        if self.is_closed:
             self._check_open()
         if is_of_loop(action):
             if len(self._loops) == _LOOPS:
@@ -94,7 +110,7 @@ class MeetingPoint:
     def enter(self, action: str) -> None:
         """Begin a collective: wait for all ranks, and compare what they do. This rank's data must be written before.
         CollectiveMismatchError, on all ranks, if they do not agree; DistNetworkError as by `meet`."""
-        if self._is_closed:  # first: peers may be reading what this rank noted last
+        if self.is_closed:  # first: peers may be reading what this rank noted last
             self._check_open()
         self.notes.add(self._name or action)
         self._name = ""
@@ -121,18 +137,18 @@ class MeetingPoint:
     def meet(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have arrived. DistNetworkError, on all that wait, if one is gone or did not arrive in
         time."""
-        if self._is_closed:
+        if self.is_closed:
             self._check_open()
         self.turn += 1
         self._words[self._count_at[self.rank] // 4] = self.turn % _WORD
         futex.wake(self._address + self._count_at[self.rank])
         for rank in self._others:
-            self._wait_for(rank, timeout_s or self._timeout.total_seconds())
+            self._wait_for(rank, timeout_s)
 
     def close(self, *, is_broken: bool = False) -> None:
         """Leave, because of a failure or not, and wake the ranks that wait for this one. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             # Before the wake-up, after which sleepers look at it.
             self._words[self._state_at[self.rank] // 4] = _BROKEN if is_broken else _LEFT
             for at in self._count_at:  # including those where this process's own threads wait
@@ -141,13 +157,13 @@ class MeetingPoint:
     def check_presence(self, rank: int) -> None:
         """Raise if that rank will never arrive, whatever it is waited for; DistNetworkError if it has left or ended, or
         this rank has."""
-        if self._is_closed:
+        if self.is_closed:
             self._check_open()
         if reason := self._absence_of(rank):
             raise dist.DistNetworkError(f"rank {rank} {reason}")
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise dist.DistNetworkError(f"rank {self.rank} has left the group, or the group is broken")
 
     def _absence_of(self, rank: int) -> str:
@@ -164,12 +180,24 @@ class MeetingPoint:
         # Modulo the word: counts wrap around, and a peer is at most one meeting ahead.
         return (self._words[self._count_at[rank] // 4] - self.turn) % _WORD < _WORD // 2
 
-    def _wait_for(self, rank: int, timeout_s: float) -> None:
+    def note_connected(self) -> None:
+        """Let the others know that this rank can be sent messages."""
+        self._words[(self._mapping.header_of(self.rank) + _CONNECTED) // 4] = 1
+
+    def is_connected(self, rank: int) -> bool:
+        """Whether that rank can be sent messages."""
+        return bool(self._words[(self._mapping.header_of(rank) + _CONNECTED) // 4])
+
+    def is_any_connected(self) -> bool:
+        return any(map(self.is_connected, self._others))
+
+    def _wait_for(self, rank: int, limit_s: float | None) -> None:
         words, word, turn = self._words, self._count_at[rank] // 4, self.turn
         for _ in range(_SPINS):
             if (words[word] - turn) % _WORD < _WORD // 2:  # `_has_come`, without a hundred calls
                 return
             os.sched_yield()
+        timeout_s = limit_s or self.timeout.total_seconds()
         deadline, nap_s = time.monotonic() + timeout_s, _FIRST_NAP_S
         while True:
             # Read before the check: if the word changes after that, the futex does not sleep.
@@ -179,9 +207,10 @@ class MeetingPoint:
             missing = self.missing()
             for each in missing:
                 # otherwise it left after this meeting
-                if self._is_closed or (self._absence_of(each) and not self._has_come(each)):
+                if self.is_closed or (self._absence_of(each) and not self._has_come(each)):
                     self.check_presence(each)
             if time.monotonic() > deadline:
                 raise dist.DistNetworkError(f"waited {timedelta(seconds=timeout_s)} for {name_ranks(missing)}")
+            self.on_nap()
             futex.wait(self._address + self._count_at[rank], seen, nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)

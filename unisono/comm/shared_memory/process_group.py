@@ -2,36 +2,55 @@
 
 DistributedDataParallel, FSDP2, torch.distributed.checkpoint and the user's own torch.distributed calls use it like any
 other group. All ranks compare their calls before any data is moved. gloo carries out what is needed rarely: messages
-between two ranks, reductions to one, gather, scatter, all-to-all, sparse tensors; and everything if ranks share no
-memory, as on several machines.
+between two ranks, reductions to one, gather, scatter, all-to-all, sparse tensors, lists of tensors that are reduced to
+one; and everything if ranks share no memory, as on several machines. Results, futures and kinds of errors are gloo's.
 
-A call is complete when it returns, with `async_op` too: its work then waits for nothing.
+A call that gloo does not carry out is complete when it returns, with `async_op` too: its work then waits for nothing.
 
-*Threads:* the rank's own thread, or torch's thread for the backward pass; `shutdown` and `abort` in any.
+*Threads:* any, one call at a time; `shutdown` and `abort` at any time.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+    Store,
+)
 
+from unisono.comm.folding import fold_into
 from unisono.comm.operations import Call, action_of
 from unisono.comm.shared_memory.blocks import Blocks, bytes_of_blocks
 from unisono.comm.shared_memory.mapping import Mapping, map_together
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
-from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions, create_work_from_future
+from unisono.torch_private import (
+    DEVICE_TYPES,
+    GET_BACKEND,
+    GLOO_DEVICES,
+    GLOO_TIMEOUT,
+    GlooOptions,
+    create_work_from_future,
+    overrides,
+)
 from unisono.tree import tensors, tree_map
 
 NAME = "shm"
 
-_CAME = "gloo/came/{}"
 _POLL_S = 0.001
 _LOOPBACK = "127.0.0.1"  # the ranks share a machine
 
@@ -51,12 +70,32 @@ _OPS = {
     _ReduceOp.BOR: "or",
     _ReduceOp.BXOR: "xor",
 }
+_groups: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
 
 
 def register() -> None:
     """Register the group with torch, under its name."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=[_HOST])
+        _let_monitored_barrier_take_it()
+
+
+def _let_monitored_barrier_take_it() -> None:
+    """torch's function refuses each group that is not of gloo, by its name."""
+    original = dist.monitored_barrier
+
+    @wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        found = dist.group.WORLD if group is None else group
+        if not isinstance(found, SharedMemoryGroup):
+            return original(group, timeout, wait_all_ranks)  # type: ignore[no-any-return]
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        return found.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    for module in (dist, dist.distributed_c10d):
+        module.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -75,23 +114,41 @@ def _done(tensors: Any) -> Any:
 
 
 def _by_gloo_together(name: str) -> Callable[..., Any]:
-    """A collective that gloo carries out, after all ranks have compared their calls."""
+    """A collective that gloo carries out, after all ranks have compared their calls. Its first argument is written."""
 
-    def call(self: SharedMemoryGroup, *arguments: Any) -> Any:
-        self._blocks.barrier(f"called {name}()")
+    def call(self: SharedMemoryGroup, *arguments: Any, **named: Any) -> Any:
         # gloo reads and writes memory without regard to strides.
-        copies = [
-            (each, each.contiguous()) for each in tensors(arguments) if not (each.is_sparse or each.is_contiguous())
-        ]
-        dense = {id(each): copy for each, copy in copies}
-        work = getattr(self._by_gloo(), name)(*tree_map(lambda leaf: dense.get(id(leaf), leaf), list(arguments)))
-        if copies:
+        dense = {id(each): _contiguous(each) for each in tensors([arguments, named]) if not each.is_sparse}
+        sent, named = tree_map(lambda leaf: dense.get(id(leaf), leaf), [list(arguments), named])
+        with self.here.lock:  # gloo pairs calls by their order
+            self._blocks.barrier(f"called {name}()")
+            work = getattr(self._by_gloo(), name)(*sent, **named)
+        copied = [each for each in tensors(arguments[:1]) if dense.get(id(each), each) is not each]
+        if copied:
             work.wait()
-            for each, copy in copies:
-                each.copy_(copy)
+            for each in copied:
+                each.detach().copy_(dense[id(each)])
         return work
 
     return call
+
+
+def _in_any_form(options: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a method that takes lists of tensors and these options take what torch's method takes: one tensor, options
+    by name. torch's method makes lists and options of them, and calls again."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: SharedMemoryGroup, *arguments: Any, **named: Any) -> Any:
+            if named.keys() == {"opts"}:
+                arguments = (*arguments, named.pop("opts"))
+            if not named and arguments and type(arguments[-1]) is options:
+                return method(self, *arguments)
+            return getattr(_ProcessGroup, method.__name__)(self, *arguments, **named)
+
+        return call
+
+    return decorate
 
 
 class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
@@ -101,23 +158,45 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(mapping.rank, mapping.size)
         self._store, self._timeout = store, timeout
         self.here = MeetingPoint(mapping, timeout)
+        self.here.on_nap = _connect_where_peers_have
         self._blocks = Blocks(mapping, self.here)
         self._gloo: Any = None
+        self._creating_gloo = threading.Lock()
         self._name = self._description = ""
+        _groups.add(self)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        if tensors[0].is_sparse:
-            return self._sparse_allreduce(tensors, opts)
-        op = _op_of(opts)
+    @_in_any_form(AllreduceOptions)
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        if len(tensors) != 1 or tensors[0].is_sparse:  # gloo reduces a list to one
+            return self._allreduce_by_gloo(tensors, opts)
+        op = _op_of(opts, tensors[0].dtype)
         return self._in_place("all_reduce", tensors, op, self._blocks.all_reduce, op)
 
-    allreduce_coalesced = allreduce
+    @_in_any_form(AllreduceCoalescedOptions)
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        if len({(each.dtype, each.layout) for each in tensors}) != 1 or tensors[0].is_sparse:
+            return self._allreduce_coalesced_by_gloo(tensors, opts)  # which has an error for these
+        op = _op_of(opts, tensors[0].dtype)
+        together = torch.cat(list(map(_flat, tensors)))  # a tensor that comes twice is reduced once
+        self._in_place("all_reduce_coalesced", [together], op, self._blocks.all_reduce, op)
+        for tensor, flat in zip(tensors, together.split([each.numel() for each in tensors]), strict=True):
+            _write_back(tensor, flat)
+        return _done(tensors)
 
+    @_in_any_form(BroadcastOptions)
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        return self._in_place("broadcast", tensors, opts.rootRank, self._blocks.broadcast, opts.rootRank)
+        root = opts.rootRank
+        if len(tensors) != 1 or opts.rootTensor or not 0 <= root < self.size():
+            return self._broadcast_by_gloo(tensors, opts)
+        return self._in_place("broadcast", tensors, root, self._blocks.broadcast, root)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        return self._gather("all_gather", outputs, inputs)
+    @_in_any_form(AllgatherOptions)
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+        if len(outputs) != 1 or len(inputs) != 1:
+            return self._allgather_by_gloo(outputs, inputs, opts)
+        self._check_parts("all_gather", outputs[0], inputs[0])
+        self._gather("all_gather", outputs, inputs)
+        return _done(outputs[0])
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [tensor])
@@ -125,15 +204,16 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        pieces = [output.view(self.size(), -1).unbind() for output in outputs]
-        return self._gather("all_gather_single", pieces, inputs)
+        pieces = [self._pieces("all_gather_single", *each) for each in zip(outputs, inputs, strict=True)]
+        self._gather("all_gather_single", pieces, inputs)
+        return _done([piece for each in pieces for piece in each])
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
-        op = _op_of(opts)
-        parts = [list(map(_flat, each)) for each in inputs]
-        for output, each in zip(outputs, parts, strict=True):
-            self._check_parts("reduce_scatter", each, output)
-        return self._in_place("reduce_scatter", outputs, op, self._blocks.reduce_scatter, op, parts=parts)
+    @_in_any_form(ReduceScatterOptions)
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
+        if len(outputs) != 1 or len(inputs) != 1:
+            return self._reduce_scatter_by_gloo(outputs, inputs, opts)
+        self._check_parts("reduce_scatter", inputs[0], outputs[0])
+        return self._reduce_scatter(outputs, inputs, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -141,10 +221,16 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        return self.reduce_scatter(outputs, [[*_flat(each).view(self.size(), -1).unbind()] for each in inputs], opts)
+        parts = [
+            self._pieces("reduce_scatter_single", _contiguous(each), output)
+            for each, output in zip(inputs, outputs, strict=True)
+        ]
+        return self._reduce_scatter(outputs, parts, opts)
 
-    def barrier(self, opts: Any = None) -> Any:
-        self._blocks.barrier("called barrier()")
+    @_in_any_form(BarrierOptions)
+    def barrier(self, opts: Any) -> Any:
+        with self.here.lock:
+            self._blocks.barrier("called barrier()")
         return _done([])
 
     # Names of these methods in torch before 2.11.
@@ -164,12 +250,38 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
         return self._by_gloo().recv_anysource(tensors, tag)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        # It names the ranks that do not come, so all do not meet first.
+        self._by_gloo().monitored_barrier(timeout or self._timeout, wait_all_ranks)
+
     reduce = _by_gloo_together("reduce")
     gather = _by_gloo_together("gather")
     scatter = _by_gloo_together("scatter")
     alltoall = _by_gloo_together("alltoall")
     alltoall_base = all_to_all_single = _by_gloo_together("alltoall_base")
-    _sparse_allreduce = _by_gloo_together("allreduce")
+    allgather_coalesced = _by_gloo_together("allgather_coalesced")
+    _allreduce_by_gloo = _by_gloo_together("allreduce")
+    _allreduce_coalesced_by_gloo = _by_gloo_together("allreduce_coalesced")
+    _broadcast_by_gloo = _by_gloo_together("broadcast")
+    _allgather_by_gloo = _by_gloo_together("allgather")
+    _reduce_scatter_by_gloo = _by_gloo_together("reduce_scatter")
+
+    @property
+    @overrides(DEVICE_TYPES)
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(_HOST)]
+
+    @overrides(GET_BACKEND)
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type != _HOST:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self._by_gloo()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Limit how long a call waits for a rank, from now on."""
+        self._timeout = self.here.timeout = timeout
+        if self._gloo is not None:
+            self._gloo.set_timeout(timeout)
 
     def shutdown(self) -> None:
         self.here.close()
@@ -195,21 +307,26 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._description
 
-    def _gather(self, name: str, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Any:
+    def _gather(self, name: str, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
         flats = list(map(_flat, inputs))
-        wanted = [list(map(_flat, pieces)) for pieces in outputs]
-        for pieces, flat in zip(wanted, flats, strict=True):
-            self._check_parts(name, pieces, flat)
-        try:
-            for sent, pieces, flat, tensors in zip(inputs, wanted, flats, outputs, strict=True):
-                self._blocks.all_gather(_describe_call(name, sent.shape, sent.dtype, None), pieces, flat)
-                for tensor, piece in zip(tensors, pieces, strict=True):
-                    if piece.data_ptr() != tensor.data_ptr():
-                        _write_back(tensor, piece)
-        except BaseException:  # the ranks are out of step
-            self.here.close(is_broken=True)
-            raise
-        return _done(outputs)
+        wanted = [list(map(_writable, pieces)) for pieces in outputs]
+        with self.here.lock:
+            try:
+                for sent, pieces, flat, tensors in zip(inputs, wanted, flats, outputs, strict=True):
+                    self._blocks.all_gather(_describe_call(name, sent.shape, sent.dtype, None), pieces, flat)
+                    for tensor, piece in zip(tensors, pieces, strict=True):
+                        if piece.data_ptr() != tensor.data_ptr():
+                            _write_back(tensor, piece)
+            except BaseException:  # the ranks are out of step
+                self.here.close(is_broken=True)
+                raise
+
+    def _reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], opts: Any
+    ) -> Any:
+        op = _op_of(opts, outputs[0].dtype)
+        flats = [list(map(_flat, each)) for each in parts]
+        return self._in_place("reduce_scatter", outputs, op, self._blocks.reduce_scatter, op, parts=flats)
 
     def _in_place(
         self,
@@ -221,48 +338,74 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         parts: Sequence[Sequence[torch.Tensor]] = (),
     ) -> Any:
         """Change the tensors in place, by an operation on a one-dimensional view of each, with its parts."""
-        flats = list(map(_flat, tensors))  # all are checked before anything is sent
-        try:
-            for number, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
-                action = _describe_call(name, tensor.shape, tensor.dtype, argument)
-                operation(action, flat, *parts[number : number + 1], *arguments)
-                if flat.data_ptr() != tensor.data_ptr():
-                    _write_back(tensor, flat)
-        except BaseException:  # the ranks are out of step
-            self.here.close(is_broken=True)
-            raise
+        flats = list(map(_writable, tensors))  # all are checked before anything is sent
+        with self.here.lock:
+            try:
+                for number, (tensor, flat) in enumerate(zip(tensors, flats, strict=True)):
+                    action = _describe_call(name, tensor.shape, tensor.dtype, argument)
+                    operation(action, flat, *parts[number : number + 1], *arguments)
+                    if flat.data_ptr() != tensor.data_ptr():
+                        _write_back(tensor, flat)
+            except BaseException:  # the ranks are out of step
+                self.here.close(is_broken=True)
+                raise
         return _done(tensors)
 
+    def _pieces(self, name: str, whole: torch.Tensor, piece: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The parts of a tensor, one per rank, each with that shape."""
+        if whole.dtype != piece.dtype or whole.numel() != self.size() * piece.numel():
+            raise RuntimeError(
+                f"{name} between {self.size()} ranks needs {self.size()} times {piece.numel()} elements of "
+                f"{piece.dtype}, got {whole.numel()} of {whole.dtype}"
+            )
+        return whole.detach().view(self.size(), *piece.shape).unbind()
+
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
-        """Before anything is sent, check that there is one part per rank, each of the size that a rank sends or
-        receives."""
-        if [part.numel() for part in parts] != [whole.numel()] * self.size():
-            sizes = ", ".join(str(part.numel()) for part in parts)
-            raise ValueError(
-                f"{name} between {self.size()} ranks needs as many parts of {whole.numel()} elements each, got {sizes}"
+        """Before anything is sent, check that there is one part per rank, each of the shape and type that a rank sends
+        or receives."""
+        if [(part.shape, part.dtype) for part in parts] != [(whole.shape, whole.dtype)] * self.size():
+            given = ", ".join(f"{list(part.shape)} of {part.dtype}" for part in parts)
+            raise RuntimeError(
+                f"{name} between {self.size()} ranks needs as many parts of shape {list(whole.shape)} and "
+                f"{whole.dtype}, got {given or 'none'}"
             )
 
     def _to_peer(self, rank: int) -> Any:
         """gloo's group, once that peer has created its own: gloo would wait for one that has already left."""
         gloo = self._by_gloo()
-        while not self._store.check([_CAME.format(rank)]):
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while 0 <= rank < self.size() and not self.here.is_connected(rank):
             self.here.check_presence(rank)
+            if time.monotonic() > deadline:
+                raise dist.DistNetworkError(f"waited {self._timeout} for rank {rank} to connect")
+            _connect_where_peers_have()
             time.sleep(_POLL_S)
         return gloo
 
     def _by_gloo(self) -> Any:
         """gloo's group, which connects on first use."""
-        if self._gloo is None:
-            options = GlooOptions()
-            setattr(options, GLOO_TIMEOUT, self._timeout)
-            setattr(options, GLOO_DEVICES, [_Gloo.create_device(hostname=_LOOPBACK, lazy_init=True)])
-            self._gloo = _Gloo(PrefixStore("gloo", self._store), self.rank(), self.size(), options)
-            self._store.set(_CAME.format(self.rank()), "1")
+        with self._creating_gloo:
+            if self._gloo is None:
+                options = GlooOptions()
+                setattr(options, GLOO_TIMEOUT, self._timeout)
+                setattr(options, GLOO_DEVICES, [_Gloo.create_device(hostname=_LOOPBACK, lazy_init=True)])
+                self._gloo = _Gloo(PrefixStore("gloo", self._store), self.rank(), self.size(), options)
+                self.here.note_connected()
         return self._gloo
+
+    def connect_if_peers_have(self) -> None:
+        """Create gloo's group if a peer has: it may be waiting for that, to begin what this rank receives later."""
+        if self._gloo is None and not self.here.is_closed and self.here.is_any_connected():
+            self._by_gloo()
 
     def _close_gloo(self) -> None:
         if self._gloo is not None:
             self._gloo.shutdown()
+
+
+def _connect_where_peers_have() -> None:
+    for group in list(_groups):
+        group.connect_if_peers_have()
 
 
 @lru_cache(4096)
@@ -270,21 +413,45 @@ def _describe_call(name: str, shape: tuple[int, ...], dtype: torch.dtype, argume
     return action_of(Call(name, tuple(shape), dtype, argument))
 
 
-def _op_of(opts: Any) -> str:
+def _op_of(opts: Any, dtype: torch.dtype) -> str:
     op = _ReduceOp.SUM if opts is None else opts.reduceOp.op
     if op not in _OPS:
-        raise TypeError(f"the process group {NAME!r} has no {op}; it has {', '.join(_OPS.values())}")
+        raise RuntimeError(f"the process group {NAME!r} has no {op}; it has {', '.join(_OPS.values())}")
+    _try_reduction(_OPS[op], dtype)
     return _OPS[op]
+
+
+@lru_cache(512)
+def _try_reduction(op: str, dtype: torch.dtype) -> None:
+    """Raise what torch raises if it cannot reduce this type so, before anything is sent."""
+    one = torch.ones(1, dtype=dtype)
+    fold_into(one, [one, one], op)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as one dimension; a copy if it has gaps or another order."""
     if not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise TypeError(
+        raise RuntimeError(
             f"the process group {NAME!r} takes dense tensors in main memory, got {tensor.layout} on {tensor.device}; "
             "unisono.all_reduce and its relatives copy tensors of the rank's device there"
         )
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return _contiguous(tensor).view(-1)
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """`_flat`, of a tensor into which the result can be written back."""
+    flat = _flat(tensor)
+    steps = () if tensor.is_contiguous() else zip(tensor.stride(), tensor.shape, strict=True)
+    if any(stride == 0 and size > 1 for stride, size in steps):
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)} whose elements share memory cannot be written in place; pass "
+            "tensor.clone()"
+        )
+    return flat
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _write_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
