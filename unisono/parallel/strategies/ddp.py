@@ -200,10 +200,12 @@ def attach_hook(
         # If this is another thread, of autograd's, the loop's waits for it: a track has one writer at a time.
         track = None if timeline is None else timeline.backward or timeline.loop_in_backward(gradients.is_cpu)
         before = None if track is None else track.switch(REDUCE)
-        # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
-        if factor != 1:
-            scale_in_place(gradients, factor)
         is_dense = gradients.layout is torch.strided
+        # Before the hook: the NaN of a rank without samples must be zero when the ranks' gradients are added.
+        if not is_dense:  # its rows may be the gradient of the layer's output, which the pass has yet to take on
+            bucket.set_buffer(gradients * factor if factor else torch.zeros_like(gradients))
+        elif factor != 1:
+            scale_in_place(gradients, factor)
         sent: Any = begin_average(gradients, group) if is_dense and hook is None else None
         if sent is None and is_dense and callable(hook):
             sent = hook(bucket)
