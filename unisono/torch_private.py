@@ -132,7 +132,6 @@ NAMES = {  # ours: (torch's, what we do by it)
         "torch._C._distributed_c10d._create_work_from_future",
         "returns collectives that are done from shared memory",
     ),
-    "GET_BACKEND": ("torch.distributed.ProcessGroup._get_backend", "gives others the gloo part of a group"),
     "DEVICE_TYPES": ("torch.distributed.ProcessGroup._device_types", "says that a group is for main memory"),
     "GlooOptions": ("torch.distributed.ProcessGroupGloo._Options", "sends what shared memory does not carry"),
     "GLOO_TIMEOUT": ("torch.distributed.ProcessGroupGloo._Options._timeout", "limits what waits for gloo"),
