@@ -81,6 +81,50 @@ LINES = {"sgd": trained(sgd), "adagrad": trained(adagrad), "tokens": trained(sgd
 STAYING = {**LINES, "two optimizers": with_two_optimizers}  # one of which takes sparse gradients only
 
 
+class Beside(nn.Module):
+    """A table whose rows are added to what a layer computes: both get one gradient from the sum. No rows at 0."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        layers = {"layer": nn.Linear(5, 2), "table": nn.Embedding(9, 2, sparse=True, padding_idx=0)}
+        for name in sorted(layers, reverse=first == "table"):  # the pass begins with what was called last
+            self.add_module(name, layers[name])
+        self.first = first
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = (inputs[:, 0] * 4 + 4).long().clamp(0, 8)
+        if self.first == "table":
+            return self.table(rows) + torch.tanh(self.layer(inputs))
+        return torch.tanh(self.layer(inputs)) + self.table(rows)
+
+
+def beside(first: str, tokens: bool = False) -> Lines:
+    def lines(accelerator: Any, loader: Any) -> State:
+        network = seeded(Beside(first).double())
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+        for batch in loader:
+            optimizer.zero_grad()
+            weight = batch[2].sum() * (getattr(loader, "valid_samples", 1) > 0) if tokens else None
+            accelerator.backward(loss_of(network, batch, tokens), weight=weight)
+            optimizer.step()
+        state: State = network.state_dict()
+        return state
+
+    return lines
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(24, 3), (23, 3), (19, 3), (5, 1)])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@MODES
+def test_a_layer_whose_output_is_added_to_rows_of_a_table_is_exact(
+    mode: Mode, strategy: str, samples: int, batch: int
+) -> None:
+    lines = {f"{first} first, {tokens=}": beside(first, tokens) for first in ("layer", "table") for tokens in (0, 1)}
+    for accumulate in (1, 2):
+        options = {} if mode is not PROCESSES_2 else {"strategy": strategy}
+        compare(mode, lines, samples, batch, gradient_accumulation_steps=accumulate, **options)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @MODES
 def test_the_weights_are_those_of_one_device_in_every_mode(mode: Mode, accumulate: int) -> None:
