@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,12 +95,20 @@ def test_all_ranks_have_the_same_bits_and_those_of_threads(nprocs):
 
 def test_wrong_arguments_are_refused_on_that_rank_before_anything_is_sent():
     def work(index: int) -> None:
-        with pytest.raises(ValueError, match=r"all_gather between 2 ranks needs as many parts of 3 elements each"):
+        with pytest.raises(RuntimeError, match=r"all_gather between 2 ranks needs as many parts of shape \[3\]"):
             dist.group.WORLD.allgather([[torch.empty(3)]], [torch.empty(3)])
-        with pytest.raises(TypeError, match=r"takes dense tensors in main memory, got .* on meta"):
+        with pytest.raises(RuntimeError, match=r"takes dense tensors in main memory, got .* on meta"):
             dist.all_reduce(torch.empty(3, device="meta"))
-        with pytest.raises(TypeError, match=r"has no .*PREMUL_SUM"):
+        with pytest.raises(RuntimeError, match=r"has no .*PREMUL_SUM"):
             dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0))
+        with pytest.raises(RuntimeError, match="result type Float can't be cast"):
+            dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+        shared = torch.ones(1).expand(3)
+        with pytest.raises(RuntimeError, match=r"of shape \[3\] whose elements share memory .* pass tensor.clone\(\)"):
+            dist.all_reduce(shared)
+        copied = shared.clone()
+        dist.all_reduce(copied)
+        assert copied.tolist() == [2.0] * 3
         tensor = torch.ones(1)
         dist.all_reduce(tensor)  # the group is as good as before
         assert tensor.item() == 2
@@ -235,6 +244,62 @@ def test_a_destroyed_group_gives_its_memory_back():
 
     for counts in spawn(work, nprocs=2):
         assert len(set(counts)) == 1
+
+
+def test_a_message_that_is_sent_before_a_collective_and_received_after_it_arrives():
+    def work(index: int) -> float:
+        group, received = dist.new_group(), torch.zeros(1)
+        if index == 0:
+            sent = dist.isend(torch.ones(1), 1, group=group)  # its peer is in another group's collective
+        dist.barrier()
+        if index == 0:
+            sent.wait()
+        else:
+            dist.recv(received, 0, group=group)
+        return received.item()
+
+    assert spawn(work, nprocs=2) == [0.0, 1.0]
+
+
+def test_threads_of_a_rank_call_one_after_another():
+    def work(index: int) -> list[float]:
+        def reduce(tensor: torch.Tensor) -> float:
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+            return tensor.mean().item()
+
+        tensors = [torch.ones(400_000) for _ in range(40)]  # all alike: threads take turns in any order
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(reduce, tensors))
+
+    assert spawn(work, nprocs=2) == [[1.0] * 40] * 2
+
+
+def test_a_monitored_barrier_names_the_ranks_that_do_not_come_in_time():
+    def work(index: int) -> None:
+        group = dist.new_group()
+        dist.monitored_barrier(group, timedelta(seconds=60))
+        if index == 0:
+            with pytest.raises(RuntimeError, match=r"Ranks 1, 2 failed to pass monitoredBarrier in 0:00:01"):
+                dist.monitored_barrier(group, timedelta(seconds=1), wait_all_ranks=True)
+        dist.barrier()
+
+    spawn(work, nprocs=3)
+
+
+def test_a_checkpoint_is_saved_beside_training(tmp_path):
+    def work(index: int) -> float:
+        saved = torch.full((3,), float(index))
+        group = dist.new_group()
+        saving = checkpoint.async_save({f"of {index}": saved}, checkpoint_id=tmp_path, process_group=group)
+        tensor = torch.ones(1)
+        for _ in range(50):
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        saving.result()
+        loaded = {f"of {index}": torch.zeros(3)}
+        checkpoint.load(loaded, checkpoint_id=tmp_path)
+        return loaded[f"of {index}"][0].item()
+
+    assert spawn(work, nprocs=2) == [0.0, 1.0]
 
 
 def test_a_peer_that_leaves_is_named_to_who_waits_for_its_message():

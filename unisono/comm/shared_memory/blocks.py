@@ -92,10 +92,10 @@ class Blocks:
             fold_into(block, [each[self.rank] for each in pieces], op)
             start += capacity
 
-    def barrier(self, action: str) -> None:
-        """Wait for all ranks."""
+    def barrier(self, action: str, timeout_s: float | None = None) -> None:
+        """Wait for all ranks; None is the group's timeout."""
         try:
-            self._here.enter(action)
+            self._here.enter(action, timeout_s)
         except BaseException:
             self._here.close(is_broken=True)
             raise

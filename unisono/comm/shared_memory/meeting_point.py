@@ -107,14 +107,14 @@ class MeetingPoint:
         """Let the next collective be noted as `action`, the call that leads to it."""
         self._name = action
 
-    def enter(self, action: str) -> None:
+    def enter(self, action: str, timeout_s: float | None = None) -> None:
         """Begin a collective: wait for all ranks, and compare what they do. This rank's data must be written before.
         CollectiveMismatchError, on all ranks, if they do not agree; DistNetworkError as by `meet`."""
         if self.is_closed:  # first: peers may be reading what this rank noted last
             self._check_open()
         self.notes.add(self._name or action)
         self._name = ""
-        self.meet()
+        self.meet(timeout_s)
         if difference := self.notes.find_difference():
             raise self._mismatch(difference)
         self.notes.turn_page()
@@ -197,7 +197,7 @@ class MeetingPoint:
             if (words[word] - turn) % _WORD < _WORD // 2:  # `_has_come`, without a hundred calls
                 return
             os.sched_yield()
-        timeout_s = limit_s or self.timeout.total_seconds()
+        timeout_s = self.timeout.total_seconds() if limit_s is None else limit_s
         deadline, nap_s = time.monotonic() + timeout_s, _FIRST_NAP_S
         while True:
             # Read before the check: if the word changes after that, the futex does not sleep.
@@ -210,7 +210,8 @@ class MeetingPoint:
                 if self.is_closed or (self._absence_of(each) and not self._has_come(each)):
                     self.check_presence(each)
             if time.monotonic() > deadline:
-                raise dist.DistNetworkError(f"waited {timedelta(seconds=timeout_s)} for {name_ranks(missing)}")
+                waited = f"waited {timedelta(seconds=timeout_s)} for {name_ranks(missing)}"
+                raise dist.DistNetworkError(f"{waited}, which is the timeout of the call")
             self.on_nap()
             futex.wait(self._address + self._count_at[rank], seen, nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)

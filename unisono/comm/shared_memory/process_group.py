@@ -133,18 +133,27 @@ def _by_gloo_together(name: str) -> Callable[..., Any]:
     return call
 
 
+class _Form(_ProcessGroup):  # type: ignore[misc]
+    """A call in any of the forms that torch's methods take; torch makes lists of tensors and options of it."""
+
+    def keep(self, *arguments: Any) -> Any:
+        self.arguments = arguments
+        return _done([])
+
+    allreduce = allreduce_coalesced = broadcast = allgather = reduce_scatter = barrier = keep
+
+
 def _in_any_form(options: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a method that takes lists of tensors and these options take what torch's method takes: one tensor, options
-    by name. torch's method makes lists and options of them, and calls again."""
+    """Let a method that takes lists of tensors and these options take one tensor, too, and options by name."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(self: SharedMemoryGroup, *arguments: Any, **named: Any) -> Any:
-            if named.keys() == {"opts"}:
-                arguments = (*arguments, named.pop("opts"))
-            if not named and arguments and type(arguments[-1]) is options:
-                return method(self, *arguments)
-            return getattr(_ProcessGroup, method.__name__)(self, *arguments, **named)
+            if named or not arguments or type(arguments[-1]) is not options:
+                form = _Form(self.rank(), self.size())
+                getattr(_ProcessGroup, method.__name__)(form, *arguments, **named)
+                arguments = form.arguments
+            return method(self, *arguments)
 
         return call
 
@@ -233,6 +242,17 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             self._blocks.barrier("called barrier()")
         return _done([])
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        limit = self.here.timeout if timeout is None else timeout
+        try:
+            with self.here.lock:
+                self._blocks.barrier("called monitored_barrier()", limit.total_seconds())
+        except dist.DistNetworkError as error:
+            if not (missing := self.here.missing()):
+                raise
+            words = f"Ranks {', '.join(map(str, missing))}" if wait_all_ranks and missing[1:] else f"Rank {missing[0]}"
+            raise RuntimeError(f"{words} failed to pass monitoredBarrier in {limit}") from error  # in gloo's words
+
     # Names of these methods in torch before 2.11.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -249,10 +269,6 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
         return self._by_gloo().recv_anysource(tensors, tag)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        # It names the ranks that do not come, so all do not meet first.
-        self._by_gloo().monitored_barrier(timeout or self._timeout, wait_all_ranks)
 
     reduce = _by_gloo_together("reduce")
     gather = _by_gloo_together("gather")
