@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, fitting
 from preemptions import hits_of
 from resumable import Run, assert_each_once, drawn_batch, leave_after
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from unisono import Accelerator, current_world, spawn
+from unisono import Accelerator, current_world, rank, spawn
 from unisono.checkpoint import saver
-from unisono.errors import CheckpointError, WorkerDiedError
-from unisono.strategies import FSDP
+from unisono.checkpoint.contents import read_contents
+from unisono.checkpoint.folders import folder_at
+from unisono.errors import CheckpointError, CheckpointMismatchError, WorkerDiedError
+from unisono.strategies import FSDP, DiLoCo
 
 PROCESSES_4 = Mode("processes", 4)
 EXACTLY = {"rtol": 0, "atol": 0}
@@ -170,3 +174,126 @@ def test_a_scheduler_that_was_left_out_is_named_when_the_run_is_saved(
     for _ in range(2):
         accelerator.save_state()
     assert caplog.text.count("leaves out the scheduler of the Own, which was not prepared") == (way == "left out")
+
+
+def keep_all(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Any:
+    return accelerator.prepare(model, optimizer)
+
+
+def keep_optimizer(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Any:
+    return accelerator.prepare(model, optimizer)[1]
+
+
+def keep_step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Any:
+    _, optimizer = accelerator.prepare(model, optimizer)
+    return lambda: optimizer.step()
+
+
+def keep_module(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Any:
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator.unwrap_model(model), optimizer
+
+
+def keep_module_alone(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Any:
+    return accelerator.unwrap_model(accelerator.prepare(model))
+
+
+KEPT = [keep_all, keep_optimizer, keep_step, keep_module, keep_module_alone]
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+def test_a_model_is_saved_as_long_as_it_or_its_optimizer_lives(mode: Mode, tmp_path: Path) -> None:
+    def body() -> None:
+        for number, keep in enumerate(KEPT):
+            accelerator, model, directory = Accelerator(), nn.Linear(2, 4), tmp_path / str(number)
+            kept = keep(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+            seen: list[int] = []
+            accelerator.register_save_state_pre_hook(lambda models, *_, seen=seen: seen.append(len(models)))
+            saved = model.weight.detach().clone()
+            accelerator.save_state(directory)
+            with torch.no_grad():
+                model.weight.add_(1)
+            accelerator.load_state(directory)
+            assert kept is not None and seen == [1], keep
+            torch.testing.assert_close(model.weight.detach(), saved, **EXACTLY)
+
+    mode.run(body)
+
+
+def test_under_diloco_the_ranks_meet_also_where_only_the_module_is_kept(tmp_path: Path) -> None:
+    def body() -> list[float]:
+        accelerator, model = Accelerator(strategy=DiLoCo(every=5, outer_lr=1, outer_momentum=0)), nn.Linear(1, 1)
+        made, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        made(torch.full((1, 1), 1.0 + rank())).sum().backward()
+        optimizer.step()
+        own = model.weight.item()
+        del made
+        model = accelerator.unwrap_model(model)
+        accelerator.save_state(tmp_path / "saved")
+        return [own, model.weight.item()]
+
+    (first, mean), (second, other) = PROCESSES_2.run(body)
+    assert first != second and mean == other == pytest.approx((first + second) / 2)
+
+
+@pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
+def test_a_checkpoint_without_the_models_that_were_prepared_is_an_error(mode: Mode, tmp_path: Path) -> None:
+    def train(accelerator: Accelerator) -> None:
+        model = nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    def body() -> None:
+        accelerator, counter = Accelerator(), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        with pytest.raises(CheckpointError, match="save nothing: nothing is prepared"):
+            accelerator.save_state(tmp_path / "saved")
+        train(accelerator)
+        accelerator.register_for_checkpointing(counter)
+        with pytest.raises(CheckpointError, match="no model: those that were prepared are gone; keep what prepare"):
+            accelerator.save_state(tmp_path / "saved")
+        accelerator.free_memory()
+        accelerator.save_state(tmp_path / "saved")
+
+    mode.run(body)
+
+
+@pytest.mark.parametrize("mode", [SOLO, PROCESSES_2], ids=str)
+def test_a_run_that_takes_nothing_of_a_checkpoint_has_not_resumed(mode: Mode, tmp_path: Path, capfd: Any) -> None:
+    def save() -> None:
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Linear(1, 1))
+        accelerator.save_state(tmp_path / "saved")
+        del model
+
+    def body() -> None:
+        accelerator = Accelerator()
+        with pytest.raises(CheckpointMismatchError, match="holds model_0, and nothing here takes it; prepare or regis"):
+            accelerator.load_state(tmp_path / "saved")
+        model = accelerator.prepare(nn.Linear(1, 1))
+        accelerator.load_state(tmp_path / "saved")
+        more = accelerator.prepare(nn.Linear(1, 1))
+        with pytest.raises(CheckpointMismatchError, match="has no model_1: it holds model_0"):
+            accelerator.load_state(tmp_path / "saved")
+        del model, more
+
+    mode.run(save)
+    mode.run(body)
+    assert capfd.readouterr().err.count("resumed from") == 1
+
+
+def test_the_loader_of_an_open_loop_is_saved_and_a_model_of_an_earlier_fold_is_not(tmp_path: Path) -> None:
+    def body() -> list[str]:
+        accelerator, data = Accelerator(), TensorDataset(torch.arange(8.0).reshape(8, 1))
+        for _ in range(3):
+            model = nn.Linear(1, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for (batch,) in accelerator.prepare(DataLoader(data, batch_size=2)):
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                break_at = accelerator.save_state(tmp_path / "saved")
+        return list(read_contents(folder_at(break_at)).kinds)
+
+    for mode in (SOLO, THREADS_2, PROCESSES_2):
+        assert mode.run(body) == [["model_0", "optimizer_0", "loader_0"]] * mode.ranks

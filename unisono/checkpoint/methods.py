@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from unisono.parallel.prepared.prepared_objects import PreparedObjects
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepper import Taken
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.states import model_state, on_host
 from unisono.timeline import SAVE
 from unisono.torch_private import STEP_WRAPPED
@@ -67,21 +66,25 @@ class PreparedStates:
 
     def save(self, directory: str | os.PathLike[str] | None, score: float | None, is_async: bool) -> Location | None:
         """See `Accelerator.save_state`."""
+        self._prepared.collect()
         self._check_optimizers()
         self._warn_of_schedulers()
+        objects = self._named_objects()
+        self._check_complete(objects)
         place = self._next_place if directory is None else Place(folder_at(directory))
         for stepper in self._prepared.steppers() if is_async else []:
             if self._saver.poll not in stepper.checks:  # the next step raises the error of a save that has failed
                 stepper.checks.append(self._saver.poll)
-        claims = claims_of(self._steps, self._prepared_engines())
+        claims = claims_of(self._steps, self._prepared.engines())
         taken = [list(each.taken) for each in self._prepared.steppers()]
-        held = None if claims is None else held_gradients(self._prepared_engines())
+        held = None if claims is None else held_gradients(self._prepared.engines())
         facts, step = {"taken": taken, "claims": claims}, max((steps for steps, *_ in taken), default=0)
         choose = self._run_save_hooks if self.save_hooks else None
-        return self._saver.save(place, self._named_objects(), step, score, is_async, facts, held, choose)
+        return self._saver.save(place, objects, step, score, is_async, facts, held, choose)
 
     def load(self, directory: str | os.PathLike[str] | None, must_exist: bool) -> Loaded | None:
         """See `Accelerator.load_state`."""
+        self._prepared.collect()
         folder = self._root if directory is None else folder_at(directory)
         choose = self._run_load_hooks if self.load_hooks else None
         restored = self._saver.load(folder, self._named_objects(), must_exist, choose)
@@ -93,13 +96,13 @@ class PreparedStates:
         for scheduler in self._prepared.schedulers():
             scheduler.follow()
         self._steps.restart()
-        for engine in self._prepared_engines():  # gradients of this run do not belong to a step of the loaded one
+        for engine in self._prepared.engines():  # gradients of this run do not belong to a step of the loaded one
             for each in [*engine.members.trained(), *engine.leaves()]:
                 each.grad = None
             engine.forget()
         if facts[0]["claims"] is not None:
             claims = [each["claims"] for each in facts]
-            resume_step(claims, restored.held, self._steps, self._prepared_engines())
+            resume_step(claims, restored.held, self._steps, self._prepared.engines())
         self._saver.say_resumed(restored.loaded, self._named_objects())
         return restored.loaded
 
@@ -131,9 +134,19 @@ class PreparedStates:
             hook(remaining, files)
         return self._named_objects([any(model is each for each in remaining) for model in models])
 
+    def _check_complete(self, objects: Mapping[str, Any]) -> None:
+        """CheckpointError if the models are gone, or there is nothing to save, but by hooks."""
+        lost = self._prepared.has_models and not self._prepared.modules()
+        if lost or not (objects or self.save_hooks):
+            what = "no model: those that were prepared are gone" if lost else "nothing: nothing is prepared"
+            raise CheckpointError(
+                f"save_state would save {what}; keep what prepare() returns, or the model or its optimizer, until the "
+                "last save, or call free_memory() when you are done with them"
+            )
+
     def _check_optimizers(self) -> None:
         """CheckpointError if the state of an optimizer that trains one of the models would be left out."""
-        for engine in self._prepared_engines():
+        for engine in self._prepared.engines():
             for each in (trainer.optimizer() for trainer in engine.trainers if trainer.is_unprepared):
                 if each is not None and not any(each is other for other in self._registered):
                     raise CheckpointError(
@@ -151,9 +164,6 @@ class PreparedStates:
                     f"save_state leaves out the scheduler of the {type(each).__name__}, which was not prepared; "
                     "prepare it, or pass it to register_for_checkpointing"
                 )
-
-    def _prepared_engines(self) -> list[Engine]:
-        return [each.engine for each in self._prepared.models()]
 
     def _named_objects(self, kept: Sequence[bool] | None = None) -> dict[str, Any]:
         """Everything that is saved, by name; of the models, if `kept` is given, those that rank zero keeps."""

@@ -23,6 +23,7 @@ from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.loaders.sources import is_stateful
 from unisono.parallel.prepared.metrics import is_metric
 from unisono.parallel.prepared.model import PreparedModel
+from unisono.parallel.prepared.step_checks import engines_of
 from unisono.parallel.strategies.sharded import cut_of, is_distributed, is_first
 from unisono.parallel.strategies.states import (
     by_parameter,
@@ -83,8 +84,8 @@ def user_module(each: nn.Module) -> nn.Module:
 
 def meet(each: Any, saves: bool = False) -> None:
     """Have ranks that step alone be in one state of this object, if it is a prepared model: `Engine.meet`."""
-    if isinstance(each, PreparedModel):
-        each.engine.meet(saves)
+    for engine in engines_of(user_module(each)):
+        engine.meet(saves)
 
 
 # Saving.

@@ -41,7 +41,7 @@ from unisono.checkpoint.objects import (
 )
 from unisono.checkpoint.serialization import as_plain
 from unisono.comm.operations import HOST
-from unisono.errors import CheckpointError, NoCheckpointError
+from unisono.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError
 from unisono.launch.process_group import suppress_greetings
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
 from unisono.outcome import Outcome, add_note_once
@@ -334,6 +334,11 @@ class Saver:
 
         def check() -> dict[str, Any]:
             assert contents is not None
+            if not objects and contents.kinds and choose is None:
+                raise CheckpointMismatchError(
+                    f"{contents.path} holds {', '.join(contents.kinds)}, and nothing here takes it; prepare or register "
+                    "the objects first, and keep what prepare() returns, or the model or its optimizer"
+                )
             check_fit(objects, contents.states, contents.kinds, str(contents.path))
             if left := [name for name in contents.kinds if name not in objects]:
                 logger.warning(

@@ -40,6 +40,7 @@ class DeviceIterator:
         state: Callable[[], State],
     ) -> None:
         self._parent = parent  # its threads end with the last iterator
+        self.loader: Any = parent
         self._receive = receive
         self._state = state
         self._deliveries = world.state.deliveries

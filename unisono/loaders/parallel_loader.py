@@ -369,7 +369,9 @@ class DeviceLoader:
             )
         parallel = self._never_begun.again()
         self._loops = [*(each for each in self._loops if each.is_open), parallel._pipeline.lanes[0].progress]
-        return parallel.iterator(self._device)
+        iterator = parallel.iterator(self._device)
+        iterator.loader = self  # whose position a checkpoint holds while it is known, if it is only in this loop
+        return iterator
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch; TypeError if the loader has no length."""

@@ -5,6 +5,8 @@ Prepared objects are remembered, so that an optimizer may be prepared after its 
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -24,7 +26,7 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scheduler import PreparedScheduler, Unit
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
-from unisono.parallel.strategies.engine import WeakList, weak_method
+from unisono.parallel.strategies.engine import Engine, WeakList, weak_method
 from unisono.parallel.strategies.sharded import clip_grad_norm, sharded_like
 from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
@@ -34,11 +36,16 @@ T = TypeVar("T")
 
 
 class PreparedObjects:
-    """The objects that one Accelerator has prepared, referenced weakly."""
+    """The objects that one Accelerator has prepared, referenced weakly.
+
+    A model is known as long as its module lives, which the optimizer of its parameters keeps: a script may go on with
+    `unwrap_model(model)`, or drop what `prepare` has returned. `has_models`: whether one was prepared, alive or not.
+    """
 
     def __init__(self, builder: Builder, make_loader: Callable[[Any], Any], schedule_unit: Unit | None = None) -> None:
         # In the order of preparation, the same on each rank.
-        self.models, self.steppers = WeakList[PreparedModel](), WeakList[Stepper]()
+        self.modules, self.engines, self.steppers = WeakList[nn.Module](), WeakList[Engine](), WeakList[Stepper]()
+        self._models, self.has_models = WeakList[PreparedModel](), False
         self.loaders, self.schedulers, self.means = WeakList[Any](), WeakList[PreparedScheduler](), WeakList[Mean]()
         self._builder = builder
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
@@ -75,9 +82,16 @@ class PreparedObjects:
                 self.loaders.add(loader)
         return [_rebuild(each, made) for each in objects]
 
-    def modules(self) -> list[nn.Module]:
-        """The modules of the prepared models."""
-        return [model.module for model in self.models()]
+    def collect(self) -> None:
+        """Let what the script has dropped be gone: an optimizer is in a cycle, which ranks collect at other times."""
+        if len(self.steppers()) > 1 or len(self._models()) < len(self.modules()):
+            with _collecting:
+                gc.collect()
+
+    def models(self) -> list[nn.Module]:
+        """Of each model what `prepare` has returned, or its module, where only that is left."""
+        made = {id(model.module): model for model in self._models()}
+        return [made.get(id(module), module) for module in self.modules()]
 
     def clip_norm(
         self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -137,9 +151,12 @@ class PreparedObjects:
         """Release everything. Models and optimizers can be prepared again."""
         for stepper in self.steppers():
             stepper.release()
-        for model in self.models():
-            model.engine.release()
-        for known in (self.models, self.steppers, self.loaders, self.schedulers, self.means):
+        for engine in self.engines():
+            engine.release()
+        self.has_models = False
+        for known in (self.modules, self.engines, self._models, self.steppers):
+            known.clear()
+        for known in (self.loaders, self.schedulers, self.means):
             known.clear()
         self._builder.passes.steps.give_up()
 
@@ -157,7 +174,7 @@ class PreparedObjects:
             return
         if isinstance(each, nn.Module):
             _check_devices(where, each)
-            self._check_shared(where, each, [*self.models(), *before])
+            self._check_shared(where, each, [*self._models(), *before])
             self._builder.strategy.check(each)
         elif isinstance(each, Optimizer):
             places.check(each, where)
@@ -197,9 +214,16 @@ class PreparedObjects:
         model.engine.replaced.update((each, True) for each in before if each not in now)
         remember_names(model.module)
         watch(model.engine, self._builder.done_in_steps())
-        self.models.add(model)
+        own = {id(each) for each in model.engine.members.trained()}
+        for known in self.modules():
+            if known is model.module or any(id(each) in own for each in known.parameters()):
+                self.modules.remove(ref(known))  # it is prepared again, perhaps as a part of another one
+        self.modules.add(model.module)
+        self.engines.add(model.engine)
+        self._models.add(model)
+        self.has_models = True
         for stepper in self.steppers():
-            self._join(model, stepper)
+            self._join(model.engine, stepper)
         _remember(model, module, model.module)
         return model
 
@@ -213,15 +237,15 @@ class PreparedObjects:
         return made
 
     def _join_all(self, stepper: Stepper) -> None:
-        for model in self.models():
-            if not stepper.trains(model.engine):
-                self._join(model, stepper)
+        for engine in self.engines():
+            if not stepper.trains(engine) and not engine.is_released:
+                self._join(engine, stepper)
 
-    def _join(self, model: PreparedModel, stepper: Stepper) -> None:
+    def _join(self, engine: Engine, stepper: Stepper) -> None:
         """Connect a model with the optimizer of some of its parameters."""
         own = {id(each) for each in parameters_of(stepper.optimizer)}
-        if any(id(each) in own for each in model.parameters()):
-            stepper.train(model.engine)
+        if any(id(each) in own for each in engine.module.parameters()):
+            stepper.train(engine)
 
     def _stepper_of(self, optimizer: Optimizer) -> Stepper | None:
         return next((each for each in self.steppers() if each.optimizer is optimizer), None)
@@ -293,6 +317,8 @@ def _follow(scheduler: Any, made: Mapping[int, Any]) -> None:
     for part in getattr(scheduler, SCHEDULERS, ()):
         _follow(part, made)
 
+
+_collecting = threading.Lock()  # beside another thread's collection, a collection does nothing
 
 # Of what any Accelerator has prepared: the results. An object may be prepared again when its result is gone.
 _made: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()

@@ -35,6 +35,11 @@ def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
     _engines[engine] = tuple(done_in_steps)
 
 
+def engines_of(module: Any) -> list[Engine]:
+    """The engine that runs this module, if it is that of a prepared model."""
+    return [each for each in alive(_engines) if each.module is module and not each.is_released]
+
+
 def release_engines_of(module: nn.Module) -> None:
     """Disable the hooks that an earlier `prepare` has attached to this module, or to a part of it."""
     own = set(module.parameters())
