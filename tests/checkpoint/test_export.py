@@ -90,7 +90,23 @@ def test_show_says_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["checkpoint", "show", str(tmp_path / "nowhere")]) == 1
     assert f"there is no checkpoint at {tmp_path / 'nowhere'}" in capsys.readouterr().err
     (tmp_path / "checkpoints" / "checkpoint_1" / "save-0123456789ab").mkdir(parents=True)
-    assert main(["checkpoint", "show", str(tmp_path)]) == 1
-    assert f"there is no checkpoint at {tmp_path}; look in {tmp_path}/checkpoints" in capsys.readouterr().err
     assert main(["checkpoint", "show", str(tmp_path / "checkpoints")]) == 0
     assert "checkpoint_1  unfinished: its save was interrupted" in capsys.readouterr().out
+
+
+def test_a_project_dir_stands_for_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator, own = Accelerator(project_dir=tmp_path), nn.Linear(2, 2)
+    model = accelerator.prepare(own)
+    saved = accelerator.save_state()
+    assert main(["checkpoint", "show", str(tmp_path)]) == 0
+    assert f"{saved}  step 0, by 1 ranks" in capsys.readouterr().out
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "model.pt")]) == 0
+    assert f"model_0 of {saved}" in capsys.readouterr().out
+    expected = {name: each.clone() for name, each in model.state_dict().items()}
+    torch.testing.assert_close(torch.load(tmp_path / "model.pt"), expected, rtol=0, atol=0)
+    nn.init.zeros_(own.weight)
+    assert accelerator.load_state(tmp_path).path == saved
+    torch.testing.assert_close(dict(own.state_dict()), expected, rtol=0, atol=0)
+    save(tmp_path / "checkpoint_7", step=7, model=own)  # what lies in the directory itself comes first
+    assert main(["checkpoint", "show", str(tmp_path)]) == 0
+    assert "checkpoint_7  step 7" in capsys.readouterr().out

@@ -47,6 +47,7 @@ VERSION = 2
 STATE = "state.pt"
 SHARD = "shards/{}.pt"  # what a rank writes of large sharded states
 LATEST = "latest"
+CHECKPOINTS = "checkpoints"  # those of an Accelerator, in its `project_dir`
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OF_A_SAVE = re.compile(rf"save-[0-9a-f]{{12}}|\.{MANIFEST}\.new")
 
@@ -230,8 +231,15 @@ def newest_first(root: Folder) -> list[Folder]:
     return [folder for _, folder in sorted(numbered_in(root), key=age, reverse=True)]
 
 
+def home_of(folder: Folder) -> Folder:
+    """Where the checkpoints of a folder are: in it, or, if it is a `project_dir`, in its `checkpoints`."""
+    entries = folder.entries()
+    has_own = any(name == MANIFEST or _OF_A_SAVE.fullmatch(name) or _NUMBERED.fullmatch(name) for name in entries)
+    return folder / CHECKPOINTS if entries.get(CHECKPOINTS) and not has_own else folder
+
+
 def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
-    """Find the checkpoint at a place; among numbered ones, the one that `latest` names, or else the newest. Returns it
+    """Find the checkpoint at a place, or in a `project_dir`; among numbered ones, the one that `latest` names, or else the newest. Returns it
     with what `check` has read of it. Damaged ones are skipped with a warning each, if there is another one.
 
     Raises:
@@ -239,6 +247,7 @@ def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
         CheckpointVersionError: it was written by a newer unisono.
     """
     damaged: list[str] = []
+    folder = home_of(folder)
     for candidate in _candidates(folder):
         try:
             checked = check(candidate)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.checkpointer import check_count
 from unisono.checkpoint.contents import write_state
-from unisono.checkpoint.directory import Place, numbered_in
+from unisono.checkpoint.directory import CHECKPOINTS, Place, numbered_in
 from unisono.checkpoint.folders import Location, folder_at
 from unisono.checkpoint.held_gradients import claims_of, held_gradients, resume_step
 from unisono.checkpoint.objects import kind_of, meet, user_module
@@ -54,7 +54,7 @@ class PreparedStates:
     ) -> None:
         check_count(total_limit, "total_limit")
         self._prepared, self._steps, self._scaler = prepared, steps, scaler
-        self._root, self._limit = folder_at(project_dir or "runs") / "checkpoints", total_limit
+        self._root, self._limit = folder_at(project_dir or "runs") / CHECKPOINTS, total_limit
         self._registered: list[Any] = []
         self.save_hooks, self.load_hooks = Hooks(), Hooks()
         self._saver = Saver(steps.world)
@@ -241,8 +241,8 @@ class CheckpointMethods:
         Every rank must call it, with the same things prepared and registered, in the same order.
 
         Args:
-            input_dir: a checkpoint, or a directory of numbered ones, of which the latest is used; None uses
-                `project_dir/checkpoints`. Damaged ones are skipped with a warning.
+            input_dir: a checkpoint, or a directory of numbered ones, or a `project_dir`, of which the latest is used;
+                None uses `project_dir/checkpoints`. Damaged ones are skipped with a warning.
             must_exist: whether a missing checkpoint is an error; if False, None is returned.
 
         Returns:

@@ -13,8 +13,8 @@ from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpoint
 
 _EXAMPLES = """
 examples:
-  unisono checkpoint show runs/checkpoints                  each checkpoint: its step, and whether it is intact
-  unisono checkpoint export runs/checkpoints model.pt       the latest one's model, for torch.load
+  unisono checkpoint show runs                              each checkpoint: its step, and whether it is intact
+  unisono checkpoint export runs model.pt                   the latest one's model, for torch.load
   unisono checkpoint export runs/best model.safetensors --format safetensors
   unisono checkpoint export runs/checkpoints/checkpoint_200 ema.pt --object registered_0
 
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         ("export", "write the state of a model, or of another object, as one file", export),
     ):
         action = actions.add_parser(name, help=what)
-        action.add_argument("path", help="a checkpoint, or a directory of numbered ones; or a URL")
+        action.add_argument("path", help="a checkpoint, a directory of numbered ones, or a project_dir; or a URL")
         action.set_defaults(run=run)
     action.add_argument("out", type=Path, help="the output file; an existing one is replaced")
     action.add_argument("--object", metavar="NAME", help="its name, as `show` prints it; by default the only model")
@@ -44,15 +44,13 @@ def add_parser(subparsers: Any) -> None:
 
 def show(arguments: argparse.Namespace) -> int:
     """Print a line for each checkpoint; return 1 if one is damaged, or there is none."""
-    from unisono.checkpoint.directory import is_unfinished, numbered_in, verify
+    from unisono.checkpoint.directory import home_of, is_unfinished, numbered_in, verify
     from unisono.checkpoint.folders import MANIFEST, folder_at
 
-    folder = folder_at(arguments.path)
+    folder = home_of(folder_at(arguments.path))
     numbered = sorted(numbered_in(folder), key=lambda pair: pair[0])
-    entries = folder.entries()
-    if not numbered and MANIFEST not in entries and not is_unfinished(folder):
-        hint = f"; look in {folder / 'checkpoints'}" if "checkpoints" in entries else ""
-        return _refuse(NoCheckpointError(f"there is no checkpoint at {arguments.path}{hint}"))
+    if not numbered and MANIFEST not in folder.entries() and not is_unfinished(folder):
+        return _refuse(NoCheckpointError(f"there is no checkpoint at {arguments.path}"))
     damaged = False
     for path in [each for _, each in numbered] or [folder]:
         if is_unfinished(path):
