@@ -66,8 +66,8 @@ def test_a_hook_saves_a_model_its_own_way_and_another_loads_it(mode: Mode, is_as
 def test_files_of_hooks_are_verified_with_the_checkpoint_and_dropped_with_a_worse_one(
     tmp_path: Path,
 ) -> None:
-    accelerator = Accelerator(project_dir=tmp_path)
-    accelerator.prepare(filled(1.0))
+    accelerator, own = Accelerator(project_dir=tmp_path), filled(1.0)
+    accelerator.prepare(own)
     accelerator.register_save_state_pre_hook(lambda models, weights, there: (Path(there) / "x").write_text("text"))
     for number in range(2):
         assert accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
@@ -122,8 +122,8 @@ def test_what_a_hook_may_not_do_is_refused_and_nothing_is_saved(tmp_path: Path) 
 
 def test_hooks_may_keep_files_in_a_store() -> None:
     fsspec = pytest.importorskip("fsspec")
-    accelerator, found = Accelerator(), []
-    accelerator.prepare(filled(1.0))
+    accelerator, own, found = Accelerator(), filled(1.0), []
+    accelerator.prepare(own)
     accelerator.register_save_state_pre_hook(lambda models, weights, there: (Path(there) / "x").write_text("text"))
     accelerator.save_state("memory://hooks/one")
 

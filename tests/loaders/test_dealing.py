@@ -143,6 +143,20 @@ def test_a_loader_that_a_distributed_sampler_cuts_is_not_cut_again(samples):
         assert len(loader) == len(chunks(own, 3))
 
 
+@pytest.mark.parametrize("is_said", [False, True])
+def test_a_global_batch_of_a_loader_that_gives_each_rank_its_part_is_refused_with_two_ways_out(is_said):
+    data, options = Numbers(24), {"already_sharded": True} if is_said else {}
+    sampler = DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
+    cut, own = DataLoader(data, batch_size=4, sampler=sampler), DataLoader(data, batch_size=4)
+    world = worlds(2)[0]
+    with pytest.raises(ValueError, match="of the loader, of 4, the global batch, which 2 ranks divide; but"):
+        DeviceLoader(cut, split="global", world=world, **options)
+    assert len(DeviceLoader(own, split="global", world=world)) == 6
+    assert len(DeviceLoader(cut, world=world, **options)) == 3
+    alone = DistributedSampler(data, num_replicas=1, rank=0)
+    assert len(DeviceLoader(DataLoader(data, batch_size=4, sampler=alone), split="global", **options)) == 6
+
+
 def test_a_loader_that_is_said_to_be_cut_gives_all_of_it():
     loaders = ranks_of(DataLoader(Numbers(5), batch_size=2), 2, already_sharded=True)
     assert [take(loader) for loader in loaders] == [[([0, 1], 2), ([2, 3], 2), ([4], 1)]] * 2

@@ -16,7 +16,7 @@ from epochs import Numbers
 from modes import PROCESSES_2, SOLO, THREADS_2, devices
 from rereading import COUNT, loop_of, plain, shuffled, taken
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from unisono import DataParallel, DeviceLoader, ParallelLoader
 from unisono.loaders import registry
@@ -167,6 +167,27 @@ def test_a_sampler_with_an_epoch_is_told_that_of_the_loop_each_time_one_begins(i
         sampler.set_epoch(99)  # whoever has told it another one
         found.append(taken(loader))
     assert found == [[epoch] * 4 for epoch in (0, 1, 0, 2, 1)]
+
+
+def test_an_epoch_that_is_set_on_the_sampler_is_that_of_the_loop_or_is_advised(caplog: pytest.LogCaptureFixture):
+    data = Numbers(COUNT)
+    loader = DeviceLoader(DataLoader(data, batch_size=2, sampler=(sampler := DistributedSampler(data, 1, 0))))
+    other = DeviceLoader(DataLoader(data, batch_size=2, sampler=sampler))
+    for epoch in range(3):  # as scripts for torch's DistributedDataParallel do
+        loader.sampler.set_epoch(epoch)
+        expected = list(sampler)
+        assert [int(each) for batch in loader for each in batch] == expected
+    assert len(list(other)) == COUNT // 2  # its first loop, epoch 0
+    assert not caplog.text
+    for epoch in (7, 9):
+        loader.sampler.set_epoch(epoch)
+        list(loader)
+    words = "epoch 7 was set on the DistributedSampler, and the loop takes epoch 3: a prepared loader counts its loops"
+    assert caplog.text.count("was set on") == caplog.text.count(words) == 1
+    loader.set_epoch(11)
+    sampler.set_epoch(11)
+    expected = list(sampler)
+    assert [int(each) for batch in loader for each in batch] == expected
 
 
 @pytest.mark.parametrize("kind", [ByEpoch, StreamByEpoch])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -13,9 +13,11 @@ import pytest
 import torch
 from epochs import Numbers, join_own_threads
 from failing import WORKERS, Failing, TwoFactsError, caught, two_facts
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from modes import PROCESSES_2, SOLO, THREADS_2
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from unisono import DeviceLoader, ParallelLoader
+from unisono import Accelerator, DeviceLoader, ParallelLoader
 
 
 class FailingAtOnce(Failing):
@@ -31,6 +33,26 @@ def failing_collate(samples: list[int]) -> torch.Tensor:
 
 def stop() -> BaseException:
     return StopIteration(21)
+
+
+class Picky(Dataset[int]):
+    """Numbers, some of which cannot be read."""
+
+    def __init__(self, count: int, bad: Any) -> None:
+        self._count, self._bad = count, set(bad)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        if index in self._bad:
+            raise KeyError(index)
+        return index
+
+
+class PickyStream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return map(Picky(20, [5]).__getitem__, range(20))
 
 
 BROKEN: dict[str, tuple[Callable[..., DataLoader], str, str]] = {
@@ -71,8 +93,12 @@ def test_an_error_comes_in_its_own_type_with_its_place_behind_the_rounds_before_
             assert note in shown
             assert line in shown
             assert f"in round {10 // count} of the loader" in shown
+            if count == 1:
+                assert [each.tolist() for each in iterator] == [[start, start + 1] for start in range(22, 40, 2)]
+                continue
+            assert "this ends the loop: a batch that cannot be read is skipped by the next next() only on one" in shown
             for _ in range(2):
-                with pytest.raises(TwoFactsError, match="code 21"):
+                with pytest.raises(RuntimeError, match="the loop has ended with TwoFactsError: code 21 at a/path; "):
                     next(iterator)
 
 
@@ -178,3 +204,88 @@ def test_many_tensors_keep_their_strides():
     (found,) = DeviceLoader(DataLoader(range(1), 1, num_workers=1, collate_fn=strided_of))
     assert len(found) == 20
     assert all(each.is_contiguous(memory_format=torch.channels_last) for each in found)
+
+
+def taken(iterator: Iterator[Any], most: int = 100) -> tuple[list[Any], list[str], list[int]]:
+    """The batches of a loop that catches errors and goes on, the errors, and after how many batches they came."""
+    found: list[Any] = []
+    errors: list[str] = []
+    places: list[int] = []
+    for _ in range(most):
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return found, errors, places
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            places.append(len(found))
+    raise AssertionError(f"the loop does not end: {errors[:3]}")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("where", [*BROKEN, "the first", "the last", "all"])
+def test_on_one_rank_a_loop_skips_a_batch_that_fails_as_torchs_does(where: str, options: dict[str, Any]) -> None:
+    def make() -> DataLoader[Any]:
+        if where in BROKEN:
+            return BROKEN[where][0](**options)
+        bad = {"the first": [0], "the last": [19], "all": range(20)}[where]
+        return DataLoader(Picky(20, bad), batch_size=4, **options)
+
+    found, errors, places = taken(iter(make()))
+    expected = len(found), len(errors), places
+    for prefetch in (8, 0):
+        loader = DeviceLoader(make(), prefetch=prefetch)
+        for _ in range(2):  # and the next epoch begins as after any other one
+            found, errors, places = taken(iter(loader))
+            assert (len(found), len(errors), places) == expected
+            assert loader.state_dict()["offset"] == 0
+
+
+def test_what_is_skipped_is_behind_the_state_once_a_later_batch_has_come() -> None:
+    loader = DeviceLoader(DataLoader(Picky(20, [5]), batch_size=4))
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+    with pytest.raises(KeyError):
+        next(iterator)
+    assert loader.state_dict()["offset"] == 4  # a run that ends here has not lost it
+    next(iterator)
+    assert loader.state_dict()["offset"] == 12
+
+
+def test_a_skipped_batch_does_not_end_an_accumulation_and_a_skipped_last_one_does() -> None:
+    for bad, steps in ([5], 2), ([19], 2), ([0, 19], 2), ([0, 5, 9], 1):
+        accelerator, model = Accelerator(gradient_accumulation_steps=2), nn.Linear(1, 1)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Picky(20, bad), batch_size=4)
+        )
+        iterator, taken_steps = iter(loader), 0
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            except KeyError:
+                continue
+            model(batch.float().reshape(-1, 1)).mean().backward()
+            optimizer.step()
+            taken_steps += accelerator.sync_gradients
+            optimizer.zero_grad()
+        assert taken_steps == steps, bad
+
+
+@pytest.mark.parametrize("make", [lambda: Picky(20, [5]), PickyStream], ids=["indexed", "stream"])
+def test_on_several_ranks_or_over_a_stream_the_loop_ends_and_says_so(make: Any) -> None:
+    def body() -> list[str]:
+        iterator, found = iter(DeviceLoader(DataLoader(make(), batch_size=2))), []
+        for _ in range(5):
+            try:
+                next(iterator)
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
+        return [each for each in found if "the loop" in each][:3]
+
+    for mode in (THREADS_2, PROCESSES_2) if isinstance(make(), Picky) else (SOLO,):
+        shown = [each for each in mode.run(body) if each]
+        assert len(shown) == 1, "the rank whose piece failed"
+        assert "this ends the loop: a batch that cannot be read is skipped" in shown[0][0]
+        assert all("RuntimeError: the loop has ended with " in each for each in shown[0][1:]), shown

@@ -231,3 +231,20 @@ def test_an_argument_that_does_not_exist_is_refused_with_the_most_similar(make):
 def test_copies_of_loaders_are_refused_with_the_way_out(make, carry):
     with pytest.raises(TypeError, match="cannot be copied or pickled: create one where it is needed"):
         carry(make([]))
+
+
+def test_a_device_loader_has_what_its_loader_has_and_refuses_to_be_set():
+    plain = DataLoader(torch.arange(8), batch_size=2, num_workers=1, timeout=5, persistent_workers=True)
+    loader = DeviceLoader(plain)
+    for name in (each for each in vars(plain) if not each.startswith("_")):
+        assert getattr(loader, name) is getattr(plain, name)
+        with pytest.raises(ValueError, match=f"{name} was set on a .*; make a DataLoader with the {name} that"):
+            setattr(loader, name, 10)
+        assert getattr(loader, name) is getattr(plain, name)
+    assert {"pin_memory", "timeout", "worker_init_fn", "persistent_workers", "prefetch_factor"} <= vars(plain).keys()
+    loader.name = "train"
+    assert loader.name == "train"
+    with pytest.raises(AttributeError, match="no attribute 'batchsize'"):
+        loader.batchsize  # noqa: B018
+    assert not hasattr(loader, "_iterator")
+    assert DeviceLoader(type("Own", (list,), {"classes": 3})([1])).classes == 3

@@ -239,8 +239,9 @@ def home_of(folder: Folder) -> Folder:
 
 
 def find(folder: Folder, check: Callable[[Folder], Any]) -> tuple[Folder, Any]:
-    """Find the checkpoint at a place, or in a `project_dir`; among numbered ones, the one that `latest` names, or else the newest. Returns it
-    with what `check` has read of it. Damaged ones are skipped with a warning each, if there is another one.
+    """Find the checkpoint at a place, or in a `project_dir`; among numbered ones, the one that `latest` names, or else
+    the newest. Returns it with what `check` has read of it. Damaged ones are skipped with a warning each, if there is
+    another one.
 
     Raises:
         NoCheckpointError, DamagedCheckpointError: there is no checkpoint; or all are damaged.

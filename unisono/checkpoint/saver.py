@@ -336,8 +336,8 @@ class Saver:
             assert contents is not None
             if not objects and contents.kinds and choose is None:
                 raise CheckpointMismatchError(
-                    f"{contents.path} holds {', '.join(contents.kinds)}, and nothing here takes it; prepare or register "
-                    "the objects first, and keep what prepare() returns, or the model or its optimizer"
+                    f"{contents.path} holds {', '.join(contents.kinds)}, and nothing here takes it; prepare or "
+                    "register the objects first, and keep what prepare() returns, or the model or its optimizer"
                 )
             check_fit(objects, contents.states, contents.kinds, str(contents.path))
             if left := [name for name in contents.kinds if name not in objects]:

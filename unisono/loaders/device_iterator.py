@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,13 +12,21 @@ from typing import Any
 import torch
 
 from unisono.deliveries import Loop
+from unisono.errors import UnisonoError
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.sharding import Claim
 from unisono.loaders.sources import State
-from unisono.outcome import Outcome
+from unisono.outcome import Outcome, add_note_once, copy_error
 from unisono.timeline import COMPUTE, EVALUATE, FETCH, LoopTiming
 from unisono.world import World
+
+_RULE = (
+    "a batch that cannot be read is skipped by the next next() only on one rank, over a map-style dataset; let the "
+    "dataset or collate_fn leave such samples out"
+)
+_ENDS = f"this ends the loop: {_RULE}"
+_ENDED = f"the loop has ended with {{}}; {_RULE}"
 
 
 class DeviceIterator:
@@ -46,7 +55,8 @@ class DeviceIterator:
         self._deliveries = world.state.deliveries
         self._loop: LoopTiming | None = None
         self._received: Loop | None = None
-        self._ahead: Outcome[Delivery] | None = None
+        self._ahead = deque[Outcome[Delivery]]()  # received to know whether the loop ends
+        self._failure: str | None = None  # of a loop that an error has ended
         self._claim = Claim(0, None)
         self._lane = lane  # after all that `__del__` needs, which checks for it: an interrupt may end `__init__` early
 
@@ -62,6 +72,8 @@ class DeviceIterator:
         loop, received = self._loop, self._received  # another thread may close this iterator, and end both
         # A track belongs to a thread, so an iterator that is handed to another one begins a loop there.
         if loop is None or received is None or loop.track is not track:
+            if self._failure is not None:
+                raise RuntimeError(_ENDED.format(self._failure))
             own = weakref.ref(self)
             received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own))
             self._loop, self._received = loop, received = LoopTiming(track), received
@@ -71,8 +83,7 @@ class DeviceIterator:
         try:
             # Before the wait, so that a lazy device executes the step meanwhile.
             lane.backend.mark_step(lane.device)
-            ahead, self._ahead = self._ahead, None
-            delivery = self._receive() if ahead is None else ahead.unwrap()
+            delivery = self._ahead.popleft().unwrap() if self._ahead else self._receive()
             lane.backend.wait_ready(delivery.token)
         except BaseException as error:
             loop.end()
@@ -84,7 +95,14 @@ class DeviceIterator:
                 raise StopIteration from None
             if isinstance(error, StopIteration):  # a loop would end as if the data had
                 raise RuntimeError("a batch could not be moved to its device: it raised StopIteration") from error
+            if isinstance(error, Exception) and not isinstance(error, UnisonoError):
+                self._failure = f"{type(error).__name__}: {error}"
+                add_note_once(error, _ENDS)
             raise
+        if type(delivery.batch) is Outcome:
+            track.switch(COMPUTE)
+            # A copy: its traceback references this iterator, and so the source, which may keep the error.
+            raise copy_error(delivery.batch.error)
         claim = delivery.claim
         self._claim = claim
         progress = lane.progress
@@ -106,17 +124,17 @@ class DeviceIterator:
         stream determine it together, so either all of them must call this, or none."""
         if self._loop is None:
             return True
-        if self._ahead is None:
+        while not self._ahead or _is_failed(self._ahead[-1]):
             with self._loop.track.span(FETCH):
                 try:
                     # Kept for the next `__next__`: the loop is still at the batch before it.
-                    self._ahead = Outcome(value=self._receive())
+                    self._ahead.append(Outcome(value=self._receive()))
                 except EndOfChannel as end:
                     # Its traceback would keep this iterator until a garbage collection, and its loop open.
-                    self._ahead = Outcome.failure(end.with_traceback(None))
+                    self._ahead.append(Outcome.failure(end.with_traceback(None)))
                 except Exception as error:
-                    self._ahead = Outcome.failure(error)
-        return isinstance(self._ahead.error, EndOfChannel)
+                    self._ahead.append(Outcome.failure(error))
+        return isinstance(self._ahead[-1].error, EndOfChannel)
 
     @property
     def valid_samples(self) -> int | Any:  # or None, rarely
@@ -145,13 +163,18 @@ class DeviceIterator:
 
     def _abandon_loop(self) -> None:
         self._lane.progress.is_left = True
-        self._ahead = None
+        self._ahead.clear()
         if self._received is not None:
             self._deliveries.end(self._received)
             self._received = None
         # False in another thread, whose track is not to be written to: the loop's own thread ends it.
         if self._loop is not None and self._loop.abandon():
             self._loop = None
+
+
+def _is_failed(ahead: Outcome[Delivery]) -> bool:
+    """Whether this is a batch that could not be made, after which the loop may go on."""
+    return ahead.value is not None and type(ahead.value.batch) is Outcome
 
 
 def _lengths(iterator: weakref.ref[DeviceIterator]) -> tuple[int, int] | None:

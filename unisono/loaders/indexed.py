@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
@@ -15,12 +16,15 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from unisono.errors import StateError
 from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
-from unisono.loaders.order import batches_of
+from unisono.loaders.order import batches_of, epoch_asked_of
 from unisono.loaders.permutation import Permutation
-from unisono.loaders.sharding import Claim, Part, Rule, Size, mark_of, rounds
+from unisono.loaders.sharding import IN_ROUND, Claim, Part, Rule, Size, mark_of, rounds
 from unisono.loaders.sources import Begun, Source, State
 from unisono.loaders.workers import WorkerPool, start_worker
+from unisono.outcome import Outcome
 from unisono.randomness import seed_of
+
+logger = logging.getLogger(__name__)
 
 
 def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
@@ -58,10 +62,25 @@ class IndexedSource(Source):
         has_own = loader.collate_fn is not default_collate
         may_differ = loader.batch_sampler is not None and (has_own or fetches_many(loader.dataset))
         self._counter = partial(RowCounter, has_own, dim) if may_differ else None
+        self._has_warned = False
         self._pool: WorkerPool | None = None
         if loader.num_workers:
             start = partial(start_worker, loader.dataset, loader.worker_init_fn)
             self._pool = WorkerPool(loader, self._fetcher, start)
+
+    def begin(self, rule: Rule) -> Begun:
+        """As in `Source`. Warns of an epoch that was set on the sampler, and is not the one that begins."""
+        asked = epoch_asked_of(self._batch_sampler, self._sampler)
+        if asked not in (None, self.epoch) and not self._has_warned and rule.kept[0] == rule.shard == 0:
+            self._has_warned = True
+            logger.warning(
+                "epoch %d was set on the %s, and the loop takes epoch %d: a prepared loader counts its loops, and sets "
+                "the sampler's epoch; call set_epoch on the loader itself",
+                asked,
+                self.order,
+                self.epoch,
+            )
+        return super().begin(rule)
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
         """The order is drawn, and loader workers are started, in the calling thread."""
@@ -69,14 +88,25 @@ class IndexedSource(Source):
         batches, nominal = batches_of(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
         jobs = _jobs(batches, nominal, rule, first, epoch, seed_of(self.seed, epoch, "samples"))
         made: Iterator[list[Made]]
+        # One rank may go on with the next batch. Of several, the others have got theirs of this round.
+        skips = rule.count * rule.shards == 1
         if self._pool is None:
-            made = ([(job, self._fetcher.batch(job.request)) for job in each] for each in jobs)
+            fetch = self._try_to_fetch if skips else self._fetcher.batch
+            made = ([(job, fetch(job.request)) for job in each] for each in jobs)
         else:
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
-            made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed)
+            made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed, skips)
+        made = _with_places(made) if skips else made
         if self._counter:
             return Begun(epoch, position, self._counter(rule).count(made))
         return Begun(epoch, position, ([job.piece(batch) for job, batch in each] for each in made))
+
+    def _try_to_fetch(self, request: Request) -> Any:
+        """The batch, or the failure in its place."""
+        try:
+            return self._fetcher.batch(request)
+        except Exception as error:
+            return Outcome.failure(error)
 
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """As in `Source`: the position lies within the epoch."""
@@ -141,8 +171,20 @@ def _jobs(
         yield jobs
 
 
-def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int) -> Iterator[list[Made]]:
-    """The batches of one pass, `width` of them in each round, made by the loader workers."""
+def _with_places(made: Iterator[list[Made]]) -> Iterator[list[Made]]:
+    """The same; failures say in which round they are."""
+    for number, each in enumerate(made):
+        for _, batch in each:
+            if type(batch) is Outcome and batch.error is not None:
+                batch.error.add_note(IN_ROUND.format(number))
+        yield each
+
+
+def _serve_pass(
+    pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int, skips: bool
+) -> Iterator[list[Made]]:
+    """The batches of one pass, `width` of them in each round, made by the loader workers; if it `skips`, with failures
+    in the places of those that cannot be made."""
     asked, failed = deque[Job](), list[Exception]()
 
     def requests() -> Iterator[Request]:
@@ -163,7 +205,7 @@ def _serve_pass(pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: in
             raise failed.pop()
 
     describe = lambda: f"the samples with indices {few(asked[0].request.indices)}"  # noqa: E731
-    return grouped(pool.serve(seed, requests(), describe))
+    return grouped(pool.serve(seed, requests(), describe, skips))
 
 
 _size = lru_cache(Size)  # most batches have the same

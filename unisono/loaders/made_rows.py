@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from unisono.loaders.fetcher import Listed, Request, few
 from unisono.loaders.sharding import Claim, Piece, Rule
+from unisono.outcome import Outcome
 from unisono.tree import can_cut, children, is_array, is_container, may_list_samples, size_along, take, tensors
 
 
@@ -120,6 +121,8 @@ class RowCounter:
         return [each._replace(claim=each.claim._replace(total=total, is_summed=self._is_summed)) for each in pieces]
 
     def _count(self, request: Request, piece: Piece) -> Piece:
+        if type(piece.batch) is Outcome:
+            return piece
         samples, claim = len(request.indices), piece.claim
         rows = num_rows(piece.batch, samples, self._dim)
         piece = piece._replace(batch=unlisted(piece.batch))

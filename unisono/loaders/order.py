@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -22,10 +23,23 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from unisono.loaders.permutation import IndexedSampler, Permutation
 from unisono.randomness import seed_of, seeded
 
+_told: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""The epochs of samplers with `set_epoch` as this module has left them."""
+
 _NO_GENERATOR = object()
 _END = object()
 _CHUNK = 1024  # indices that are made numbers of Python's at once
 _AT_ONCE = 1 << 22  # indices; some seconds and 100 MB
+
+
+def epoch_asked_of(*samplers: Any) -> int | None:
+    """The epoch that the user has set on one of these samplers since this module has; None if there is none."""
+    for sampler in samplers:
+        epoch = getattr(sampler, "epoch", None)
+        with suppress(TypeError):  # it supports no weak references, or has no hash
+            if callable(getattr(sampler, "set_epoch", None)) and type(epoch) is int and epoch != _told.get(sampler, 0):
+                return epoch
+    return None
 
 
 def batches_of(
@@ -97,7 +111,7 @@ class _Draw:
         """The items of any sampler, each converted by `read`; a list if there are no more than the sampler's length."""
         # One thread draws at a time here, so threads that share a sampler change its epoch only after it has drawn.
         with seeded(self._seed), torch.default_generator.device:  # whatever the caller's default device is
-            sampler = self._with_generator(sampler)
+            given, sampler = sampler, self._with_generator(sampler)
             try:
                 length = min(len(sampler), max(self._length, _AT_ONCE))  # an endless one may claim any
                 samples = None
@@ -107,6 +121,9 @@ class _Draw:
             drawn = list(islice(_until(source, samples), length))
             # One index beyond the length shows whether the sampler continues.
             more = list(islice(source, 1))
+        for each in (given, getattr(given, "sampler", None)):
+            with suppress(TypeError):
+                _told[each] = getattr(each, "epoch", self._epoch)  # which it may have advanced itself
         return drawn if not more else chain(drawn, more, source)
 
     def _with_generator(self, sampler: Any) -> Any:

@@ -40,9 +40,6 @@ _NO_COPY = (
     "a {0} has threads and loader workers, and cannot be copied or pickled: create one where it is needed, for example "
     "in the spawned function, from the same DataLoader; its state_dict() can be sent anywhere"
 )
-_OF_THE_LOADER = frozenset(
-    ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator")
-)
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -382,11 +379,21 @@ class DeviceLoader:
         return self._never_begun.num_skipped()
 
     def __getattr__(self, name: str) -> Any:
-        """The attributes of the user's DataLoader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""
+        """The attributes of the user's loader (`dataset`, `batch_size`, ...), unchanged: they are for all ranks."""
         # If `__init__` has failed, `_never_begun` is missing, and reading it here would recurse.
-        if name in _OF_THE_LOADER and "_never_begun" in self.__dict__:
+        if not name.startswith("_") and "_never_begun" in self.__dict__:
             return getattr(self._never_begun._loader, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """ValueError for an attribute of the user's loader, which is read when this one is made."""
+        if not name.startswith("_") and "_never_begun" in self.__dict__ and hasattr(self._never_begun._loader, name):
+            kind = type(self._never_begun._loader).__name__
+            raise ValueError(
+                f"{name} was set on a prepared loader (a DeviceLoader), which reads its {kind} when it is made; make a "
+                f"{kind} with the {name} that you want, and prepare that"
+            )
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(_NO_COPY.format(type(self).__name__))
@@ -412,6 +419,14 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     ranks, split = world.world_size, options.get("split", "rank")
     is_fixed = bool(options.get("fixed_batch_size", False))
     is_cut = options.get("already_sharded", False) or is_sharded(loader, world.rank, ranks)
+    if is_cut and ranks > 1 and split == "global":
+        size = getattr(loader, "batch_size", None)
+        raise ValueError(
+            f"split='global', or split_batches=True, makes a batch of the loader{f', of {size},' if size else ''} the "
+            f"global batch, which {ranks} ranks divide; but the loader gives each rank its own part, and whole batches "
+            "of it; leave the sharding to this loader (shuffle=True in place of a DistributedSampler), or, if that is "
+            "the batch size of a rank, prepare DeviceLoader(loader)"
+        )
     drops = getattr(getattr(loader, "batch_sampler", None), "drop_last", False)
     tail = options.get("tail") or ("drop" if drops and not is_cut else "split")
     if is_cut and ranks > 1:

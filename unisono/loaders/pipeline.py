@@ -35,14 +35,13 @@ import torch
 from unisono.comm.thread_start import start_threads
 from unisono.errors import ClosedError
 from unisono.loaders.channel import Channel, EndOfChannel
-from unisono.loaders.sharding import Claim, Piece
+from unisono.loaders.sharding import IN_ROUND, Claim, Piece
 from unisono.loaders.sources import Progress
 from unisono.outcome import Outcome, copy_error
 from unisono.protocols import Backend
 from unisono.timeline import MOVE, Timeline, Waits
 from unisono.tree import nbytes
 
-_READING = "in round {} of the loader"  # a note to an error
 _EXIT_S = 5.0  # per thread; a source that blocks must not hold up the exit forever
 SWITCH_NS = 100_000  # a change of thread
 LONG_NS = 100 * SWITCH_NS
@@ -266,7 +265,7 @@ def read(source: Iterator[list[Piece]], pipeline: Pipeline) -> None:
         end: Outcome[None] = Outcome()
     except BaseException as error:
         end = Outcome.failure(error)
-        error.add_note(_READING.format(round_number))
+        error.add_note(IN_ROUND.format(round_number))
     pieces = None
     for lane in lanes:
         lane.close(end)
@@ -344,7 +343,7 @@ class Unthreaded:
                 with torch.enable_grad():
                     pieces = self._context.run(next, self._source, None)
         except BaseException as error:
-            error.add_note(_READING.format(lane.sent))
+            error.add_note(IN_ROUND.format(lane.sent))
             raise
         if pieces is None:
             raise EndOfChannel

@@ -43,6 +43,7 @@ Split = Literal["rank", "global"]
 Tail = Literal["split", "drop", "pad"]
 
 _SEEN = 16  # values of an array
+IN_ROUND = "in round {} of the loader"  # a note to an error
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class Claim(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A batch for one rank with its claim, and the position of the source after its round."""
+    """A batch for one rank with its claim, and the position of the source after its round. An `Outcome` in its place is
+    the failure to make it, after which the loop may go on."""
 
     batch: Any
     claim: Claim

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from unisono.arguments import check_integer
 from unisono.errors import StateError
 from unisono.loaders.sharding import Claim, Piece, Round, Rule, cut, glimpse, mark_of, measure, rounds
+from unisono.outcome import Outcome
 from unisono.tree import take
 
 logger = logging.getLogger(__name__)
@@ -254,7 +255,8 @@ class ItemSource(PlainSource):
     def _load(self, epoch: int, position: State, rule: Rule) -> Iterator[Loaded]:
         # The position counts here, not that of the inner source, which advances by itself.
         self._items.seek(epoch, {"offset": position.get("batches", 0)}, Rule())
-        return ((piece.batch, None) for (piece,) in self._items.begin(Rule()).pieces)
+        items = (piece.batch for (piece,) in self._items.begin(Rule()).pieces)
+        return ((item.unwrap() if type(item) is Outcome else item, None) for item in items)
 
 
 def _behind(loaded: Iterator[Loaded], samples: int, dim: int) -> Iterator[Loaded]:

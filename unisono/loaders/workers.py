@@ -93,9 +93,11 @@ class WorkerPool:
         seed: int,
         requests: Iterator[Any] | None = None,
         describe: Callable[[], str] = lambda: "a stream",
+        skips: bool = False,
     ) -> Served:
         """Begin one pass; return the workers' values, unpacked. Workers are started here, in the calling thread.
-        `requests` ask a map-style dataset for each value; `describe` names the samples of the awaited one."""
+        `requests` ask a map-style dataset for each value; `describe` names the samples of the awaited one. If it
+        `skips`, a value that cannot be made is the failure, and the pass goes on."""
         wait = _Wait(self._timeout_s, describe)
         loader: Any = self._idle.pop() if self._idle else None
         if loader is None or not _revive(loader):
@@ -112,7 +114,8 @@ class WorkerPool:
         if requests is not None:
             loader.sampler.requests = iter(())  # else a pass left early would keep the dataset alive
         _look_often(values, wait)
-        return Served(values, wait, self._copies, partial(self._idle.append, loader) if self._is_persistent else None)
+        keep = partial(self._idle.append, loader) if self._is_persistent else None
+        return Served(values, wait, self._copies, keep, skips)
 
 
 def _revive(loader: DataLoader[Any]) -> bool:
@@ -162,15 +165,21 @@ class Served:
     """The values of one pass, unpacked, in the order in which the loader workers serve them; copies of those in shared
     memory, if that is tight. At the regular end, `keep` is called."""
 
-    def __init__(self, values: Iterator[Any], wait: _Wait, copies: bool, keep: Callable[[], None] | None) -> None:
-        self._values, self._wait, self._copies, self._keep = values, wait, copies, keep
+    def __init__(
+        self, values: Iterator[Any], wait: _Wait, copies: bool, keep: Callable[[], None] | None, skips: bool
+    ) -> None:
+        self._values, self._wait, self._copies, self._keep, self._skips = values, wait, copies, keep, skips
 
     def __iter__(self) -> Served:
         return self
 
     def __next__(self) -> Any:
         try:
-            batch = self._receive().unwrap()
+            outcome = self._receive()
+            if self._skips and outcome.error is not None:
+                explain(outcome.error)
+                return outcome
+            batch = outcome.unwrap()
             if not self._copies:
                 return batch
             return map_objects(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
