@@ -10,10 +10,12 @@ import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
 from torch.optim.lr_scheduler import (
+    ConstantLR,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     LambdaLR,
     LinearLR,
+    MultiStepLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -189,6 +191,37 @@ def test_where_it_is_not_known_what_a_schedule_counts_the_error_names_the_length
     steps = 4 if options else 8
     for told in mode.run(body):
         assert f"and {steps} optimizer steps on these ranks; pass Accelerator(schedule_unit=...)" in told
+
+
+CONSTANT = {
+    "lambda": lambda optimizer, _: LambdaLR(optimizer, lambda _: 0.5),
+    "partial of a lambda": lambda optimizer, _: LambdaLR(optimizer, partial(lambda _=None, factor=1: factor)),
+    "factor": lambda optimizer, _: ConstantLR(optimizer, factor=1.0, total_iters=3),
+    "gamma": lambda optimizer, _: MultiStepLR(optimizer, [2, 4], gamma=1.0),
+}
+NOT_CONSTANT = {
+    "a warm-up": lambda optimizer, _: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)),
+    "a comparison": lambda optimizer, _: LambdaLR(optimizer, lambda step: 1.0 if step != 6 else 0.5),
+    "a table": lambda optimizer, _: LambdaLR(optimizer, lambda step: {6: 0.5}.get(step, 1.0)),
+    "a truth": lambda optimizer, _: LambdaLR(optimizer, lambda step: 0.5 if step else 1.0),
+    "a list of functions": lambda optimizer, _: LambdaLR(optimizer, [lambda step: 0.9**step]),
+    "the end of a factor": lambda optimizer, _: ConstantLR(optimizer, factor=0.5, total_iters=3),
+    "rounds": lambda optimizer, _: CosineAnnealingLR(optimizer, 16),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+@MODES
+def test_a_constant_schedule_needs_no_unit(mode: Mode, options: dict[str, int], name: str) -> None:
+    for rates in mode.run(lambda: rates_in(CONSTANT[name], epochs=1, **options)):
+        assert len(set(rates)) == 1
+
+
+@pytest.mark.parametrize("name", NOT_CONSTANT)
+def test_a_schedule_that_is_constant_for_a_while_is_asked_for_its_unit_at_once(name: str) -> None:
+    with pytest.raises(ValueError, match="it is unknown what the"):
+        rates_in(NOT_CONSTANT[name], gradient_accumulation_steps=2)
 
 
 def test_on_one_device_it_is_asked_where_steps_accumulate():

@@ -79,8 +79,7 @@ class Accelerator(Native):
         mixed_precision: "no", "fp16" or "bf16"; None uses ACCELERATE_MIXED_PRECISION, or "no".
         fsdp_plugin: selects strategy="fsdp".
         rng_types: has no effect: orders are functions of the seed.
-        schedule_unit: as for the native one, where it matters what a scheduler counts; Accelerate assumes
-            "device_step".
+        schedule_unit: as for the native one; "device_step" is Accelerate's meaning.
         step_scheduler_with_optimizer: False leaves schedulers unchanged: each of their steps counts.
 
     Attributes:
@@ -110,7 +109,7 @@ class Accelerator(Native):
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         *,
-        schedule_unit: Unit | None = None,
+        schedule_unit: Unit | None = "device_step",
     ) -> None:
         given = locals()
         for names in _ONE_OF:

@@ -8,7 +8,7 @@ use R of them in a round, and k microbatches make a step, so a step consumes up 
     "step"         1: the schedule was built from the number of steps that this run takes
 
 Its length does not tell which: 8 may be an epoch of 8 batches, or two of 4 steps. So where the units differ, the user
-says it.
+says it, unless the schedule is constant.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    ExponentialLR,
+    LambdaLR,
+    LRScheduler,
+    MultiStepLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
 from unisono.parallel.prepared.stepper import Stepper
 
 Unit = Literal["batch", "device_step", "step"]
 Scheduler = LRScheduler | ReduceLROnPlateau
+_FACTORS = {ConstantLR: "factor", **dict.fromkeys((ExponentialLR, MultiStepLR, StepLR), "gamma")}
+"""What multiplies the learning rates of a schedule: one of 1 is constant."""
+
 _ROUNDING = 1e-6  # the relative difference allowed between the ranks' metrics
 
 
@@ -65,7 +76,7 @@ class PreparedScheduler:
                 f"the {name} was stepped {when}; call step() once after each optimizer.step(), or once for each epoch"
             )
         unit = self._unit
-        if loop is not None and unit is None and not has_metric:
+        if loop is not None and unit is None and not (has_metric or is_constant(self.scheduler)):
             unit = unit_of(self.scheduler, loop.lengths(), int(stepper.every), stepper.world.comm.size)
         self._asked, self._taken = stepper.num_asked, stepper.taken
         if was_asked and before.steps == stepper.taken.steps:
@@ -116,6 +127,30 @@ class PreparedScheduler:
         if name == "scheduler":  # copy and pickle look it up before it exists
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+def is_constant(scheduler: Any) -> bool:
+    """Whether the schedule is known to leave the learning rates as they are, whatever it counts."""
+    if type(scheduler) is LambdaLR:
+        return not any(map(_reads_its_step, scheduler.lr_lambdas))
+    return getattr(scheduler, _FACTORS.get(type(scheduler), ""), None) == 1
+
+
+class _Unknown:
+    """A number of steps that cannot be computed with."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError("this number of steps is unknown")
+
+    __bool__ = __eq__ = __hash__ = __index__ = __int__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+def _reads_its_step(rate: Any) -> bool:
+    """Whether a function of LambdaLR depends on the number of steps that it is called with."""
+    try:
+        return not isinstance(rate(_Unknown()), int | float)
+    except Exception:
+        return True
 
 
 def unit_of(scheduler: Any, lengths: tuple[int, int] | None, microbatches: int, ranks: int) -> Unit:
