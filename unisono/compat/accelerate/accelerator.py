@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from unisono.accelerator import Accelerator as Native
 from unisono.arguments import explain_unknown_names
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
-from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, joined_world
+from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, asked_device, joined_world
+from unisono.compat.accelerate.tracking import GeneralTracker
 from unisono.compat.accelerate.utils import other
 from unisono.compat.accelerate.utils.dataclasses import (
     AutocastKwargs,
@@ -34,11 +35,16 @@ from unisono.compat.accelerate.utils.dataclasses import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from unisono.compat.accelerate.utils.environment import parse_flag_from_env
+from unisono.compat.left_out import describe_left_out
 from unisono.parallel.collectives import all_gather_object
+from unisono.parallel.optimizer import prepared
 from unisono.parallel.prepared.checks import AUTOCAST
 from unisono.parallel.prepared.metrics import NoSuchBatchError
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scheduler import Unit
+from unisono.tracking.tracker import Tracker, name_of
+from unisono.tracking.trackers import Trackers
 from unisono.tree import leaves
 
 logger = logging.getLogger(__name__)
@@ -52,6 +58,7 @@ _ELSEWHERE = {
 """What to do instead of arguments that are left out."""
 
 _ONE_OF = (("dynamo_backend", "dynamo_plugin"), ("gradient_accumulation_steps", "gradient_accumulation_plugin"))
+_SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 _HANDLERS = (DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs, AutocastKwargs, InitProcessGroupKwargs)
 
 
@@ -69,6 +76,11 @@ def _handlers_by_kind(given: Sequence[KwargsHandler]) -> dict[type[Any], Any]:
 def _view_of(path: str) -> Any:
     """A property: the attribute that this path leads to."""
     return property(attrgetter(path))
+
+
+def _handler_of(kind: type[KwargsHandler]) -> Any:
+    """A property: the handler of this kind that was given, or None."""
+    return property(lambda accelerator: accelerator._handlers.get(kind))
 
 
 @explain_unknown_names(_ELSEWHERE)
@@ -116,20 +128,33 @@ class Accelerator(Native):
             if all(given[name] not in (None, 1) for name in names):
                 raise ValueError(f"{' and '.join(names)} are both given; pass one of them")
         handlers = _handlers_by_kind(kwargs_handlers or ())
+        for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # as `accelerate launch` sets them
+            if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
+                raise ValueError(f"ACCELERATE_USE_{name} is set, but {_ONE_AXIS}; unset it")
         precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
         project = project_config or ProjectConfiguration()
         if project_dir is not None:
             project.set_directories(os.fspath(project_dir))
+        trackers = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+        if project.logging_dir is None and any(str(each).lower() == "tensorboard" for each in trackers):
+            raise ValueError(
+                f"log_with={log_with!r} writes files, and no directory is given; pass project_dir, or "
+                "project_config=ProjectConfiguration(logging_dir=...)"
+            )
         config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        dynamo = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend or "no")
-        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(gradient_accumulation_steps)
+        dynamo = dynamo_plugin or TorchDynamoPlugin()
+        dynamo.backend = dynamo_backend or dynamo.backend
+        steps = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", gradient_accumulation_steps))
+        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(steps)
         scaler = handlers.get(GradScalerKwargs, GradScalerKwargs())
+        if fsdp_plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            fsdp_plugin = FullyShardedDataParallelPlugin()
         strategy = fsdp_plugin or handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
         world = joined_world()
         super().__init__(
             mixed_precision=precision,  # type: ignore[arg-type]  # an unknown one is refused there
             gradient_accumulation_steps=accumulation.to_native(),
-            cpu=cpu and world.world_size == 1,  # with several ranks, each keeps the device that it was started with
+            device=asked_device(cpu) if world.world_size == 1 else None,  # of several, each has that of its start
             device_placement=device_placement,
             split_batches=config.split_batches,
             compile=dynamo.to_native(),
@@ -141,37 +166,66 @@ class Accelerator(Native):
             project_dir=project.project_dir,
             total_limit=project.total_limit,
         )
+        self._trackers = Trackers(log_with, project.logging_dir, self.world.rank == 0)
+        self.device_placement, self.rng_types, self.log_with = device_placement, rng_types, trackers
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._has_warned = False
-        self._moves, self._steps_scheduler, self._handlers = device_placement, step_scheduler_with_optimizer, handlers
+        self._handlers = handlers
         self.dataloader_config, self.project_configuration = config, project
-        self.world.state.part(LastAccelerator).set(self, fsdp_plugin)
+        world.state.part(LastAccelerator).set(self, fsdp_plugin)
         self.state, self.gradient_state = AcceleratorState(world=self.world), GradientState()
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Like the native one, but returns unchanged what is already prepared, and what is not a model, optimizer,
-        scheduler or DataLoader. (Accelerate's `device_placement` is the Accelerator's here, for all objects.)"""
-        taken = [self._made_loader(each) for each in objects if self._is_taken(each)]
+        scheduler or DataLoader. ValueError if `device_placement` differs from the Accelerator's, which is that of all
+        objects."""
+        if device_placement is not None and any(each != self.device_placement for each in device_placement):
+            raise ValueError(
+                f"device_placement={device_placement} differs from Accelerator(device_placement={self.device_placement}"
+                "); prepare what is placed otherwise by an Accelerator of its own"
+            )
+        if not self.step_scheduler_with_optimizer:  # they are saved all the same
+            self.register_for_checkpointing(*(each for each in objects if isinstance(each, _SCHEDULERS)))
+        are_taken = [self._is_taken(each) for each in objects]
+        taken = [self._made_loader(each) for each, is_taken in zip(objects, are_taken, strict=True) if is_taken]
         found = iter(super().prepare(*taken, None, None))  # with these it is a tuple, however few are taken
-        made = tuple(next(found) if self._is_taken(each) else each for each in objects)
+        made = tuple(next(found) if is_taken else each for each, is_taken in zip(objects, are_taken, strict=True))
         return made[0] if len(made) == 1 else made
 
-    def prepare_model(self, prepared: Any, device_placement: Any = None, **options: Any) -> Any:
-        """`prepare`, for one object."""
-        return self.prepare(prepared)
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """`prepare`, for one model. `evaluation_mode` has no effect: without an optimizer nothing is reduced."""
+        return self.prepare(model, device_placement=None if device_placement is None else [device_placement])
 
-    prepare_optimizer = prepare_scheduler = prepare_data_loader = prepare_model
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """`prepare`, for one optimizer."""
+        return self.prepare_model(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """`prepare`, for one scheduler."""
+        return self.prepare(scheduler)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """`prepare`, for one DataLoader."""
+        return self.prepare_model(data_loader, device_placement)
 
     def _is_taken(self, each: Any) -> bool:
-        if isinstance(each, LRScheduler | ReduceLROnPlateau):
-            return self._steps_scheduler
-        return isinstance(each, nn.Module | Optimizer | DataLoader) and not isinstance(each, PreparedModel)
+        if isinstance(each, _SCHEDULERS):
+            return self.step_scheduler_with_optimizer
+        is_made = isinstance(each, PreparedModel) or (isinstance(each, Optimizer) and each in prepared)
+        return isinstance(each, nn.Module | Optimizer | DataLoader) and not is_made
 
     def _made_loader(self, each: Any) -> Any:
         if not isinstance(each, DataLoader):
             return each
         seed = self.dataloader_config.data_seed
         return prepare_data_loader(
-            each, split_batches=self.split_batches, put_on_device=self._moves, data_seed=seed, world=self.world
+            each,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement,
+            data_seed=seed,
+            world=self.world,
         )
 
     def free_memory(self, *objects: Any) -> list[None]:  # type: ignore[override]
@@ -224,7 +278,7 @@ class Accelerator(Native):
     use_distributed = multi_device = _view_of("state.use_distributed")
     is_fsdp2 = _view_of("state.is_fsdp2")
 
-    deepspeed_plugin = None  # not supported
+    deepspeed_plugin = parallelism_config = fp8_backend = None  # not supported
     should_save_model = _view_of("is_main_process")
 
     # How loaders are prepared.
@@ -291,7 +345,52 @@ class Accelerator(Native):
     save_iteration = _view_of("project_configuration.iteration")  # their numbers follow those in the directory
     logging_dir = _view_of("project_configuration.logging_dir")  # trackers write to `project_dir`
 
+    # Trackers. Accelerate has no file of JSON lines, and calls of a run without trackers do nothing there.
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().init_trackers(project_name, config, init_kwargs)
+        for tracker in self.trackers:
+            if isinstance(tracker, GeneralTracker):
+                tracker.start()
+                if config is not None:
+                    tracker.store_init_configuration(config)
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Like the native one, but does nothing before `init_trackers`. ValueError for `log_kwargs`."""
+        if log_kwargs:
+            raise ValueError(
+                f"log_kwargs={log_kwargs} is not supported; log with the library's own object, "
+                "accelerator.get_tracker(name, unwrap=True)"
+            )
+        if self._trackers.opened:
+            super().log(values, step)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Like the native ones, without the JSON lines file."""
+        return [each for each in super().trackers if name_of(each) != "jsonl"]
+
     # Profiling and precision.
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forward passes run under autocast. Setting it to False is an error then."""
+        return self.mixed_precision != "no"
+
+    @native_amp.setter
+    def native_amp(self, is_used: bool) -> None:
+        if is_used != self.native_amp:
+            raise ValueError(
+                f"native_amp={is_used}, but this Accelerator has mixed_precision={self.mixed_precision!r}; pass "
+                f"mixed_precision={'bf16' if is_used else 'no'!r} in its place"
+            )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         handler: AutocastKwargs | None = autocast_handler or self._handlers.get(AutocastKwargs)
@@ -300,6 +399,22 @@ class Accelerator(Native):
         dtype = AUTOCAST[self.mixed_precision]
         return torch.autocast(self.device.type, dtype, handler.enabled, handler.cache_enabled)
 
+    autocast_handler, ddp_handler, scaler_handler, init_handler, profile_handler = map(
+        _handler_of,
+        (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs),
+    )
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether parts of the model are on several devices."""
+        return len({*getattr(model, "hf_device_map", {}).values()}) > 1
+
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
         """A block that is profiled, as the handler says."""
         return other.profiled(profile_handler or self._handlers.get(ProfileKwargs) or ProfileKwargs(), self.world)
+
+    if not TYPE_CHECKING:  # for a type checker a name that is not here is an error
+
+        def __getattr__(self, name: str) -> Any:
+            if text := describe_left_out("Accelerator", name):
+                raise AttributeError(text, name=name, obj=self)
+            return super().__getattr__(name)

@@ -6,6 +6,7 @@ DataParallel see their own. A process started by torchrun joins its world on fir
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -16,10 +17,13 @@ import torch
 from unisono.accelerator import Accelerator
 from unisono.backends import CPU, resolve_device
 from unisono.compat.accelerate.utils.dataclasses import DistributedType
-from unisono.compat.left_out import refuse
+from unisono.compat.accelerate.utils.environment import parse_flag_from_env
+from unisono.compat.left_out import left_out, refuse
 from unisono.launch.hosts.join_world import join_world
 from unisono.parallel.rank_view import RankView, where
 from unisono.world import World, current_world, solo_world
+
+__getattr__ = left_out(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,15 +35,43 @@ def joined_world() -> World:
     return current_world()
 
 
+def last_accelerator() -> Accelerator | None:
+    """The rank's last Accelerator, if it is alive."""
+    return joined_world().state.part(LastAccelerator).it()
+
+
+def world_of_last() -> World:
+    """Its world, which is another one than the caller's where a script of one rank has chosen the device; without one,
+    the caller's."""
+    made = last_accelerator()
+    return joined_world() if made is None else made.world
+
+
+def is_initialized() -> bool:
+    """True: a state is a view of the caller's world, which always exists."""
+    return True
+
+
+def asked_device(cpu: bool = False) -> str | None:
+    """The device that a script of one rank has asked for: the CPU, or that of ACCELERATE_TORCH_DEVICE."""
+    return CPU if cpu or parse_flag_from_env("ACCELERATE_USE_CPU") else os.environ.get("ACCELERATE_TORCH_DEVICE")
+
+
 class PartialState(RankView):
-    """The facts about a rank, whose `world` it is a view of. `cpu` has an effect if there is only one rank; other
-    options are for the process group, which was created where the ranks were started."""
+    """The facts about a rank, whose `world` it is a view of: that of its last Accelerator, or the caller's.
+
+    `cpu` has an effect on one rank without an Accelerator; other options are for the process group, which was created
+    where the ranks were started.
+    """
 
     initialized = True
+    debug = fork_launched = False
 
     def __init__(self, cpu: bool = False, *, world: World | None = None, **options: Any) -> None:
-        world = world or joined_world()
-        self.world = solo_world(*resolve_device(CPU)) if cpu and world.world_size == 1 else world
+        self.world = world or world_of_last()
+        is_free = world is None and self.world is joined_world() and self.num_processes == 1
+        if is_free and (device := asked_device(cpu)):
+            self.world = solo_world(*resolve_device(device))
 
     @property
     def device(self) -> torch.device:
@@ -116,13 +148,13 @@ class AcceleratorState(PartialState):
         fsdp_plugin: the one that was given, or None.
     """
 
-    deepspeed_plugin = parallelism_config = None
+    deepspeed_plugin = deepspeed_plugins = megatron_lm_plugin = parallelism_config = device_mesh = None
 
     def __init__(
         self, mixed_precision: Any = None, cpu: bool = False, *, world: World | None = None, **options: Any
     ) -> None:
         super().__init__(cpu, world=world)
-        last = self.world.state.part(LastAccelerator)
+        last = joined_world().state.part(LastAccelerator)
         self.mixed_precision, self.fsdp_plugin = last.mixed_precision, last.fsdp_plugin
 
     @property
@@ -143,40 +175,37 @@ class GradientState:
     """The position of the rank's last Accelerator among its microbatches. What only a loader's own loop knows is an
     AttributeError."""
 
-    initialized = True
+    initialized = sync_with_dataloader = adjust_scheduler = True
     _reset_state = PartialState._reset_state
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
-        self._world = joined_world()
+        joined_world()
 
     @property
     def sync_gradients(self) -> bool:
         """Whether `optimizer.step()` takes a step at the current microbatch."""
-        made = self._accelerator()
+        made = last_accelerator()
         return made is None or made.sync_gradients
 
     @property
     def num_steps(self) -> int:
-        made = self._accelerator()
+        made = last_accelerator()
         return 1 if made is None else made.gradient_accumulation_steps
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a loop over a prepared loader is running."""
-        return any(each.is_open for each in self._world.state.deliveries.recent())
+        return any(each.is_open for each in world_of_last().state.deliveries.recent())
 
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the innermost loop has received its last batch. May wait for the loader: all ranks must ask, or
         none."""
-        innermost = next((each for each in self._world.state.deliveries.recent() if each.is_open), None)
+        innermost = next((each for each in world_of_last().state.deliveries.recent() if each.is_open), None)
         return innermost is None or innermost.ends_here()
 
     def __getattr__(self, name: str) -> NoReturn:
         refuse(f"{__name__}.GradientState", name)
-
-    def _accelerator(self) -> Accelerator | None:
-        return self._world.state.part(LastAccelerator).it()
 
 
 class LastAccelerator:

@@ -1,20 +1,24 @@
 """`accelerate.utils.dataclasses`: the settings of an Accelerator, and what they are natively.
 
 Fields without a counterpart are accepted if they only affect speed or memory; those that would change results are a
-ValueError with advice when the Accelerator reads them.
+ValueError with advice when the Accelerator reads them. Defaults that `accelerate launch` sets are those of its
+environment variables.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
 
 from unisono.arguments import check_choice
+from unisono.compat.accelerate.utils.environment import str_to_bool
 from unisono.compat.left_out import left_out
 from unisono.strategies import DDP, FSDP
 
@@ -26,6 +30,19 @@ def _refuse_fields(settings: Any, advice: str, **given: bool) -> None:
     for name, is_given in given.items():
         if is_given:
             raise ValueError(f"{type(settings).__name__}({name}=...) has no counterpart here: {advice}")
+
+
+def _variable(name: str, default: Any = None, parse: Callable[[str], Any] = str) -> Callable[[], Any]:
+    """A default that the environment variable has."""
+
+    def find() -> Any:
+        given = os.environ.get(name)
+        return default if given is None else parse(given)
+
+    return find
+
+
+_flag = partial(_variable, parse=lambda given: bool(str_to_bool(given)))
 
 
 class DistributedType(StrEnum):
@@ -48,6 +65,10 @@ class DistributedType(StrEnum):
 
 
 # Their values are these names in lower case.
+ComputeEnvironment = StrEnum("ComputeEnvironment", "LOCAL_MACHINE AMAZON_SAGEMAKER")
+DynamoBackend = StrEnum("DynamoBackend", "NO EAGER AOT_EAGER INDUCTOR CUDAGRAPHS IPEX TVM OPENXLA HPU_BACKEND")
+PrecisionType = StrEnum("PrecisionType", "NO FP8 FP16 BF16")
+RNGType = StrEnum("RNGType", "TORCH CUDA MLU SDAA MUSA NPU XLA XPU HPU NEURON GENERATOR")
 DDPCommunicationHookType = StrEnum("DDPCommunicationHookType", "NO FP16 BF16 POWER_SGD BATCHED_POWER_SGD")
 LoggerType = StrEnum("LoggerType", "ALL TENSORBOARD WANDB MLFLOW")
 
@@ -58,6 +79,11 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        defaults = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
 
 
 @dataclass
@@ -192,7 +218,7 @@ class ProjectConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """The number of microbatches per step. `sync_each_batch` has no effect: it would only save memory."""
+    """The number of microbatches per step; None is 1. `sync_each_batch` has no effect: it would only save memory."""
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
@@ -209,10 +235,10 @@ class GradientAccumulationPlugin(KwargsHandler):
 class TorchDynamoPlugin(KwargsHandler):
     """The arguments of `torch.compile`; nothing is compiled with the backend "no"."""
 
-    backend: str = "no"
-    mode: str | None = None
-    fullgraph: bool = False
-    dynamic: bool | None = None
+    backend: str = field(default_factory=_variable("ACCELERATE_DYNAMO_BACKEND", "no"))
+    mode: str | None = field(default_factory=_variable("ACCELERATE_DYNAMO_MODE"))
+    fullgraph: bool = field(default_factory=_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH", False))
+    dynamic: bool | None = field(default_factory=_flag("ACCELERATE_DYNAMO_USE_DYNAMIC"))
     options: Mapping[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool = False
@@ -226,18 +252,27 @@ class TorchDynamoPlugin(KwargsHandler):
         return {key: value for key, value in wanted.items() if value is not None}
 
 
+def _resharding(given: str) -> bool:
+    """FSDP_RESHARD_AFTER_FORWARD: a bool, or for FSDP1 its strategy, of which only one keeps the parameters."""
+    if given in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        return given == "FULL_SHARD"
+    return bool(str_to_bool(given))
+
+
 @dataclass
 class FullyShardedDataParallelPlugin:
     """For FSDP: `strategy="fsdp"`, torch's FSDP2. Fields that only affect speed and memory have no effect: which layers
     are gathered together, what is prefetched, how states are saved."""
 
     fsdp_version: int = 2
-    sharding_strategy: Any = None
-    reshard_after_forward: bool | int | None = None
+    sharding_strategy: Any = field(default_factory=_variable("FSDP_SHARDING_STRATEGY"))
+    reshard_after_forward: bool | int | None = field(
+        default_factory=_variable("FSDP_RESHARD_AFTER_FORWARD", parse=_resharding)
+    )
     backward_prefetch: Any = None
     mixed_precision_policy: Any = None
     auto_wrap_policy: Any = None
-    cpu_offload: Any = False
+    cpu_offload: Any = field(default_factory=_flag("FSDP_OFFLOAD_PARAMS", False))
     ignored_modules: Iterable[Any] | None = None
     state_dict_type: Any = None
     state_dict_config: Any = None
@@ -247,7 +282,7 @@ class FullyShardedDataParallelPlugin:
     param_init_fn: Callable[..., Any] | None = None
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = field(default_factory=_flag("FSDP_ACTIVATION_CHECKPOINTING", False))
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
@@ -256,7 +291,8 @@ class FullyShardedDataParallelPlugin:
         _refuse_fields(
             self,
             "leave it out; in place of a strategy of FSDP1, pass reshard_after_forward=False, which is SHARD_GRAD_OP",
-            sharding_strategy=self.sharding_strategy is not None and "FULL_SHARD" not in str(self.sharding_strategy),
+            sharding_strategy=self.sharding_strategy not in (None, "1")
+            and "FULL_SHARD" not in str(self.sharding_strategy),
             ignored_modules=self.ignored_modules is not None,
             param_init_fn=self.param_init_fn is not None,
             activation_checkpointing=self.activation_checkpointing,

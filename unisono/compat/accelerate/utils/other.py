@@ -8,27 +8,30 @@ raises when a backward pass reaches it.
 from __future__ import annotations
 
 import gc
-import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from itertools import chain
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.torch_version import TorchVersion
 
-from unisono.backends import get_backend
+from unisono.arguments import check_choice
+from unisono.backends import CPU, get_backend
 from unisono.checkpoint.contents import write_state
 from unisono.compat.accelerate.state import PartialState, joined_world
 from unisono.compat.accelerate.utils.dataclasses import ProfileKwargs
-from unisono.compat.left_out import refuse
+from unisono.compat.accelerate.utils.environment import patch_environment
+from unisono.compat.left_out import left_out
 from unisono.errors import UnisonoError
 from unisono.launch.options import Output
 from unisono.launch.spawn import spawn
@@ -46,13 +49,14 @@ DistributedOperationException = UnisonoError
 continues."""
 
 _PACKAGES = {"bnb": "bitsandbytes"}
+_refuse = left_out(__name__)
 _REFUSED = ("deepspeed", "megatron_lm", "fp8", "msamp", "transformer_engine", "pippy", "sagemaker")
 """Unsupported packages are not available, even if they are installed."""
 
 
 def __getattr__(name: str) -> Any:
     found = re.fullmatch(r"is_(\w+)_available", name)
-    return partial(_is_available, found[1]) if found is not None else refuse(__name__, name)
+    return partial(_is_available, found[1]) if found is not None else _refuse(name)
 
 
 def _is_available(name: str, *_: Any, **__: Any) -> bool:
@@ -65,6 +69,23 @@ def _is_available(name: str, *_: Any, **__: Any) -> bool:
     if family is not None and hasattr(family, "is_available"):
         return bool(family.is_available())
     return find_spec(_PACKAGES.get(name, name)) is not None
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Whether a version, or that of an installed library by its name, is `<`, `<=`, `==`, `!=`, `>=` or `>` the other
+    one."""
+    known = library_or_version
+    own = TorchVersion(metadata.version(known) if type(known) is str else str(known))
+    compare = {"<": lt, "<=": le, "==": eq, "!=": ne, ">=": ge, ">": gt}
+    check_choice(operation, "operation", *compare)
+    return bool(compare[operation](own, requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether torch's version, without what follows its numbers, compares like that."""
+    numbers = re.match(r"[\d.]*\d", torch.__version__)
+    assert numbers is not None
+    return compare_versions(TorchVersion(numbers[0]), operation, version)
 
 
 # Collectives.
@@ -155,6 +176,65 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False) -> Any:
     return tree_map(lambda each: each.to(device) if hasattr(each, "to") else each, tensor)
 
 
+def wait_for_everyone() -> None:
+    """Wait until every rank has called it."""
+    collectives.barrier(joined_world())
+
+
+# Nested structures.
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """The structure with `func(each, *args, **kwargs)` in place of each leaf of that type; others stay, or are a
+    TypeError."""
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(f"{getattr(func, '__name__', func)} cannot take a {type(leaf).__name__}; pass tensors")
+        return leaf
+
+    return tree_map(apply, data)
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The number of rows of the structure's first tensor; None if it has no tensor."""
+    return next((len(each) for each in tensors(data)), None)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the structure's first tensor; None if it has no tensor."""
+    return next((each.device for each in tensors(data)), None)
+
+
+def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+    """The structure with these rows of each tensor; other arguments have no effect."""
+    return recursively_apply(lambda each: each[tensor_slice], data)
+
+
+def listify(data: Any) -> Any:
+    """The structure with lists of numbers in place of tensors."""
+    return recursively_apply(lambda each: each.detach().cpu().float().tolist(), data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """The structure with its tensors of 16 bits as float32."""
+    half = (torch.float16, torch.bfloat16)
+    return recursively_apply(lambda each: each.float() if each.dtype in half else each, tensor)
+
+
 # Generators.
 
 
@@ -175,6 +255,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
+    """`synchronize_rng_states` of one type; None is the devices'."""
+    synchronize_rng_states([rng_type or joined_world().backend.name], generator)
 
 
 def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator | None = None) -> None:
@@ -209,12 +294,18 @@ def find_executable_batch_size(
     return out_of_memory.find_executable_batch_size(function, starting_batch_size, reduce)
 
 
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return cached memory to the device."""
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
 def release_memory(*objects: Any) -> list[None]:
     """Return one None per object, to assign in their place, and cached memory to the device; objects freed by that go
     at the next collection."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    clear_device_cache(garbage_collection=True)
     return [None] * len(objects)
 
 
@@ -232,11 +323,12 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The user's module. Other arguments have no effect, except `keep_torch_compile=False`, which returns the
-    uncompiled module."""
+    """The user's module, also of torch's DataParallel and DistributedDataParallel. Other arguments have no effect,
+    except `keep_torch_compile=False`, which returns the uncompiled module."""
     from unisono.torch_private import ORIGINAL  # here: it may import the compiler
 
-    module = model.module if isinstance(model, PreparedModel) else model
+    wrappers = (PreparedModel, nn.DataParallel, nn.parallel.DistributedDataParallel)
+    module: Any = model.module if isinstance(model, wrappers) else model
     plain: nn.Module = module if keep_torch_compile else getattr(module, ORIGINAL, module)
     return plain
 
@@ -244,20 +336,6 @@ def extract_model_from_parallel(
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """`unisono.tqdm`; with `main_process_only=False` tqdm's own bar, on every rank."""
     return bar_of_rank_zero(*args, **kwargs) if main_process_only else import_module("tqdm.auto").tqdm(*args, **kwargs)
-
-
-@contextmanager
-def patch_environment(**variables: Any) -> Iterator[None]:
-    """Set environment variables during the block; their names are converted to upper case."""
-    own = {name.upper(): str(value) for name, value in variables.items()}
-    before = {name: os.environ[name] for name in own if name in os.environ}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name in own:
-            os.environ.pop(name, None)
-        os.environ.update(before)
 
 
 _profiler: list[torch.profiler.profile] = []  # the one that threads share; at most one
@@ -291,6 +369,11 @@ def profiled(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pr
     meet()  # the profiler has stopped
 
 
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run `function(*args)` in that many worker processes on the CPU."""
+    spawn(lambda _: function(*args), nprocs=num_processes, backend=CPU)
+
+
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -313,20 +396,25 @@ def notebook_launcher(
     return spawn(work, nprocs=num_processes, max_restarts=max_restarts, output=output or Output())
 
 
-@contextmanager
-def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
     """A block in which this thread creates modules with their parameters on the meta device, or (`include_buffers`) all
     their tensors."""
-    own, meta = threading.get_ident(), torch.device("meta")
+    return init_on_device(torch.device("meta"), include_buffers)
+
+
+@contextmanager
+def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
+    """The same for any device."""
+    own = threading.get_ident()
     if include_buffers:
-        with meta:
+        with device:
             yield
         return
 
     def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or threading.get_ident() != own:
             return parameter
-        moved = nn.Parameter(parameter.to(meta), parameter.requires_grad)
+        moved = nn.Parameter(parameter.to(device), parameter.requires_grad)
         moved.__dict__.update(parameter.__dict__)
         return moved
 

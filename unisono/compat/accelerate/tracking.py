@@ -1,0 +1,42 @@
+"""`accelerate.tracking`: the base class of a script's own trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.compat.left_out import left_out
+
+__getattr__ = left_out(__name__)
+
+
+class GeneralTracker:
+    """Base class of an object in `Accelerator(log_with=)`. Only rank zero's is called.
+
+    A subclass has a `name` and a `tracker`, and defines `log(values, step, **options)`; the other methods may do
+    nothing. `requires_logging_directory` has no effect: the object opens its own files.
+    """
+
+    main_process_only = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
+        if missing and not _blank:
+            raise NotImplementedError(f"{type(self).__name__} has no {', '.join(missing)}; define them in the class")
+
+    def start(self) -> None:
+        """Called by `init_trackers`."""
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Called by `init_trackers`, with its configuration."""
+
+    def log(self, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
+        """Called by `accelerator.log`."""
+        raise NotImplementedError(f"{type(self).__name__} must define log(values, step, **options)")
+
+    def finish(self) -> None:
+        """Called by `end_training`."""
+
+    def close(self) -> None:
+        """`finish`."""
+        self.finish()
