@@ -52,6 +52,8 @@ NAMES = {  # ours: (torch's, what we do by it)
     "queue_callback": ("torch.autograd.Variable._execution_engine.queue_callback", "ends steps with backward passes"),
     "is_in_tls": ("torch._C._is_key_in_tls", "finds the world of a backward pass in autograd's thread"),
     "from_tls": ("torch._C._get_obj_in_tls", "finds the world of a backward pass in autograd's thread"),
+    "BACKWARD_HOOKS": ("torch.Tensor._backward_hooks", "keeps hooks of parameters with fsdp"),
+    "POST_GRADIENT_HOOKS": ("torch.Tensor._post_accumulate_grad_hooks", "keeps hooks of parameters with fsdp"),
     # Many tensors in one call.
     "foreach_copy_": ("torch._foreach_copy_", "copies gradients and buffers"),
     "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),
@@ -93,6 +95,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "set_fp32_precision": ("torch._C._set_fp32_precision_setter", "gives workers torch.backends.fp32_precision"),
     # Operators, and a generator for each replica.
     "all_schemas": ("torch._C._jit_get_all_schemas", "finds the operators that draw or communicate"),
+    "OPERATOR_SCHEMA": ("torch._ops.OpOverload._schema", "finds what an operation writes to"),
     "OpOverload": ("torch._ops.OpOverload", "gives each replica its own generator"),
     "include_dispatch_key": ("torch._C._dispatch_tls_set_dispatch_key_included", "gives each replica a generator"),
     "keys_after": ("torch._C._dispatch_keyset_full_after", "gives each replica its own generator"),

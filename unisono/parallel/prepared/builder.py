@@ -74,7 +74,8 @@ class Builder:
 
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """Create the stepper that makes the optimizer step for all ranks."""
-        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler)
+        step = self.strategy.step_of(optimizer)
+        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step)
 
     def done_in_steps(self) -> list[str]:
         """The settings that only steps of prepared optimizers apply."""

@@ -16,14 +16,13 @@ from unisono.parallel.backward import Passes
 from unisono.parallel.compilation import keep_out_of_graphs
 from unisono.parallel.prepared.stepper import alive, steppers
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.sharded import is_sharded
+from unisono.parallel.strategies.sharded import MIXED, is_sharded
 from unisono.timeline import FORWARD
 from unisono.torch_private import MODULES
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
 _ONE_VALUE = "Expected more than 1 value per channel"  # torch's error
-_PARTS = "mixed torch.Tensor and DTensor"
 _MET_PARTS = (
     "the forward pass of the {} met a part of a parameter that was taken outside of it, and strategy='fsdp' gathers "
     "parameters only while the model is called; make tensors from the inputs (inputs.new_zeros(...)), and use "
@@ -96,7 +95,7 @@ class PreparedModel(nn.Module):
                 with self._autocast():
                     result = tree_map(_in_full, engine.run(args, kwargs, method))
         except RuntimeError as error:
-            if _PARTS in str(error):
+            if MIXED in str(error):
                 raise RuntimeError(_MET_PARTS.format(engine.name)) from error
             raise
         except ValueError as error:
@@ -205,7 +204,7 @@ def _explaining_parts(way_out: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _PARTS in str(error):
+        if MIXED in str(error):
             raise RuntimeError(way_out) from error
         raise
 

@@ -100,6 +100,7 @@ class Stepper:
         passes: Passes,
         max_grad_norm: float | None = None,
         scaler: LossScaler | None = None,
+        step: Callable[..., Any] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.num_asked = 0
@@ -114,7 +115,7 @@ class Stepper:
         self._has_warned = False
         self._num_groups = len(optimizer.param_groups)
         self.join: Callable[[Stepper], None] = lambda stepper: None
-        self._plain_step, self._plain_zero = optimizer.step, optimizer.zero_grad
+        self._plain_step, self._plain_zero = step or optimizer.step, optimizer.zero_grad
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
         step, zero = _methods(self)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.comm.operations import HOST
 from unisono.comm.selection import raise_translated
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
@@ -21,13 +22,14 @@ from unisono.parallel.strategies.sharded import (
     any_whole_gradient,
     check_shardable,
     drop_whole_gradients,
+    is_distributed,
     named_whole_parameters,
     scale_sums,
     shard,
     units_in,
     whole_parameters,
 )
-from unisono.parallel.strategies.strategy import Strategy, check_elementwise
+from unisono.parallel.strategies.strategy import Strategy, check_elementwise, kind_of
 from unisono.strategies import FSDP
 from unisono.torch_private import (
     FSDP_CONTEXT,
@@ -65,6 +67,11 @@ class FSDPStrategy(Strategy):
     def engine_of(self, module: nn.Module) -> Engine:
         return FSDPEngine(module, self.world, self.steps, self.options)
 
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        from unisono.parallel.strategies.parts import stepping_plain
+
+        return optimizer.step if kind_of(optimizer) is None else stepping_plain(optimizer)
+
 
 class FSDPEngine(Engine):
     """Runs the module sharded by FSDP2.
@@ -76,7 +83,10 @@ class FSDPEngine(Engine):
     gathers = True
 
     def __init__(self, module: nn.Module, world: World, steps: Steps, options: FSDP) -> None:
+        from unisono.parallel.strategies import parts  # which takes a second to import
+
         name = type(module).__name__  # before `fully_shard` replaces its class
+        hooks = {name: parts.hooks_of(each) for name, each in module.named_parameters()}
         sharded: Any = shard(module, world, options)
         super().__init__(sharded, world, steps, options.broadcast_buffers)
         self._sharded, self.name = sharded, name
@@ -84,12 +94,24 @@ class FSDPEngine(Engine):
         self._whole = whole_parameters(sharded)
         self._parts = [each.sharded for each in self._whole]
         self._known.update(dict.fromkeys(self._whole))  # these replace the module's own while it runs
-        self._places = [(each, name) for each in sharded.modules() for name, _ in each.named_parameters(recurse=False)]
-        self._held = {id(each) for each in (*self._whole, *self._parts)}
+        own = {id(part): {id(part), id(whole)} for part, whole in zip(self._parts, self._whole, strict=True)}
+        self._places = [
+            (module, name, own[id(each)])
+            for module in sharded.modules()
+            for name, each in module.named_parameters(recurse=False)
+        ]
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
-        for each in self._parts:
-            if each.requires_grad:
-                each.register_hook(weak_method(self._arrive_at_part))
+        names = {part: name for name, part in sharded.named_parameters()}
+        for whole, part in zip(self._whole, self._parts, strict=True):
+            parts.guard(part)
+            parts.carry_hooks(hooks[names[part]], part, whole)
+            if part.requires_grad:
+                torch.Tensor.register_hook(part, weak_method(self._arrive_at_part))
+        self._guard, self._has_post_hooks = parts.guard, partial(parts.has_post_hooks, self._parts)
+        # With `find_unused_parameters`, the whole parameters that have got gradients since the last reduction.
+        self._used: set[torch.Tensor] | None = set() if options.find_unused_parameters else None
+        self._noting: dict[torch.Tensor, Any] = {}
+        self._had_gradient: list[bool] = []
         self._flags = [each.requires_grad for each in self._parts]
         self._trained = list(compress(self._parts, self._flags))
         self._backward_pass = -1  # the last one that was announced
@@ -166,8 +188,8 @@ class FSDPEngine(Engine):
 
     def _refuse_replaced(self) -> None:
         """Refuse a pass with other parameters, in whose place FSDP2 would put its own."""
-        for module, name in self._places:
-            if id(getattr(module, PARAMETERS).get(name)) not in self._held:
+        for module, name, own in self._places:
+            if id(getattr(module, PARAMETERS).get(name)) not in own:
                 raise RuntimeError(
                     f"the {self.name} is called with another {name!r} of its {type(module).__name__} than the one that "
                     "was prepared (by torch.func.functional_call, or an assignment), and strategy='fsdp' would compute "
@@ -183,9 +205,9 @@ class FSDPEngine(Engine):
                 "loss.backward() leave them in .grad, or use strategy='ddp'"
             )
 
-    def _arrive_at_part(self, _: torch.Tensor) -> None:
+    def _arrive_at_part(self, gradient: torch.Tensor) -> None:
         """Refuse a penalty on the parameters, complete on every rank, which would count in each microbatch."""
-        if self._steps.step.every > 1:
+        if self._steps.step.every > 1 and is_distributed(gradient):  # else of the whole parameter
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
                 f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._steps.step.every} "
@@ -240,12 +262,23 @@ class FSDPEngine(Engine):
     def prepare(self, reduces: bool) -> None:
         if self._is_reducing:
             raise RuntimeError(failed_before(self.name))
+        if not reduces and self._has_post_hooks():
+            raise RuntimeError(
+                f"a parameter of the {self.name} has a hook by register_post_accumulate_grad_hook, and strategy='fsdp' "
+                "calls it where a pass reduces, not in each microbatch and not under no_sync(); change the gradient "
+                "before optimizer.step(), use register_hook, or strategy='ddp'"
+            )
         self._is_reducing = reduces
         self._take_flags()
         self._world.comm.announce(f"the backward pass of {self.place()}")
         self._sharded.set_requires_gradient_sync(reduces)
         if reduces:
             scale_sums(self._units, self._steps.factor())
+            self._had_gradient = [each.grad is not None for each in self._parts]
+        if self._used is not None:
+            for each in self.leaves():
+                if each not in self._noting:
+                    self._noting[each] = each.register_hook(partial(_note, self._used, each))
 
     def complete(self) -> None:
         """Queue the check of the reduction, since torch's final callback, which may reduce, may still follow."""
@@ -256,18 +289,35 @@ class FSDPEngine(Engine):
         self._is_reducing = False
         # What has arrived at the whole parameters FSDP2 removes when it reduces.
         if any_whole_gradient(self._whole):
-            for each in self._whole:  # or it would be added to the next pass's
-                each.grad = None
+            for whole in self._whole:  # or it would be added to the next pass's
+                whole.grad = None
             raise RuntimeError(
                 f"the loss depends on parameters of the {self.name} and on none of its outputs, and strategy='fsdp' "
                 "reduces nothing then; add 0 * outputs.sum() to the loss"
             )
-        self._gradients = Rebinding([each.grad for each in self._parts if each.grad is not None])
+        if self._used is not None:
+            self._drop_unused(self._used)
+        found = [each.grad for each in self._parts if each.grad is not None]
+        for each in found:
+            self._guard(each)
+        self._gradients = Rebinding(found)
+
+    def _drop_unused(self, used: set[torch.Tensor]) -> None:
+        """Leave parameters that no rank has used without a gradient, as on one device: FSDP2 gives them zeros, by which
+        momentum and weight decay would change them. A collective."""
+        flags = torch.tensor([each in used for each in self._whole], device=HOST, dtype=torch.float32)
+        flags = self._world.comm.all_reduce(flags, "max")
+        used.clear()
+        for part, had, is_used in zip(self._parts, self._had_gradient, flags.tolist(), strict=True):
+            if not had and not is_used:
+                part.grad = None
 
     def forget(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         is_zero = super().forget(optimizer)
         if self.gradients.passed is None:  # zero_grad(set_to_none=False) does not reach what microbatches have left
             drop_whole_gradients(self._whole)
+            if self._used is not None:
+                self._used.clear()
         return is_zero
 
     def adopt(self, part: float) -> None:
@@ -288,6 +338,11 @@ class FSDPEngine(Engine):
         self._memory.check("fsdp")
         self._gradients.check("fsdp", "grad.data")
         self._reshard()  # gathered parameters that no backward pass has released are outdated
+
+
+def _note(used: set[torch.Tensor], whole: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        used.add(whole)
 
 
 def _without_base(leaf: Any) -> Any:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 SMALLEST_UNIT = 2**20
 """The least number of parameters in a unit, unless its class is specified: smaller ones would be latency-bound."""
 
+MIXED = "mixed torch.Tensor and DTensor"
+"""Of torch's error where a whole tensor met a sharded one."""
+
 _Classes = Sequence[type[nn.Module]]
 
 

@@ -7,6 +7,7 @@ tests/contract/test_strategy.py runs the same tests for each of them.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -90,6 +91,10 @@ class Strategy:
         """The optimizer that replaces this one, usually itself."""
         return optimizer
 
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """What steps for this optimizer, usually its own method."""
+        return optimizer.step
+
 
 def options_of(strategy: Any) -> Choice:
     """The options of a strategy that is given by name or by options."""
@@ -154,7 +159,7 @@ def check_elementwise(optimizer: Optimizer, options: ZeRO1 | FSDP, takes_whole: 
     Raises:
         TypeError: its steps may depend on elements of other ranks, or cannot update DTensors.
     """
-    kind, name, strategy = _kind(optimizer), type(optimizer).__name__, options.name
+    kind, name, strategy = kind_of(optimizer), type(optimizer).__name__, options.name
     cut = "parameters" if takes_whole else "each parameter"
     if kind in (_OVER_ALL if takes_whole else _OVER_ALL | _OVER_EACH):
         what = "all parameters as one vector" if kind in _OVER_ALL else "each parameter as a whole"
@@ -177,7 +182,7 @@ def check_elementwise(optimizer: Optimizer, options: ZeRO1 | FSDP, takes_whole: 
         )
 
 
-def _kind(optimizer: Optimizer) -> type[Optimizer] | None:
+def kind_of(optimizer: Optimizer) -> type[Optimizer] | None:
     """The class of torch.optim that defines the optimizer's `step`; None if it is defined elsewhere."""
     # torch wraps the `step` of a class when its first optimizer is created.
     step = inspect.unwrap(type(optimizer).step)
