@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, scaling
 from torch import nn
+from torch.utils.data import DataLoader
+from twin import assert_same_bits
 
 import unisono
+from unisono import Accelerator, rank
 from unisono.errors import ReplicasDifferError
 from unisono.parallel.agreement import check_replicas, fingerprint
 from unisono.world import current_world
@@ -173,3 +176,80 @@ def test_modules_of_different_make_differ_by_the_name_of_a_parameter():
 def test_what_is_no_number_of_calls_is_refused(every, kind):
     with pytest.raises(kind, match=f"every={every}"):
         check_replicas(nn.Identity(), every)
+
+
+def own_state(kept: dict) -> dict:
+    """Each rank's own, as where each keeps the best by its own loss."""
+    return {name: each + rank() for name, each in kept.items()}
+
+
+def load_own(accelerator, model, optimizer, kept):
+    model.load_state_dict(own_state(kept))
+
+
+def load_on_one_rank(accelerator, model, optimizer, kept):
+    if rank() == 1:
+        model.load_state_dict(own_state(kept))
+
+
+def load_own_momentum(accelerator, model, optimizer, kept):
+    state = copy.deepcopy(optimizer.state_dict())
+    for each in state["state"].values():
+        each["momentum_buffer"] = each["momentum_buffer"] + rank()
+    optimizer.load_state_dict(state)
+
+
+def load_one(accelerator, model, optimizer, kept):
+    model.load_state_dict({name: each + 1 for name, each in kept.items()})
+
+
+def load_one_momentum(accelerator, model, optimizer, kept):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def load_for_an_evaluation(accelerator, model, optimizer, kept):
+    if rank() == 0:
+        trained = copy.deepcopy(model.state_dict())
+        model.load_state_dict(own_state({name: each * 2 for name, each in kept.items()}))
+        model.load_state_dict(trained)
+
+
+def load_that_of_rank_zero(accelerator, model, optimizer, kept):
+    accelerator.load_state_dict(model, own_state(kept))
+
+
+def choose_by_a_loss_of_all(accelerator, model, optimizer, kept):
+    if accelerator.reduce(torch.tensor(1.0 + rank())) < 2:
+        model.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_ranks_that_load_states_of_their_own_are_named_at_the_next_step(mode, strategy, accumulated):
+    def body(load):
+        accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=accumulated)
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        loader = accelerator.prepare(DataLoader(torch.ones(16, 3), batch_size=2))
+        kept = None
+        for _ in range(2):
+            if kept is not None:
+                load(accelerator, model, optimizer, kept)
+            kept = copy.deepcopy(model.state_dict())
+            for batch in loader:
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.weight.detach().clone()
+
+    is_whole = strategy == "ddp"  # under "zero1" ranks have parts of the optimizer's state
+    one, own = ([load_one_momentum], [load_own_momentum]) if is_whole else ([], [])
+    for load in (load_one, *one, load_for_an_evaluation, load_that_of_rank_zero, choose_by_a_loss_of_all):
+        assert_same_bits(mode.run(lambda load=load: body(load)))
+    for load in (load_own, load_on_one_rank, *own):
+        shown = " ".join(mode.told(lambda load=load: body(load)))
+        assert f"the gradients of step {8 // accumulated // 2 + 1} (" in shown
+        assert "after load_state_dict() with bits" in shown
+        assert "load one state on all ranks: accelerator.load_state_dict(model, state) takes rank zero's, and" in shown

@@ -46,6 +46,12 @@ _ADVICE_ON_LOOPS = (
 )
 LOOP, END = "a loop over", "the end of its function"
 """What a rank announces, begins so."""
+LOADED = "load_state_dict()"
+"""What a rank announces contains it if it steps from a state that it has loaded since its last step."""
+_ADVICE_ON_STATES = (
+    "; load one state on all ranks: accelerator.load_state_dict(model, state) takes rank zero's, and "
+    "accelerator.reduce(loss) gives all ranks one loss to choose the best weights by"
+)
 _IN_PLACE = ("all_reduce", "broadcast")
 
 
@@ -186,6 +192,7 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
     rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else rule
     rule += _ADVICE_ON_LOOPS if any(map(is_of_loop, groups)) else ""
+    rule += _ADVICE_ON_STATES if any(LOADED in action for action in groups) else ""
     odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
 

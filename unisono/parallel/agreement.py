@@ -191,8 +191,8 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> tuple[
     A collective."""
     if world.comm.size == 1 or _all_agree(named, world):
         return None
-    readable = _readable_tensors(named, world)
-    own = [(name, with_shape(tensor), int(fingerprint([tensor]))) for name, tensor in readable.items()]
+    tensors = readable(list(named.values()), world)
+    own = [(name, with_shape(each), int(fingerprint([each]))) for name, each in zip(named, tensors, strict=True)]
     everyone = world.comm.all_gather_object(own)
     # By position, not by name: models of different structure have other names from the first difference on.
     rows = zip_longest(*everyone)
@@ -208,17 +208,15 @@ def _first_difference(named: Mapping[str, torch.Tensor], world: World) -> tuple[
 def _all_agree(named: Mapping[str, torch.Tensor], world: World) -> bool:
     # Names, types and shapes, too: equal bits of another shape are a difference.
     forms = zlib.crc32(repr([(name, with_shape(tensor)) for name, tensor in named.items()]).encode())
-    own = fingerprint(list(_readable_tensors(named, world).values())) ^ forms
+    own = fingerprint(readable(list(named.values()), world)) ^ forms
     # The least and the greatest in one reduction: all are equal if these two are. Negating 62 bits cannot overflow.
     least, negated_greatest = world.comm.all_reduce(torch.stack([own, -own]), "min").tolist()
     return bool(least == -negated_greatest)
 
 
-def _readable_tensors(named: Mapping[str, torch.Tensor], world: World) -> Mapping[str, torch.Tensor]:
+def readable(tensors: Sequence[torch.Tensor], world: World) -> Sequence[torch.Tensor]:
     """The tensors, in main memory if the device would compile a graph for each shape."""
-    if not world.backend.is_lazy:
-        return named
-    return {name: tensor.detach().cpu() for name, tensor in named.items()}
+    return [each.detach().cpu() for each in tensors] if world.backend.is_lazy else tensors
 
 
 def _describe_value(held: tuple[str, str, int] | None, name: str) -> str:

@@ -185,6 +185,7 @@ class PreparedModel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.meet()
+        self.engine.note_load()
         with _explaining_parts(
             f"the state is of a whole {self.engine.name}, which strategy='fsdp' has sharded; call "
             "accelerator.load_state_dict(model, state) on every rank"

@@ -123,6 +123,7 @@ class Stepper:
             setattr(step, STEP_WRAPPED, True)
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
+        self._hook = optimizer.register_load_state_dict_pre_hook(self._note_load)
         by_hand.prepared.add(optimizer)
         steppers[self] = None
 
@@ -142,8 +143,13 @@ class Stepper:
             vars(self.optimizer).pop(name, None)
         for name, own in self._own.items():
             setattr(self.optimizer, name, own)
+        self._hook.remove()
         by_hand.prepared.discard(self.optimizer)
         self._engines.clear()
+
+    def _note_load(self, *_: Any) -> None:
+        for engine in self._engines:
+            engine.note_load()
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Run `optimizer.step` at the end of an accumulation; otherwise do nothing and return None."""

@@ -16,7 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.parallel.agreement import broadcast_together, check_agreement, warn_of_unequal_buffers
+from unisono.comm.operations import LOADED
+from unisono.parallel.agreement import (
+    broadcast_together,
+    check_agreement,
+    fingerprint,
+    readable,
+    warn_of_unequal_buffers,
+)
 from unisono.parallel.compilation import compilable
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
 from unisono.parallel.parameter_names import describe_rates, parameters_of
@@ -85,6 +92,7 @@ class Engine:
         self.replaced = WeakTensorKeyDictionary()
         self._world, self._steps = world, steps
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
+        self._before_load: int | None = None
         self._agreed: list[torch.Tensor] = []  # the trained parameters that the ranks have compared
         self._shared = 0  # how often buffers were shared
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
@@ -116,7 +124,23 @@ class Engine:
             if (optimizer := each.optimizer()) is not None:
                 each.groups = optimizer.param_groups  # others, after its state was loaded
             groups += each.groups
-        return self._steps.step.place() + describe_rates(groups)
+        loaded = ""
+        if self._before_load is not None and (now := self._fingerprint()) != self._before_load:
+            loaded = f" after {LOADED} with bits {now % 2**64:016x}"
+        return self._steps.step.place() + loaded + describe_rates(groups)
+
+    def note_load(self) -> None:
+        """Record what this rank trains, before a state is loaded into it: until the next step, `place` says so if it is
+        another one then. A rank may load alone, as for an evaluation, and load back."""
+        if self._before_load is None and self._world.comm.size > 1 and not (self.gathers or self.is_local):
+            self._before_load = self._fingerprint()
+
+    def _fingerprint(self) -> int:
+        """Of the trained parameters, and of the states of their optimizers (which "zero1" keeps elsewhere)."""
+        states = [each.state for each in self.optimizers()]
+        kept = [state.get(each, {}) for state in states for each in self.members.trained()]
+        held = [each for state in kept for _, each in sorted(state.items()) if isinstance(each, torch.Tensor)]
+        return int(fingerprint(readable([*self.members.trained(), *held], self._world)))
 
     def refresh(self) -> None:
         """Detect parameters that were frozen or unfrozen since the last forward pass with gradients.
@@ -294,7 +318,7 @@ class Engine:
         if self.trainers[-1].optimizer() is not optimizer:
             self.trainer(optimizer)
         self._steps.close(optimizer)
-        self.gradients.known = None
+        self.gradients.known = self._before_load = None
         self.may_be_bypassed = False
         self.graphs.clear()
         if self.hooks and self._steps.every == 1:
