@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import json
 import logging
+import os
 import pickle
 import random
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +28,7 @@ from unisono import Accelerator, Checkpointer, DataParallel, ParallelLoader, cur
 from unisono.checkpoint.checkpointer import load, save
 from unisono.checkpoint.directory import Manifest
 from unisono.checkpoint.folders import checksum_of, folder_at
+from unisono.cli.main import main
 from unisono.errors import (
     BrokenWorldError,
     CheckpointError,
@@ -299,6 +303,64 @@ def test_a_newer_manifest_or_a_forged_one_is_refused(tmp_path: Path, monkeypatch
         rewritten(tmp_path / "one", monkeypatch, 2, {name: [1, 1]})
         with pytest.raises(DamagedCheckpointError, match="which is not in the checkpoint"):
             load(tmp_path / "one", thing=Anything())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": [1, 2]},
+        {"files": {"x": "x"}},
+        {"version": "9"},
+        {"version": None},
+        {"world_size": "many"},
+        {"step": None},
+        {"created": 1e300},
+        {"objects": {"a\x1b[31m": ["model", "x"]}},
+        {"objects": {"a": ["model"]}},
+    ],
+    ids=str,
+)
+def test_a_manifest_with_the_right_checksum_and_other_values_is_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
+    save(tmp_path / "one", thing=Anything(1))
+    known = {**json.loads((tmp_path / "one" / "manifest.json").read_bytes()), **change}
+    del known["crc"]
+    known = {**known, "crc": zlib.crc32(json.dumps(known, sort_keys=True).encode())}
+    (tmp_path / "one" / "manifest.json").write_text(json.dumps(known))
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is not what was written \([A-Z]\w+Error: "):
+        load(tmp_path / "one", thing=Anything())
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "device"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, make: Any, capsys: Any) -> None:
+    save(tmp_path / "one", thing=Anything(1))
+    (path,) = (tmp_path / "one").rglob(name)
+    path.unlink()
+    make(path)
+    with pytest.raises(DamagedCheckpointError):
+        load(tmp_path / "one", thing=Anything())
+    assert main(["checkpoint", "show", str(tmp_path / "one")]) == 1
+    assert "damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("data", [b"[" * 200_000, b"[1]", b'"text"'], ids=["nested", "list", "text"])
+def test_a_manifest_that_is_none_is_damaged(tmp_path: Path, data: bytes) -> None:
+    save(tmp_path / "one", thing=Anything(1))
+    (tmp_path / "one" / "manifest.json").write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="is not what was written"):
+        load(tmp_path / "one", thing=Anything())
+
+
+@pytest.mark.parametrize("content", [{"x": 1}, [1]], ids=str)
+def test_a_state_without_what_it_should_hold_is_damaged(
+    tmp_path: Path, content: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "bad", model=nn.Linear(2, 2))
+    (file,) = (tmp_path / "bad").rglob("state.pt")
+    torch.save(content, file)
+    rewritten(tmp_path / "bad", monkeypatch, 2, {f"{file.parent.name}/state.pt": list(checksum_of(file))})
+    with pytest.raises(DamagedCheckpointError, match=r"has a state\.pt that holds something else"):
+        load(tmp_path / "bad", model=nn.Linear(2, 2))
 
 
 class Evil:

@@ -44,13 +44,17 @@ def read_contents(folder: Folder) -> Contents:
     with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
         found, (local, manifest) = find(folder, lambda each: verify(each, Path(directory) / each.name))
         saved = _load(local / STATE)
-        states, held = saved["states"], saved["held"]
-        if saved["is_divided"]:
+        try:
+            states, held, kinds, ranks = saved["states"], saved["held"], saved["kinds"], saved["ranks"]
+            is_divided = saved["is_divided"]
+        except (KeyError, TypeError) as error:  # forged
+            raise DamagedCheckpointError(f"{found} has a {STATE} that holds something else: {error!r}") from error
+        if is_divided:
             parts = [_load(local / SHARD.format(rank)) for rank in range(manifest.world_size)]
             for name in parts[0]["states"]:
                 states[name] = joined_state([each["states"][name] for each in parts])
             held = [each["held"] for each in parts] if any(each["held"] for each in parts) else None
-    return Contents(found.location, manifest, saved["kinds"], states, saved["ranks"], held)
+    return Contents(found.location, manifest, kinds, states, ranks, held)
 
 
 def _load(path: Path) -> Any:

@@ -89,19 +89,35 @@ class Manifest:
         try:
             known = json.loads(data)
             is_ours = isinstance(known, dict) and known.get("format") == FORMAT
-        except ValueError:
+        except (ValueError, RecursionError):
             is_ours = False
         if not is_ours or known.pop("crc", None) != cls._crc(known):
             raise DamagedCheckpointError(f"{path}: its {MANIFEST} is not what was written ({len(data)} bytes)")
-        if known["version"] > VERSION:
-            raise CheckpointVersionError(
-                f"{path} has version {known['version']} of the format, and this unisono reads up to version {VERSION}: "
-                f"load it with unisono {known['versions'].get('unisono')}, which wrote it"
-            )
-        for name in known["files"]:
-            if name.startswith("/") or ".." in name.split("/"):  # forged
+        try:
+            if known["version"] > VERSION:
+                raise CheckpointVersionError(
+                    f"{path} has version {known['version']} of the format, and this unisono reads up to version "
+                    f"{VERSION}: load it with unisono {known['versions'].get('unisono')}, which wrote it"
+                )
+            return cls._checked({each.name: known[each.name] for each in fields(cls)}, path)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # forged
+            raise DamagedCheckpointError(
+                f"{path}: its {MANIFEST} is not what was written ({type(error).__name__}: {error})"
+            ) from error
+
+    @classmethod
+    def _checked(cls, known: dict[str, Any], path: str) -> Manifest:
+        """The manifest; an error if a value has another form, DamagedCheckpointError if a file is elsewhere."""
+        for name, (size, crc) in known["files"].items():
+            if name.startswith("/") or ".." in name.split("/"):
                 raise DamagedCheckpointError(f"{path}: its {MANIFEST} names {name!r}, which is not in the checkpoint")
-        return cls(**{each.name: known[each.name] for each in fields(cls)})
+            int(size), int(crc)
+        for name, (kind, of) in known["objects"].items():
+            if not f"{name}{kind}{of}".isprintable():
+                raise ValueError(f"the object {name!r}, a {kind!r} of {of!r}")
+        int(known["step"]), int(known["world_size"]), float(known["score"] or 0)
+        time.localtime(known["created"])
+        return cls(**known)
 
 
 def read_manifest(folder: Folder) -> Manifest:

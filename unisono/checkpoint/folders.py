@@ -11,6 +11,7 @@ Invariant: once `write_file` has returned, the contents are on disk; the name is
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -61,7 +62,8 @@ class Folder:
 
     def read(self, name: str) -> bytes:
         """The content of a file; FileNotFoundError if there is none."""
-        return Path(self.url, name).read_bytes()
+        _check_file(path := Path(self.url, name))
+        return path.read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file, completely or not at all."""
@@ -243,8 +245,15 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
+def _check_file(path: Path) -> None:
+    """FileNotFoundError unless it is a file: to read a pipe, or a device, may never end."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+
+
 def checksum_of(path: Path) -> Checksum:
     """The checksum of an existing file; reads all of it."""
+    _check_file(path)
     crc = 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):
