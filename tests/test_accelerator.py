@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from modes import FAMILY, PROCESSES_2, SOLO, THREADS_2, THREADS_4, fitting
@@ -149,3 +151,24 @@ def test_a_scheduler_that_was_left_out_is_named_at_the_first_step_of_several_mic
         optimizer.step()
         optimizer.zero_grad()
     assert ("a scheduler of the SGD was not prepared" in caplog.text) != is_prepared
+
+
+@pytest.mark.parametrize(
+    ("mode", "strategy"), [(SOLO, "ddp"), (THREADS_2, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "fsdp")], ids=str
+)
+def test_clipping_takes_the_arguments_of_torchs_functions(mode, strategy):
+    def body():
+        accelerator, network = Accelerator(strategy=strategy), torch.nn.Linear(4, 4)
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        for factor in (1.0, math.inf):
+            optimizer.zero_grad()
+            (network(torch.ones(1, 4)).sum() * factor).backward()
+            if factor == 1:
+                norm = accelerator.clip_grad_norm_(network, 0.5, 2.0, True, False)
+                accelerator.clip_grad_value_(network, 0.1, foreach=True)
+        with pytest.raises(RuntimeError, match=r"total norm of order 2\.0"):
+            accelerator.clip_grad_norm_(network.parameters(), 0.5, error_if_nonfinite=True)
+        accelerator.clip_grad_norm_(network.parameters(), 0.5)
+        return float(norm)
+
+    assert mode.run(body) == [pytest.approx(math.sqrt(20), rel=1e-6)] * mode.ranks

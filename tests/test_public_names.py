@@ -91,3 +91,23 @@ unisono.errors.BusyError
 assert "torch" not in sys.modules, "the errors are cheap too"
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_an_import_of_a_misspelt_name_says_the_closest_one_and_leaves_modules_alone():
+    script = """
+from unisono import loaders
+for name in ("Acelerator", "spwan", "nothing_like_it"):
+    try:
+        exec(f"from unisono import {name}")
+    except ImportError as error:
+        print(error)
+import unisono
+print(hasattr(unisono, "Acelerator"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    misspelt, swapped, unknown, has = done.stdout.splitlines()
+    assert misspelt == "cannot import name 'Acelerator' from 'unisono'; did you mean 'Accelerator'?"
+    assert swapped == "cannot import name 'spwan' from 'unisono'; did you mean 'spawn'?"
+    assert "'nothing_like_it'" in unknown
+    assert "did you mean" not in unknown
+    assert has == "False"

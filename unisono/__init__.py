@@ -115,10 +115,22 @@ if not TYPE_CHECKING:  # for a type checker there are the imports above, and no 
         if name in _MODULES:
             return import_module(f"unisono.{name}")
         if name not in _HOME_OF:
+            # Before Python 3.12, `from unisono import ...` makes an error without advice of an AttributeError.
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                _advise(name)
             raise AttributeError(f"module 'unisono' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         value = getattr(import_module(_HOME_OF[name]), name)
         globals()[name] = value  # from now on found without `__getattr__`
         return value
+
+
+def _advise(name: str) -> None:
+    """Raise an ImportError with the closest name, if there is one, and no module of this name."""
+    from difflib import get_close_matches
+    from importlib.util import find_spec
+
+    if find_spec(f"unisono.{name}") is None and (near := get_close_matches(name, __all__, n=1)):
+        raise ImportError(f"cannot import name {name!r} from 'unisono'; did you mean {near[0]!r}?", name=__name__)
 
 
 def __dir__() -> list[str]:

@@ -261,7 +261,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             yield
 
     def clip_grad_norm_(
-        self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+        self,
+        parameters: nn.Module | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> torch.Tensor | None:
         """Clip the norm of the reduced, unscaled gradients. Does nothing while microbatches accumulate.
 
@@ -269,21 +274,28 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             parameters: parameters, or a model.
             max_norm: the largest norm allowed.
             norm_type: p of the p-norm; infinity for the largest element.
+            error_if_nonfinite, foreach: as for torch's function.
 
         Returns:
             The norm before clipping, a 0-dim tensor; None while microbatches accumulate.
-        """
-        return self._prepared.clip_norm(parameters, max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
+        Raises:
+            RuntimeError: `error_if_nonfinite`, and the norm is infinite or NaN; on all ranks, which have one norm.
+        """
+        return self._prepared.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def clip_grad_value_(
+        self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
+    ) -> None:
         """Clip each element of the reduced, unscaled gradients to [-clip_value, clip_value]. Does nothing while
         microbatches accumulate.
 
         Args:
             parameters: parameters, or a model.
             clip_value: the bound, positive.
+            foreach: as for torch's function.
         """
-        self._prepared.clip_value(parameters, clip_value)
+        self._prepared.clip_value(parameters, clip_value, foreach)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """With "fp16", unscale the gradients. They are reduced first, so that every rank must call it; the step does

@@ -99,7 +99,7 @@ class DeviceIterator:
                 self._failure = f"{type(error).__name__}: {error}"
                 add_note_once(error, _ENDS)
             raise
-        if type(delivery.batch) is Outcome:
+        if type(delivery.batch) is Outcome and delivery.batch.error is not None:
             track.switch(COMPUTE)
             # A copy: its traceback references this iterator, and so the source, which may keep the error.
             raise copy_error(delivery.batch.error)

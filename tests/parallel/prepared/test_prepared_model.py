@@ -13,9 +13,21 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from twin import Plain, State, assert_all_are, compare, loader_of, mean_loss, model, seeded, sgd, whole
+from twin import (
+    Plain,
+    State,
+    assert_all_are,
+    assert_same_bits,
+    compare,
+    loader_of,
+    mean_loss,
+    model,
+    seeded,
+    sgd,
+    whole,
+)
 
-from unisono import Accelerator
+from unisono import Accelerator, rank
 
 
 class Scaled(nn.Module):
@@ -227,3 +239,40 @@ def test_outputs_under_autocast_come_back_in_full_in_any_container():
     prepared.module.linear.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     assert prepared(torch.ones(1, 5))["outputs"].dtype is torch.float32
     assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_its_parts_are_those_of_a_container_and_train_with_it(mode):
+    def body() -> torch.Tensor:
+        accelerator = Accelerator()
+        layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        network, optimizer = accelerator.prepare(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
+        assert network[0] is layers[0]
+        assert list(network) == list(layers)
+        assert len(network[:1]) == 1
+        assert len(network) == 2
+        network[1](network[0](torch.ones(1, 2) + rank())).sum().backward()
+        optimizer.step()
+        return layers[0].weight.detach().clone()
+
+    assert_same_bits(mode.run(body))
+    accelerator = Accelerator()
+    assert accelerator.prepare(nn.ModuleDict({"a": nn.Linear(1, 1)}))["a"].in_features == 1
+    linear = accelerator.prepare(nn.Linear(1, 1))
+    assert linear  # whose module has no length
+    with pytest.raises(TypeError, match="'Linear' object is not subscriptable"):
+        linear[0]
+    with pytest.raises(TypeError, match=r"'Linear' has no len\(\)"):
+        len(linear)
+
+
+def test_a_prepared_model_that_cannot_be_moved_says_where_it_is():
+    prepared = Accelerator(cpu=True).prepare(nn.Linear(1, 1))
+    assert prepared.to("cpu") is prepared
+    absent = "cuda" if not torch.cuda.is_available() else "mps"
+    with pytest.raises((RuntimeError, AssertionError)) as raised:
+        prepared.to(absent)
+    (note,) = raised.value.__notes__
+    assert "the prepared Linear is on cpu, where prepare() has put it" in note
+    assert "leave .cuda() and .to() out, or use accelerator.device" in note
+    assert prepared.half().weight.dtype == torch.float16

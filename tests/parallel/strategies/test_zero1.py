@@ -119,3 +119,22 @@ def test_what_cannot_be_divided_is_refused_before_its_model_is_prepared() -> Non
     for jointly, two_types in PROCESSES_2.run(body):
         assert jointly.startswith("TypeError: strategy='zero1' makes a Jointly on each rank from its groups")
         assert "parameter 0 of the SGD is torch.float32, parameter 2 is torch.float64" in two_types
+
+
+def test_its_state_dict_says_how_to_have_the_whole_state() -> None:
+    def body() -> int | None:
+        accelerator, network = Accelerator(strategy="zero1"), model()
+        network, optimizer = accelerator.prepare(network, torch.optim.Adam(network.parameters()))
+        network(torch.ones(1, 5).double()).sum().backward()
+        optimizer.step()
+        words = r"divided the state of the Adam among the ranks, .*; accelerator.save_state\(\) saves it, and acc"
+        with pytest.raises(RuntimeError, match=words):
+            optimizer.state_dict()
+        whole = accelerator.state_dict(optimizer)
+        optimizer.consolidate_state_dict(to=0)  # torch's own way
+        if accelerator.is_main_process:
+            assert whole["state"].keys() == optimizer.state_dict()["state"].keys()
+            return len(whole["state"])
+        return None
+
+    assert PROCESSES_2.run(body) == [4, None]

@@ -18,7 +18,7 @@ from unisono.parallel.prepared.stepper import alive, steppers
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import MIXED, is_sharded
 from unisono.timeline import FORWARD
-from unisono.torch_private import MODULES
+from unisono.torch_private import APPLY, MODULES, overrides
 from unisono.tree import tree_map
 
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -156,6 +156,32 @@ class PreparedModel(nn.Module):
             f"{name}() was called on the {self.engine.name} by itself, and strategy='fsdp' gathers parameters only "
             f"while the model is called; after prepare(), say model.mark_forward_method({name!r})"
         )(value)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part of the module, such as a layer of a Sequential."""
+        self.engine.may_be_bypassed = True
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    @overrides(APPLY)
+    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """`to`, `cuda`, `half` and the like, of the module."""
+        try:
+            super()._apply(*args, **kwargs)
+            return self
+        except Exception as error:
+            placed = next((str(each.device) for each in self.module.parameters()), "its device")
+            error.add_note(
+                f"the prepared {self.engine.name} is on {placed}, where prepare() has put it, as the batches of "
+                "prepared loaders: leave .cuda() and .to() out, or use accelerator.device; convert a model before "
+                "prepare(); accelerator.unwrap_model(model) is the module itself"
+            )
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the module, so that its forward pass sees it."""

@@ -94,17 +94,26 @@ class PreparedObjects:
         return [made.get(id(module), module) for module in self.modules()]
 
     def clip_norm(
-        self, parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float
+        self,
+        parameters: nn.Module | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
     ) -> torch.Tensor | None:
         """As `Accelerator.clip_grad_norm_`."""
         with self._reduced(parameters, "clip_grad_norm_") as found:
-            return None if found is None else clip_grad_norm(found, max_norm, norm_type, world=self._builder.world)
+            if found is None:
+                return None
+            return clip_grad_norm(found, max_norm, norm_type, error_if_nonfinite, foreach, world=self._builder.world)
 
-    def clip_value(self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float) -> None:
+    def clip_value(
+        self, parameters: nn.Module | Iterable[torch.Tensor], clip_value: float, foreach: bool | None
+    ) -> None:
         """As `Accelerator.clip_grad_value_`."""
         with self._reduced(parameters, "clip_grad_value_") as found:
             if found is not None:
-                nn.utils.clip_grad_value_(found, clip_value)
+                nn.utils.clip_grad_value_(found, clip_value, foreach)
 
     def unscale(self, optimizers: Sequence[Optimizer] | None) -> None:
         """As `Accelerator.unscale_gradients`."""

@@ -313,6 +313,8 @@ def clip_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
     *,
     world: World | None = None,
 ) -> torch.Tensor:
@@ -323,6 +325,8 @@ def clip_grad_norm(
 
     Args:
         norm_type: the order of the norm, which may be infinity.
+        error_if_nonfinite: raise RuntimeError, on all ranks and before anything is scaled, if the norm is not finite.
+        foreach: as for torch's, of whole gradients.
         world: None uses the current one.
 
     Returns:
@@ -333,7 +337,7 @@ def clip_grad_norm(
         if parameter.grad is not None and is_sparse(parameter.grad):  # each row once; torch has no norm for these
             parameter.grad = parameter.grad.coalesce()
     if not any(is_distributed(parameter) or is_sparse(parameter.grad) for parameter in parameters):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     world = world or current_world()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() for gradient in gradients if is_distributed(gradient)]
@@ -344,6 +348,11 @@ def clip_grad_norm(
     sharing = max((each.device_mesh.size(-1) for each in gradients if is_distributed(each)), default=0)
     norms = [*norms[:sharing], of_whole]  # the norms of one replica: all replicas have the same shards
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; find "
+            "what is not finite in the loss, or pass error_if_nonfinite=False"
+        )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as in torch
     for each in (*shards, *whole):
         each.mul_(factor.to(each.device))  # with offload the shards are in main memory

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 from weakref import ref
 
@@ -45,6 +46,7 @@ class ZeRO1Strategy(DDPStrategy):
         _share_groups(ref(optimizer), sharded)
         sharded.register_step_pre_hook(partial(self._announce, ref(sharded)))
         sharded.register_load_state_dict_post_hook(partial(_share_groups, ref(optimizer)))  # which makes new groups
+        setattr(sharded, "state_dict", MethodType(_state_dict, sharded))  # noqa: B010 - a method, to a type checker
         given_up.add(optimizer)
         return sharded
 
@@ -53,6 +55,18 @@ class ZeRO1Strategy(DDPStrategy):
             _refuse_frozen(optimizer)
             # At the end of the step, each rank broadcasts the parameters that it has stepped.
             self.world.comm.announce(f"the end of {self.steps.step.place()}")
+
+
+def _state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """Its `state_dict`, which needs a call of `consolidate_state_dict` before, and then is on one rank only."""
+    try:
+        return type(optimizer).state_dict(optimizer)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"strategy='zero1' has divided the state of the {type(optimizer.optim).__name__} among the ranks, and this "
+            "one does not have all of it; accelerator.save_state() saves it, and accelerator.state_dict(optimizer), "
+            "called on every rank, returns it on rank zero"
+        ) from error
 
 
 def _refuse_frozen(optimizer: Optimizer) -> None:
