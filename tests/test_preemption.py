@@ -64,6 +64,9 @@ def test_before_it_is_handled_sigterm_ends_the_process_shielded_loader_workers_o
     assert run("preemption.shield_loader_workers(); term()")[0] == -15
 
 
+ASKED_BY_CTRL_C = (
+    "\nunisono: asked by SIGINT, this process stops at its next should_stop(); Ctrl-C again ends it now\n"
+)
 HANDLED = {
     "nothing else happens, however often it comes": (
         """
@@ -85,6 +88,38 @@ HANDLED = {
         """,
         ["the user's 15", "True"],
     ),
+    "the first Ctrl-C is, too; the second interrupts": (
+        """
+        preemption.handle()
+        for _ in range(2):
+            try:
+                signal.raise_signal(signal.SIGINT)
+                print(preemption.is_requested())
+            except KeyboardInterrupt:
+                print("interrupted")
+        """,
+        ["True", "interrupted"],
+    ),
+    "Ctrl-C goes to the handler that was there": (
+        """
+        signal.signal(2, lambda signum, frame: print("the user's", signum))
+        preemption.handle()
+        signal.raise_signal(signal.SIGINT)
+        print(preemption.is_requested())
+        """,
+        ["the user's 2", "False"],
+    ),
+    "Ctrl-C interrupts where the caller takes it": (
+        """
+        preemption.leave_interrupts()
+        preemption.handle()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            print("interrupted", preemption.is_requested())
+        """,
+        ["interrupted False"],
+    ),
     "one that comes before a fork knows what it is is not lost": (
         """
         os.register_at_fork(after_in_child=term)  # before the hooks that handling installs, so it runs first
@@ -103,7 +138,9 @@ HANDLED = {
 @pytest.mark.parametrize("what", HANDLED)
 def test_sigterm_is_noted_and(what):
     source, lines = HANDLED[what]
-    assert run(source) == (0, lines, "")
+    code, output, errors = run(source)
+    assert (code, output) == (0, lines)
+    assert errors == (ASKED_BY_CTRL_C if "the first Ctrl-C" in what else "")
 
 
 def test_the_first_call_from_another_thread_is_refused_with_the_way_out_and_later_ones_are_not():

@@ -1,7 +1,8 @@
 """Preemption: SIGTERM as a request that a loop handles when it can, not as the end of the process.
 
 A scheduler that needs the machine sends SIGTERM, to every process of a job or to its first one, and SIGKILL a little
-later. Once this process *handles* the signal, it only notes its arrival; the loop checks at step boundaries.
+later. Once this process *handles* the signal, it only notes its arrival; the loop checks at step boundaries. The first
+Ctrl-C is such a request, too, unless the program has a handler of its own, or the caller takes it.
 
 Loader workers must live as long, or the loop would fail before it can save. Those that are forked while this process
 handles the signal, or after `shield_loader_workers`, ignore it, except when it comes from their parent, by which torch
@@ -20,7 +21,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
@@ -34,6 +35,8 @@ _is_agreed = False
 _is_handled = False
 _shields_loader_workers = False
 _is_shielded = False  # this process is a shielded loader worker
+_takes_interrupts = True
+_was_interrupted = False
 _warnings: list[int] = []
 _previous: dict[int, Any] = {}  # of each signal that is handled: what it did before
 _callbacks: list[Callable[[], None]] = []
@@ -43,8 +46,9 @@ _forking = threading.local()  # each thread's signal mask from before the fork t
 
 
 def handle(warnings: Sequence[int] = ()) -> None:
-    """From now on SIGTERM only sets a flag, which `is_requested` reads, and calls the user's handler. Idempotent. From
-    another thread, it is done by the main one, where that waits in `serving`.
+    """From now on SIGTERM only sets a flag, which `is_requested` reads, and calls the user's handler. So does the first
+    Ctrl-C; the second one interrupts. Idempotent. From another thread, it is done by the main one, where that waits in
+    `serving`.
 
     The signals `warnings` set the flag, too, but call their handlers only after the ranks have agreed to stop.
 
@@ -70,7 +74,8 @@ def handle(warnings: Sequence[int] = ()) -> None:
         return
     shield_loader_workers()
     _warnings[:] = warnings
-    for signum in {signal.SIGTERM, *warnings}:
+    interrupts = _takes_interrupts and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    for signum in {signal.SIGTERM, *warnings, *([signal.SIGINT] if interrupts else [])}:
         before = signal.signal(signum, _note_signal)
         _previous[signum] = signal.SIG_DFL if before is None else before  # None: by native code, cannot be restored
     _is_handled = True
@@ -124,6 +129,12 @@ def takes(handler: object) -> bool:
     return handler is _note_signal
 
 
+def leave_interrupts() -> None:
+    """Let Ctrl-C interrupt this process although SIGTERM is a request: its caller takes the first one."""
+    global _takes_interrupts
+    _takes_interrupts = False
+
+
 def is_requested() -> bool:
     """Whether this process was asked to stop: SIGTERM has arrived since it is handled."""
     return _requested > 0
@@ -173,17 +184,23 @@ def shield_loader_workers() -> None:
 
 def _note_signal(signum: int, frame: FrameType | None) -> None:
     """The handler of the signals that are requests."""
-    global _requested
+    global _requested, _was_interrupted
     _requested = signum
     before = _previous[signum]
+    if signum == signal.SIGINT and not _was_interrupted:
+        _was_interrupted = True
+        with suppress(OSError):  # not via sys.stderr, which may be in the middle of a write
+            line = "asked by SIGINT, this process stops at its next should_stop(); Ctrl-C again ends it now"
+            os.write(2, f"\nunisono: {line}\n".encode())
+        return
     # SIG_DFL and SIG_IGN are not callable.
     if callable(before) and (_is_agreed or signum not in _warnings):
         before(signum, frame)
 
 
 def _restore() -> None:
-    global _is_handled
-    _is_handled = False
+    global _is_handled, _was_interrupted
+    _is_handled = _was_interrupted = False
     for signum, before in _previous.items():
         signal.signal(signum, before)
 
@@ -202,6 +219,8 @@ def _begin_child() -> None:
     global _is_shielded
     was_shielded, _is_shielded = _is_shielded, _is_loader_worker(sys._getframe(1))
     if _is_shielded:
+        if signal.SIGINT in _previous:  # a terminal sends it to this process, too
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         # SIGTERM stays blocked in all threads of this process, so only `sigwaitinfo` takes it.
         threading.Thread(target=listen_to_parent, name="unisono-sigterm", daemon=True).start()
         return

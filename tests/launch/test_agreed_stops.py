@@ -77,6 +77,17 @@ ASKED = {
 }
 
 
+def test_ctrl_c_lets_one_rank_save_although_its_loader_workers_get_it_too(tmp_path, line, ear):
+    with Script(SCRIPT.replace("nprocs=2", "nprocs=1"), tmp_path) as script:
+        ear.hear_all(1)
+        script.kill_group(signal.SIGINT)
+        code, output, errors = script.end()
+        assert (code, output) == (143, ""), errors
+        assert "this process stops at its next should_stop(); Ctrl-C again ends it now\n" in errors
+        assert (tmp_path / "checkpoint").exists()
+        assert script.survivors() == []
+
+
 @pytest.mark.parametrize("way", ASKED)
 def test_a_caller_that_is_asked_lets_the_ranks_save_and_ends_with_143(tmp_path, line, ear, way):
     ask, said = ASKED[way]

@@ -104,7 +104,8 @@ def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
     taken: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
         taken += [signal.SIGTERM] if is_handling or before[signal.SIGTERM] is signal.SIG_DFL else []
-        taken += [signal.SIGINT] if before[signal.SIGINT] is signal.default_int_handler else []
+        interrupts = before[signal.SIGINT]
+        taken += [signal.SIGINT] if interrupts is signal.default_int_handler or preemption.takes(interrupts) else []
     was_interrupted = False
 
     def handle(signum: int, frame: FrameType | None) -> None:

@@ -77,6 +77,7 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         set_process_world(world)
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        preemption.leave_interrupts()
         preemption.shield_loader_workers()  # none outlives this process, however it ends
         preemption.on_handling(lambda: reporter.send(Kind.HANDLES_STOP))
         let_scripts_initialise()

@@ -18,7 +18,8 @@ class _Stop:
 
 
 def should_stop(asked: bool | None = None, *, world: World | None = None) -> bool:
-    """Return whether to stop here, because a rank has received SIGTERM since the first call; the same on all ranks.
+    """Return whether to stop here, because a rank has received SIGTERM, or Ctrl-C was pressed, since the first call; the
+    same on all ranks.
 
     Every rank calls it at the same place, for example after a step::
 
@@ -29,7 +30,8 @@ def should_stop(asked: bool | None = None, *, world: World | None = None) -> boo
                 save(model, optimizer, loader)
                 break
 
-    From the first call on, SIGTERM no longer ends this process, which must then call this regularly. Loader workers
+    From the first call on, SIGTERM and the first Ctrl-C no longer end this process, which must then call this
+    regularly; the second Ctrl-C does (KeyboardInterrupt). Loader workers
     started later ignore the signal, so that the loop continues until it has saved. (Those already running before the
     first call would be ended, so call it once before the loop. Those of a DataLoader whose `multiprocessing_context` is
     not "fork" are not shielded.) Schedulers send SIGKILL some time after SIGTERM: a step and a checkpoint must fit in
