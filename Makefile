@@ -124,4 +124,6 @@ $(NEWEST)/.test: $(NEWEST)/.torch
 	@touch $@
 
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Unisono needs Python 3.11 or later, and this is " + \
+	    sys.version.split()[0] + "; name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)

@@ -64,9 +64,7 @@ def test_before_it_is_handled_sigterm_ends_the_process_shielded_loader_workers_o
     assert run("preemption.shield_loader_workers(); term()")[0] == -15
 
 
-ASKED_BY_CTRL_C = (
-    "\nunisono: asked by SIGINT, this process stops at its next should_stop(); Ctrl-C again ends it now\n"
-)
+ASKED_BY_CTRL_C = "\nunisono: asked by SIGINT, this process stops at its next should_stop(); Ctrl-C again ends it now\n"
 HANDLED = {
     "nothing else happens, however often it comes": (
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -286,3 +287,25 @@ def test_in_continuous_integration_a_failed_test_runs_once_more_and_is_listed_if
     else:
         assert re.search(r"^=+ 1 passed in", run.stdout, re.MULTILINE)
         assert listed.read_text() == "test_some.py::test_fails_once\n"
+
+
+def old_python() -> str | None:
+    """A Python that Unisono does not run on, in the path or among pyenv's."""
+    names = [f"python3.{minor}" for minor in (10, 9, 8)]
+    known = [
+        *(shutil.which(name) for name in names),
+        *map(str, Path.home().glob(".pyenv/versions/3.[89].*/bin/python3")),
+    ]
+    known += map(str, Path.home().glob(".pyenv/versions/3.10.*/bin/python3"))
+    runs = (each for each in known if each and subprocess.run([each, "-c", ""], capture_output=True).returncode == 0)
+    return next(runs, None)
+
+
+def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
+    if (python := old_python()) is None:
+        pytest.skip("no Python older than 3.11 is here")
+    shutil.copy(Path(__file__).parent.parent / "Makefile", tmp_path)
+    run = subprocess.run(["make", ".venv/bin/python", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert run.stderr.startswith("Unisono needs Python 3.11 or later, and this is 3.")
+    assert not (tmp_path / ".venv").exists()

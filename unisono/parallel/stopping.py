@@ -18,8 +18,8 @@ class _Stop:
 
 
 def should_stop(asked: bool | None = None, *, world: World | None = None) -> bool:
-    """Return whether to stop here, because a rank has received SIGTERM, or Ctrl-C was pressed, since the first call; the
-    same on all ranks.
+    """Return whether to stop here, because a rank has received SIGTERM or Ctrl-C since the first call; the same on
+    all ranks.
 
     Every rank calls it at the same place, for example after a step::
 
