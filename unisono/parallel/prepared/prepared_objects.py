@@ -163,9 +163,8 @@ class PreparedObjects:
         for engine in self.engines():
             engine.release()
         self.has_models = False
-        for known in (self.modules, self.engines, self._models, self.steppers):
-            known.clear()
-        for known in (self.loaders, self.schedulers, self.means):
+        models: list[WeakList[Any]] = [self.modules, self.engines, self._models]
+        for known in (*models, self.steppers, self.loaders, self.schedulers, self.means):
             known.clear()
         self._builder.passes.steps.give_up()
 

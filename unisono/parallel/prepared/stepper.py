@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from operator import methodcaller
 from types import MethodType
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from unisono.comm.selection import raise_translated
 from unisono.deliveries import Loop
@@ -123,7 +125,9 @@ class Stepper:
             setattr(step, STEP_WRAPPED, True)
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
-        self._hook = optimizer.register_load_state_dict_pre_hook(self._note_load)
+        self._hook: RemovableHandle | None = None
+        with suppress(AttributeError):  # a wrapper whose class does not call torch's `__init__` has no hooks
+            self._hook = optimizer.register_load_state_dict_pre_hook(self._note_load)
         by_hand.prepared.add(optimizer)
         steppers[self] = None
 
@@ -143,7 +147,8 @@ class Stepper:
             vars(self.optimizer).pop(name, None)
         for name, own in self._own.items():
             setattr(self.optimizer, name, own)
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         by_hand.prepared.discard(self.optimizer)
         self._engines.clear()
 
