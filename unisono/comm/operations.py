@@ -183,7 +183,8 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     (`describe_call`) that are known."""
     groups: dict[str, list[int]] = {}
     short = {rank: _HIDDEN.sub("", action) for rank, action in actions.items()}
-    for rank, action in sorted((short if len(set(short.values())) > 1 else actions).items()):
+    has_loaded = any(LOADED in action for action in actions.values())  # perhaps other learning rates
+    for rank, action in sorted((short if len(set(short.values())) > 1 and not has_loaded else actions).items()):
         groups.setdefault(action, []).append(rank)
     first, *others = (
         f"{name_ranks(ranks)} {_placed(action, places.get(ranks[0], '') if places else '')}"
@@ -192,7 +193,7 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
     rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else rule
     rule += _ADVICE_ON_LOOPS if any(map(is_of_loop, groups)) else ""
-    rule += _ADVICE_ON_STATES if any(LOADED in action for action in groups) else ""
+    rule += _ADVICE_ON_STATES if has_loaded else ""
     odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
 
