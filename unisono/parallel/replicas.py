@@ -12,8 +12,10 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ from unisono.errors import BusyError
 from unisono.outcome import Outcome
 from unisono.preemption import serving
 
+_EXIT_S = 5.0  # for all threads; a call that was interrupted twice may still run its loop
 _LOOK_S = 0.2  # a signal that another thread took, or that came just before the wait, does not end the wait
 
 
@@ -45,6 +48,9 @@ class _Call:
         return len(self.outcomes) == len(self.bodies)
 
 
+_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Call | None]] = weakref.WeakKeyDictionary()
+
+
 class ReplicaThreads:
     """`count` threads, started at the first use; in a forked process, started at the first use there."""
 
@@ -53,7 +59,7 @@ class ReplicaThreads:
         self._started: set[int] = set()
         self._pid = os.getpid()  # the process in which they run: a forked process has none of them
         self._call: _Call | None = None  # the call that is running, or was abandoned
-        weakref.finalize(self, _dismiss, self._queues)
+        weakref.finalize(self, _dismiss, self._queues).atexit = False  # `_end_all` does it
 
     @property
     def running(self) -> list[int]:
@@ -114,7 +120,9 @@ class ReplicaThreads:
         for number, queue in enumerate(self._queues):
             if number not in self._started:  # an interrupt may come in between; then two threads serve one queue
                 name = f"unisono-replica-{number}"
-                start_threads([threading.Thread(target=serve, args=(queue, number), name=name, daemon=True)])
+                thread = threading.Thread(target=serve, args=(queue, number), name=name, daemon=True)
+                _threads[thread] = queue
+                start_threads([thread])
                 self._started.add(number)
 
 
@@ -126,6 +134,17 @@ def serve(queue: SimpleQueue[_Call | None], number: int) -> None:
             made.news.put(None)
         del made  # keep nothing of the last call alive while waiting for the next
     queue.put(None)  # for another thread that serves this queue
+
+
+@atexit.register
+def _end_all() -> None:
+    """Wait at exit: a thread that ends after the interpreter may abort the process, where torch frees what the thread
+    has kept."""
+    threads = [(thread, queue) for thread, queue in list(_threads.items()) if thread.is_alive()]
+    _dismiss([queue for _, queue in threads])
+    deadline = time.monotonic() + _EXIT_S
+    for thread, _ in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _dismiss(queues: Sequence[SimpleQueue[_Call | None]]) -> None:
