@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from unisono.arguments import check_type, explain_unknown_names
 from unisono.checkpoint.methods import CheckpointMethods, PreparedStates
 from unisono.checkpoint.objects import meet, user_module
+from unisono.errors import NoWorldError
 from unisono.foreign_names import describe_missing
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.parallel_loader import DeviceLoader, ParallelLoader
@@ -29,7 +30,14 @@ from unisono.parallel.backward import Passes
 from unisono.parallel.collectives import gather_nested, pad_nested, reduce_nested
 from unisono.parallel.optimizer import ByHand
 from unisono.parallel.prepared.builder import Builder
-from unisono.parallel.prepared.checks import AUTOCAST, check_accumulation, check_arguments, check_features, world_on
+from unisono.parallel.prepared.checks import (
+    AUTOCAST,
+    check_accumulation,
+    check_arguments,
+    check_features,
+    family_of,
+    world_on,
+)
 from unisono.parallel.prepared.metrics import gather_rows
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.prepared_objects import PreparedObjects
@@ -87,7 +95,8 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
             are installed), objects with the methods of `unisono.Tracker`, or a list of these.
         project_dir: the directory for trackers and checkpoints; None uses "runs" in the working directory.
         total_limit: the number of numbered checkpoints to keep; None keeps all.
-        world: None uses the current one.
+        world: None uses the current one. A process that torchrun, SLURM, Kubernetes or mpirun has started beside others
+            joins them first, by `join_world()`.
 
     Attributes:
         world: this rank's world.
@@ -125,7 +134,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         check_arguments(locals())
         options = options_of(strategy)
         kind = strategy_class(options)
-        self.world = world_on(world or current_world(), device, cpu, kind)
+        self.world = world_on(world or _joined_world(family_of(device, cpu)), device, cpu, kind)
         check_features(self.world, kind, options, mixed_precision, compile)
         self.device = self.world.device
         self.scaler = None
@@ -455,6 +464,15 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         else:
             meet(prepared)
             load_model_state(self.unwrap_model(prepared), state, self.world)
+
+
+def _joined_world(family: str | None) -> World:
+    """The caller's world; if a launcher has started this process beside others, it joins them first."""
+    with suppress(NoWorldError):
+        return current_world()
+    from unisono.launch.hosts.join_world import join_world  # here: most processes do without
+
+    return join_world(backend=family)
 
 
 def _prepared_loader(world: World, moves: bool, splits: bool, seed: int | None, loader: Any) -> Any:

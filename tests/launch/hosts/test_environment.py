@@ -255,17 +255,21 @@ def joining(tmp_path: Path) -> Path:
     return script
 
 
-@pytest.mark.slow
-def test_spawn_under_torchrun_runs_in_torchrun_s_workers(joining):
+def run_by_torchrun(script: Path) -> list[str]:
+    """The sorted lines of a script that torchrun runs as two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     process = subprocess.run(
-        [*launcher, "--rdzv-endpoint", "localhost:0", joining], capture_output=True, text=True, timeout=60, env=environ
+        [*launcher, "--rdzv-endpoint", "localhost:0", script], capture_output=True, text=True, timeout=60, env=environ
     )
-    output, errors = process.stdout, process.stderr
-    assert process.returncode == 0, errors
+    assert process.returncode == 0, process.stderr
+    return sorted(process.stdout.splitlines())
+
+
+@pytest.mark.slow
+def test_spawn_under_torchrun_runs_in_torchrun_s_workers(joining):
     results = [(0, 2.0, 0, 0), (10, 2.0, 1, 0)]
-    assert sorted(output.splitlines()) == [f"0: {results}", f"1: {results}"]
+    assert run_by_torchrun(joining) == [f"0: {results}", f"1: {results}"]
 
 
 @pytest.mark.parametrize("launcher", ["SLURM", "Kubernetes"])
@@ -282,6 +286,30 @@ def test_processes_that_slurm_or_kubernetes_has_started_join_one_world(joining, 
         assert code == 0, errors
         assert output == f"{rank}: {[(0, 2.0, 0, 0), (10, 2.0, 0, 1)]}\n"
         assert "spawn's cores, grace_s: ignored, since a launcher has started" in errors
+
+
+TRAINING = """
+import sys, torch, unisono
+
+accelerator = unisono.Accelerator({arguments})
+model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+model(torch.full((1, 1), unisono.rank() + 1.0)).sum().backward()
+assert accelerator.device.type == "cpu" and unisono.Accelerator().world is accelerator.world
+sys.stdout.write(f"{{accelerator.process_index}} of {{accelerator.num_processes}}: {{model.weight.grad.item()}}\\n")
+"""
+
+
+@pytest.mark.parametrize("arguments", ["", "cpu=True", "'cpu'"])
+def test_an_accelerator_joins_the_ranks_that_are_announced(tmp_path, arguments):
+    (tmp_path / "training.py").write_text(TRAINING.format(arguments=arguments))
+    for rank, (code, output, errors) in enumerate(run_two(tmp_path / "training.py")):
+        assert (code, output) == (0, f"{rank} of 2: 1.5\n"), errors
+
+
+@pytest.mark.slow
+def test_a_script_with_an_accelerator_runs_unchanged_under_torchrun(tmp_path):
+    (tmp_path / "training.py").write_text(TRAINING.format(arguments=""))
+    assert run_by_torchrun(tmp_path / "training.py") == ["0 of 2: 1.5", "1 of 2: 1.5"]
 
 
 FAILING = """

@@ -46,6 +46,12 @@ def check_features(world: World, strategy: type[Strategy], options: Choice, prec
         )
 
 
+def family_of(device: str | int | torch.device | None, cpu: bool) -> str | None:
+    """The name of the device family that the arguments ask for; None if they leave it open."""
+    wanted = CPU if cpu else device
+    return None if wanted is None or isinstance(wanted, int) else resolve_device(wanted)[0].name
+
+
 def world_on(world: World, device: str | int | torch.device | None, cpu: bool, strategy: type[Strategy]) -> World:
     """Return the world on the requested device, and start using the device."""
     strategy.check_world(world)
