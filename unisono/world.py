@@ -146,8 +146,8 @@ def current_world() -> World:
     announced = announcement(os.environ)
     if announced is not None:
         raise NoWorldError(
-            f"{announced}, but no process group is initialised in this process; either create the Accelerator first, or "
-            "call unisono.join_world() (or torch.distributed.init_process_group()) first, or give the training "
+            f"{announced}, but no process group is initialised in this process; either create the Accelerator first, "
+            "or call unisono.join_world() (or torch.distributed.init_process_group()) first, or give the training "
             "function to unisono.spawn(fn): each joins that world; for a world of one, unset the variable"
         )
     if _used and current_graph_task_id() >= 0:

@@ -144,6 +144,40 @@ def test_words_for_the_number_of_workers_are_those_of_torchrun(run, script):
         assert output.split() == [str(usable_cores())] * usable_cores()
 
 
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--tee", "3"], "--log-dir DIR"),
+        (["-r", "3"], "--log-dir DIR"),
+        (["--redirects=3"], "--log-dir DIR"),
+        (["--local-ranks-filter", "0"], "--log-ranks 0,1"),
+        (["--no-python"], "-m a module"),
+        (["--role", "trainer"], "leave it out"),
+    ],
+    ids=str,
+)
+def test_an_option_of_torchruns_alone_is_refused_with_its_counterpart(run, script, options, advice):
+    code, _, errors = run("-n", "2", *options, script(""))
+    assert code == 2
+    assert advice in errors
+    assert "is an option of torchrun" in errors
+
+
+def test_torchruns_line_for_one_machine_runs_and_each_run_has_an_id_of_its_own(run, script):
+    name = script("import os\nprint(os.environ['TORCHELASTIC_RUN_ID'])")
+    line = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--monitor-interval=5", "--shutdown-timeout", "9"]
+    options = ["--backend", "cpu", "--no-prefix", "--nproc-per-node=2"]
+    found = []
+    for more in (["--nnodes=1"], [], ["--rdzv-id=77"]):
+        code, output, errors = run(*options, *line, *more, name)
+        assert code == 0, errors
+        first, second = output.split()
+        assert first == second
+        found.append(first)
+    assert found[2] == "77"
+    assert len(set(found)) == 3
+
+
 def test_gloo_can_be_asked_for(run, script):
     name = script("import torch.distributed as dist\nprint(dist.get_backend())")
     given = ["-n", "2", "--backend", "cpu", "--no-prefix"]

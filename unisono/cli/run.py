@@ -45,7 +45,11 @@ def run(parsed: argparse.Namespace) -> int:
 
     target = Target(parsed.target, tuple(parsed.arguments), parsed.module)
     if parsed.nproc is None and {"-n", "--nproc-per-node"} & {*parsed.arguments}:
-        print(f"unisono run: {parsed.target} gets -n, which stands behind it; ours stands before", file=sys.stderr)
+        print(
+            f"unisono run: {parsed.target} gets the -n that follows its name; unisono run takes only options that come "
+            "before the name",
+            file=sys.stderr,
+        )
     try:
         check_target(target)
         place = announced_agent()
@@ -144,6 +148,10 @@ def _machine_options(parsed: argparse.Namespace, place: AgentPlace | None) -> Ma
         if getattr(parsed, name) is None:
             setattr(parsed, name, getattr(place, name, None))
     given = endpoint_of(parsed)
+    is_one = parsed.nnodes == (1, 1) or (parsed.nnodes is None and place is None)
+    if given is not None and given.endswith(":0") and is_one:
+        given = None  # torchrun's way to let one machine choose a port
+        parsed.nnodes = (1, 1)
     if parsed.standalone or (parsed.nnodes == (1, 1) and given is None):
         return None  # explicitly requested
     nodes = parsed.nnodes or (node_range(place.num_nodes) if place is not None else (1, 1))

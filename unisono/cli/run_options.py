@@ -52,9 +52,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         hidden = [f"--{name[2:].replace('-', '_')}" for name in spellings if "-" in name[2:]]
         if hidden:  # with underscores, which torchrun accepts as well
             group.add_argument(*hidden, help=argparse.SUPPRESS, **settings)
+    for names, text in _REFUSED.items():
+        for name in names.split():
+            group.add_argument(name, nargs="?", action=_Refuse, help=argparse.SUPPRESS, const=text)
     parser.add_argument("target", help="script.py; with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script", metavar="...")
     return parser
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, __: Any, option: str | None = None) -> None:
+        parser.error(f"{option} is an option of torchrun: {self.const}")
 
 
 def endpoint_of(parsed: argparse.Namespace) -> str | None:
@@ -117,6 +125,15 @@ _NPROC_HELP = (
 _NO_SECRET: dict[str, Any] = {"action": "store_const", "const": "", "dest": "rdzv_secret_file"}
 _LOST_HELP = "continue without a machine that is silent for S seconds (%(default)s), or end where too few are left"
 
+# Options of torchrun, and their counterparts.
+_REFUSED = {
+    "--tee -t --redirects -r": "--log-dir DIR keeps the output of all workers, and shows it, too",
+    "--local-ranks-filter --local_ranks_filter": "--log-ranks 0,1 shows the output of these ranks of all machines",
+    "--no-python --no_python": "the target is a Python script, or with -m a module; a script can call subprocess.run",
+    "--role": "the workers of unisono run have one role, default; leave it out",
+    "--logs-specs --logs_specs": "--log-dir DIR keeps the output of all workers",
+}
+
 # Spellings, the name of the value (none for a switch), help, settings of `add_argument`; without spellings a group.
 _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("", "", "workers", {}),
@@ -144,7 +161,7 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("", "", "failing and restarting", {}),
     ("--max-restarts", "N", "restart all workers, at most N times", _NUMBER),
     ("--hang-timeout", "S", "stop when no rank makes progress for S seconds", _SECONDS),
-    ("--grace", "S", "between SIGTERM and SIGKILL (5; 25 with several machines)", _SECONDS),
+    ("--shutdown-timeout --grace", "S", "between SIGTERM and SIGKILL (5; 25 with several machines)", _SECONDS),
     ("", "", "output", {}),
     ("--log-dir", "DIR", "also keep each worker's output, and a record of what it did, there", {}),
     ("--profile", "A:B[@R,..]", "torch.profiler for steps A to B - 1, numbered from 1, of these ranks or all", {}),
@@ -163,5 +180,6 @@ _OPTIONS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("--rdzv-insecure", "", "do without a secret, on a network that only you can reach", _NO_SECRET),
     ("--rdzv-conf", "K=V,..", "settings of torch's rendezvous", {"type": _parse_settings, "default": {}}),
     ("--lost-after", "S", _LOST_HELP, {**_SECONDS, "default": 60.0}),
+    ("--monitor-interval", "S", "accepted for torchrun's sake: ends are noticed at once", _SECONDS),
     ("--local-addr", "A", "this machine's address for the others", {}),
 ]

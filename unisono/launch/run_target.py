@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from uuid import uuid4
 
 from unisono import preemption
 from unisono.errors import ClosedError, StoppedError, WorkerDiedError
@@ -123,7 +124,7 @@ def exit_code_of(error: BaseException | None) -> int:
 def variables_of_run(run_id: str | None, max_restarts: int) -> dict[str, str]:
     """Those of torchrun's variables that are the same for each rank; libraries detect torchrun by them."""
     return {
-        "TORCHELASTIC_RUN_ID": run_id or "unisono",
+        "TORCHELASTIC_RUN_ID": run_id or uuid4().hex,
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "ROLE_NAME": "default",
