@@ -189,6 +189,13 @@ def test_gloo_can_be_asked_for(run, script):
     assert "process_group='mpi' does not exist; pass 'gloo'" in errors
 
 
+def test_a_script_that_initialises_a_group_of_no_given_backend_gets_shared_memory(run, script):
+    name = script("import torch.distributed as dist\ndist.init_process_group()\nprint(dist.get_backend())")
+    for options, group in (([], "shm"), (["--process-group", "gloo"], "undefined")):  # torch's word for its own choice
+        code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", *options, name)
+        assert (code, output.split()) == (0, [group, group]), errors
+
+
 # Written for torchrun: nothing of this package in it.
 PLAIN = """
 import os, torch, torch.distributed as dist

@@ -53,7 +53,7 @@ def let_scripts_initialise() -> None:
                 return
             asked |= {"backend": backend, "init_method": None}
         elif asked.get("backend") is None and backend == f"{HOST.type}:{NAME}":
-            asked["backend"] = backend  # torch would take gloo
+            asked["backend"] = NAME  # torch would take gloo
         is_met_in_store = asked.get("store") is None and asked.get("init_method") in _OURS
         if is_met_in_store:
             # A group that was destroyed has left its addresses in the store.
