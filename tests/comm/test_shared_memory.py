@@ -63,6 +63,24 @@ def test_what_the_group_does_not_serve_goes_by_gloo():
     spawn(work, nprocs=2)
 
 
+def test_what_gloo_carries_out_takes_views_and_leaves_what_it_only_reads():
+    def work(index: int) -> None:
+        shared = torch.full((1,), index + 1.0).expand(3)  # could not be written
+        every = [torch.zeros(6)[::2] for _ in range(2)]
+        dist.gather(shared, every if index == 0 else None, 0)
+        assert index or [each.tolist() for each in every] == [[1.0] * 3, [2.0] * 3]
+        turned = torch.tensor([1 + 2j]).conj() * 1
+        turned = turned.conj()
+        dist.reduce(turned, 0)
+        assert index or turned.tolist() == [2 + 4j]
+        waiting = torch.zeros(3)
+        begun = dist.reduce(waiting, 0, async_op=True)  # on its way: nothing of it is copied
+        begun.wait()
+        assert waiting.tolist() == [0.0] * 3
+
+    spawn(work, nprocs=2)
+
+
 def test_asynchronous_collectives_are_complete_at_once():
     def work(index: int) -> None:
         tensors = [torch.full((3,), float(each)) for each in range(5)]

@@ -118,12 +118,12 @@ def _by_gloo_together(name: str) -> Callable[..., Any]:
 
     def call(self: SharedMemoryGroup, *arguments: Any, **named: Any) -> Any:
         # gloo reads and writes memory without regard to strides.
-        dense = {id(each): _contiguous(each) for each in tensors([arguments, named]) if not each.is_sparse}
+        dense = {id(each): _contiguous(each) for each in tensors([arguments, named]) if _needs_copy(each)}
         sent, named = tree_map(lambda leaf: dense.get(id(leaf), leaf), [list(arguments), named])
         with self.here.lock:  # gloo pairs calls by their order
             self._blocks.barrier(f"called {name}()")
             work = getattr(self._by_gloo(), name)(*sent, **named)
-        copied = [each for each in tensors(arguments[:1]) if dense.get(id(each), each) is not each]
+        copied = [each for each in tensors(arguments[:1]) if id(each) in dense]
         if copied:
             work.wait()
             for each in copied:
@@ -451,19 +451,23 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
             f"the process group {NAME!r} takes dense tensors in main memory, got {tensor.layout} on {tensor.device}; "
             "unisono.all_reduce and its relatives copy tensors of the rank's device there"
         )
-    return _contiguous(tensor).view(-1)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """`_flat`, of a tensor into which the result can be written back."""
-    flat = _flat(tensor)
-    steps = () if tensor.is_contiguous() else zip(tensor.stride(), tensor.shape, strict=True)
-    if any(stride == 0 and size > 1 for stride, size in steps):
-        raise RuntimeError(
-            f"a tensor of shape {list(tensor.shape)} whose elements share memory cannot be written in place; pass "
-            "tensor.clone()"
-        )
-    return flat
+    if tensor.layout is torch.strided and not tensor.is_contiguous():
+        steps = zip(tensor.stride(), tensor.shape, strict=True)
+        if any(stride == 0 and size > 1 for stride, size in steps):
+            raise RuntimeError(
+                f"a tensor of shape {list(tensor.shape)} whose elements share memory cannot be written in place; pass "
+                "tensor.clone()"
+            )
+    return _flat(tensor)
+
+
+def _needs_copy(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and (not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg())
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
