@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from batches import CONTAINERS, FrozenSample, Lazy, Point, Sample, ones, same
+from batches import CONTAINERS, Encoding, FrozenSample, Lazy, Point, Row, Sample, ones, same
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from unisono.tree import batch_size, can_cut, leaves, nbytes, take, tree_map
+from unisono.tree import tensors as tensors_of
 
 
 def plus_one(leaf: Any) -> Any:
@@ -124,6 +126,68 @@ def test_values_that_a_mapping_makes_on_demand_are_not_taken_for_one_another():
 def test_a_packed_sequence_a_class_and_a_text_are_leaves():
     tree = [pack_sequence([torch.ones(2)]), Sample, "text", b"bytes", range(3)]
     assert [id(leaf) for leaf in leaves(tree)] == [id(each) for each in tree]
+
+
+# Looking into objects.
+
+
+class Plain:
+    def __init__(self, *held: Any) -> None:
+        self.held = held
+        self.own = self  # a cycle
+
+
+class Slotted:
+    __slots__ = ("__hidden", "unset")
+
+    def __init__(self, held: Any) -> None:
+        self.__hidden = held
+
+
+class Modelled(torch.utils.data.Dataset):
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def ragged(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """A nested tensor, which shares the memory of the first one."""
+    return torch.nested.nested_tensor_from_jagged(first.view(-1), torch.tensor([0, 2, first.numel()]))
+
+
+def in_itself(first: torch.Tensor, second: torch.Tensor) -> Any:
+    items: list[Any] = [first, second]
+    items.append(items)
+    return Plain(items)
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda one, other: Plain(one, {"deep": [other]}), 2),
+        (lambda one, other: {"batch": Slotted(Plain(one)), "more": other}, 2),
+        (lambda one, other: [Plain(Sample(one, "text")), Plain(Encoding({"ids": other}))], 2),
+        (lambda one, other: Plain(deque([one]), SimpleNamespace(found=other)), 2),
+        (lambda one, other: Plain(one, Row(items=other)), 2),
+        (lambda one, other: PackedSequence(one.view(-1), torch.tensor([one.numel()])), 1),
+        (lambda one, other: Plain(ragged(one, other)), 1),
+        (in_itself, 2),
+        (lambda one, other: (one, Plain(Modelled(other))), 1),
+        (lambda one, other: (one, Plain(torch.nn.ParameterList([other]))), 1),
+        (lambda one, other: (one, Plain([Plain() for _ in range(20_000)], other)), 1),
+        (lambda one, other: (one, Sample, Plain(Sample), lambda: other), 1),
+    ],
+)
+def test_tensors_are_found_in_objects_but_not_in_models_datasets_and_all_that_an_object_refers_to(make, count):
+    held = (ones(), ones())
+    addresses = {each.untyped_storage().data_ptr() for each in tensors_of(make(*held)) if not each.is_nested}
+    assert [each.untyped_storage().data_ptr() in addresses for each in held] == [True, count == 2]
+
+
+def test_objects_stay_leaves_to_everything_else():
+    held = Plain(ones())
+    assert leaves([held]) == [held]
+    assert tree_map(plus_one, [held])[0] is held
+    assert (batch_size(held), can_cut(held), nbytes(held)) == (None, False, 0)
 
 
 # Measuring.

@@ -64,6 +64,11 @@ class Batch:
         self.is_summed, self.is_guess, self.is_used = is_summed, is_guess, False
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether it only repeats rows of others, or has none: then it weighs 0, whatever its loss is the mean over."""
+        return not self.samples
+
+    @property
     def counted(self) -> tuple[int, int | None]:
         """The number of its rows that count, and of all its rows."""
         return self.samples, self.rows

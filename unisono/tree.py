@@ -3,6 +3,9 @@
 Containers are mappings, list, tuple, named tuple, set, frozenset and dataclass; everything else is a leaf. A rebuilt
 container keeps its type and order; an object that occurs twice is visited once and stays shared; the batch itself is
 never modified. (`torch.utils._pytree` has neither dataclasses nor user-defined mappings nor shared leaves.)
+
+Only `tensors` looks into leaves, too: what an object of a user's class or of a library holds is its own business, but
+its memory says which batch a tensor is of.
 """
 
 from __future__ import annotations
@@ -11,7 +14,12 @@ import copy
 import dataclasses
 import numbers
 import operator
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from itertools import islice
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy
@@ -21,6 +29,9 @@ from torch.nn.utils.rnn import PackedSequence
 PLAIN = (str, bytes, numbers.Number, type(None))  # leaves that hold no samples
 _PLAIN_TYPES = frozenset((str, bytes, int, float, bool, complex, type(None)))  # those seen at a glance
 _TENSOR = frozenset((torch.Tensor,))
+# What an object may hold and is no part of a batch.
+_CLOSED = (type, ModuleType, FunctionType, numpy.ndarray, torch.nn.Module, torch.utils.data.Dataset)
+_LOOKED_AT = 10_000  # objects: one that refers to half of the program is no batch
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -76,9 +87,54 @@ def children(node: Any) -> list[Any]:
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves. Fast for the most common batches, since it runs several times a step."""
+    """The tensors among the leaves, and in the attributes of those that are objects. Fast for the most common batches,
+    since it runs several times a step."""
     flat = flat_tensors(tree)
-    return [leaf for leaf in objects(tree) if isinstance(leaf, torch.Tensor)] if flat is None else list(flat)
+    if flat is not None:
+        return list(flat)
+    found: dict[int, torch.Tensor] = {}
+    for leaf in objects(tree):
+        if type(leaf) is torch.Tensor:
+            found[id(leaf)] = leaf
+        else:
+            _look_into(leaf, found)
+    return [*found.values()]
+
+
+def _look_into(leaf: Any, found: dict[int, torch.Tensor]) -> None:
+    """Add the tensors that an object holds, in order, without a call of its methods."""
+    seen: dict[int, Any] = {}  # with the nodes, as in `_map`
+    left = [leaf]
+    while left and len(seen) < _LOOKED_AT:
+        node = left.pop()
+        if type(node) in _PLAIN_TYPES or isinstance(node, _CLOSED) or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if isinstance(node, torch.Tensor):
+            found[id(node)] = node
+            if not hasattr(node, "__tensor_flatten__"):  # else one that wraps others, as a nested one does
+                continue
+        left += [*islice(_held_by(node), _LOOKED_AT)][::-1]
+
+
+def _held_by(node: Any) -> Collection[Any]:
+    """What an object holds: the elements of a plain collection, else the values of all its attributes."""
+    if isinstance(node, dict):
+        return dict.values(node)
+    if isinstance(node, list | tuple | set | frozenset | deque):
+        return node
+    held = []
+    with suppress(Exception):  # a class may say anything about its `__dict__`
+        held += vars(node).values() if hasattr(node, "__dict__") else ()
+    for slot in _slots(type(node)):
+        with suppress(AttributeError):  # not set
+            held.append(slot.__get__(node))
+    return held
+
+
+@lru_cache(256)
+def _slots(kind: type) -> list[Any]:
+    return [each for base in kind.__mro__ for each in vars(base).values() if type(each) is MemberDescriptorType]
 
 
 def batch_size(tree: Any, dim: int = 0) -> int | None:

@@ -129,7 +129,9 @@ class RowCounter:
         if rows == samples:
             return piece
         if rows is None:
-            return piece._replace(claim=claim._replace(samples=1, total=1, is_sized=False, is_guess=True))
+            counting = int(claim.samples > 0)  # it may only repeat another batch
+            claim = claim._replace(samples=counting, total=1, is_sized=False, is_guess=counting > 0)
+            return piece._replace(claim=claim)
         what = f"collate_fn returned {rows} rows of {samples} samples ({few(request.indices)})"
         if self._rule.tail == "pad" or self._rule.fixed_batch_size:
             raise ValueError(

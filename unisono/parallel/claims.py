@@ -58,13 +58,12 @@ def claim_of(batch: Batch | None, weight: float | torch.Tensor | None, world: Wo
         weight: what the loss is the mean over, where that is not the samples.
     """
     size = world.comm.size
-    repeats = batch is not None and batch.rows is not None and not batch.samples
     if weight is None and batch is not None and batch.is_summed:
         batch.total = int(_sum_over_ranks([batch.samples], world)[0])
         batch.is_summed = False
     if weight is not None:
         given = checked_weight(weight)
-        own = given * (not repeats)  # the sample counts on another rank
+        own = 0.0 if batch is not None and batch.is_repeated else given  # its rows count on another rank
         if size == 1:
             return Claim(own, own, True)
         total, whole = _sum_over_ranks([own, given], world)
@@ -183,6 +182,17 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
             "and it is not known which; name the batch, accelerator.backward(loss, batch=batch) (by hand: "
             "call unisono.backward(loss, batch=batch) instead of loss.backward()), or its samples, weight=; or say "
             "that it is no loader's, batch=()"
+        )
+
+
+def check_repeated(batches: Sequence[Batch | None], weight: float | torch.Tensor) -> None:
+    """Check that all batches that may be meant count, or none: whatever its weight, one that only repeats weighs 0."""
+    if len({each is not None and each.is_repeated for each in batches}) > 1 and checked_weight(weight):
+        raise ValueError(
+            f"weight={checked_weight(weight):g} is given for a loss whose inputs were computed from a batch, or come "
+            "from no loader, and it is not known which: that batch may only repeat rows of another rank's, and weigh "
+            "0; name it, too, accelerator.backward(loss, weight=weight, batch=batch); or say that it is no loader's, "
+            "batch=(); or pass weight=0 for a batch of which loader.valid_samples is 0"
         )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.deliveries import Batch, Loop, name_batches
-from unisono.parallel.claims import Claim, Origin, check_counts, check_same, claim_of
+from unisono.parallel.claims import Claim, Origin, check_counts, check_repeated, check_same, claim_of
 from unisono.world import World
 
 COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
@@ -218,8 +218,11 @@ class Steps:
             known = None
         if known is None and step.state == TAKEN:
             step = Step(step.number + bool(step.visits), every=self.every)
-        if weight is None and len(origin.candidates) > 1:
-            check_counts(origin.candidates, self.world, step.every > 1)
+        if len(origin.candidates) > 1:
+            if weight is None:
+                check_counts(origin.candidates, self.world, step.every > 1)
+            else:
+                check_repeated(origin.candidates, weight)
         if 1 < step.every < math.inf and not is_named:
             self._check_microbatch(origin)
         if weight is None and batch is not None and batch.is_guess and (self._size > 1 or step.every > 1):
