@@ -17,6 +17,7 @@ from modes import FAMILY, HOST, PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, e
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
+from twin import compare, data, mean_loss, seeded, sgd, steps, whole
 
 from unisono import Accelerator, DataParallel, current_world
 from unisono.parallel.batch_norm import SyncBatchNorm2d, synchronize_batch_norm
@@ -331,3 +332,56 @@ def test_update_bn_takes_all_samples_if_the_average_is_synchronized_or_the_loade
     for found in mode.run(body):
         for variance in found:
             torch.testing.assert_close(variance, expected.module.running_var)
+
+
+def normalised() -> nn.Module:
+    made = seeded(nn.Sequential(nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 2)).double())
+    made[2].register_forward_hook(lambda module, args, output: output + args[0])  # past the layer, too
+    return made
+
+
+def weighed(accelerator: Any, loader: DataLoader[Any]) -> Any:
+    """Each second batch of three samples has no token, and the loss a penalty on the parameters."""
+    inputs, targets, _ = data(24).tensors
+    tokens = torch.arange(24, dtype=torch.float64) % 3 + 1
+    tokens[(torch.arange(24) // 3) % 4 == 1] = 0
+    network = normalised()
+    network, optimizer, loader = accelerator.prepare(
+        network, sgd(network.parameters()), DataLoader(TensorDataset(inputs, targets, tokens), loader.batch_size)
+    )
+    for inputs, targets, tokens in loader:
+        errors = (network(inputs) - targets).square().mean(1)
+        penalty = sum(each.square().sum() for each in network.parameters())
+        # The mean over no token is NaN.
+        accelerator.backward((errors * tokens).sum() / tokens.sum() + 0.1 * penalty, weight=tokens.sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(network)
+
+
+def assigned(accelerator: Any, network: Any, batch: Any) -> None:
+    own = list(network.parameters())
+    for each, gradient in zip(own, torch.autograd.grad(mean_loss(network, batch), own), strict=True):
+        each.grad = gradient
+
+
+def test_rows_without_weight_pass_on_what_the_losses_of_other_ranks_send_through_the_statistics(peers):
+    compare(peers, {"weighed": weighed}, sync_batchnorm=True)
+
+
+@pytest.mark.parametrize("samples", [23, 26])
+def test_gradients_that_were_asked_for_are_those_of_one_device_also_of_an_uneven_batch(peers, samples):
+    compare(peers, steps(assigned, normalised), samples=samples, sync_batchnorm=True)
+
+
+def test_what_float16_cannot_hold_is_refused_and_each_way_out_is_one():
+    def body(**options: Any) -> None:
+        accelerator, network = Accelerator(**options), normalised().float()
+        network, _ = accelerator.prepare(network, sgd(network.parameters()))
+        loss = network(torch.randn(3, 5)).mean()
+        accelerator.backward(loss, weight=accelerator.process_index)
+
+    with pytest.raises(ValueError, match=r"the loss of this rank has weight=0.* mixed_precision='bf16', or leave out"):
+        THREADS_2.run(lambda: body(mixed_precision="fp16", sync_batchnorm=True))
+    THREADS_2.run(lambda: body(mixed_precision="bf16", sync_batchnorm=True))
+    THREADS_2.run(lambda: body(mixed_precision="fp16"))

@@ -33,7 +33,16 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
-from unisono.parallel.claims import Claim, Crossings, Origin, check_counts, find_origin, named_origin, refuse_crossed
+from unisono.parallel.claims import (
+    NEGLIGIBLE,
+    Claim,
+    Crossings,
+    Origin,
+    check_counts,
+    find_origin,
+    named_origin,
+    refuse_crossed,
+)
 from unisono.parallel.gradients import scaled
 from unisono.parallel.steps import COLLECTING, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, WeakList, is_left_at, weak_method
@@ -233,10 +242,20 @@ class Passes:
 
     def weight(self) -> float:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
-        pass runs, as far as it is known."""
+        pass runs, as far as it is known.
+
+        Where the loss has the weight 0, and the rows count in a layer over all ranks, other ranks' losses still send
+        gradients through them. They reach the leaves below the layer divided by a negligible weight, and are multiplied
+        by it there; those of the rank's own loss are zeros from its outputs on.
+        """
         task = current_graph_task_id()
         runs = [each.passing for each in self._engines() if each.passing is not None and each.passing.task == task]
-        return runs[0].part if runs else self.origin.part
+        if not runs:
+            return self.origin.part
+        run = runs[0]
+        if run.part == 0 and run.origin is not None and run.origin.part:
+            run.part = NEGLIGIBLE
+        return run.part
 
     def _count_late(self, origin: Origin, engine: Engine) -> Visit:
         """Count gradients of a batch for which no pass was counted, or not yet."""
@@ -272,7 +291,7 @@ class Passes:
         elif origin is not run.origin:
             self._check_named(model, origin)
         # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
-        if part == 0:
+        if part <= NEGLIGIBLE:
             return torch.zeros_like(gradient)
         # The outputs so far were of batches of weight 0, whose gradients are zeros: this one is the first that counts.
         if run.part == 0:
@@ -358,7 +377,8 @@ class Passes:
             if each.requires_grad and is_left_at(each):
                 break
         else:
-            run = _Run(task, origin, is_taken=any(is_left_at(each) is None for each in engine.leaves()))
+            is_taken = any(is_left_at(each) is None for each in engine.leaves())
+            run = _Run(task, origin, is_taken=is_taken, part=(origin or self.origin).part)
             if outer is None:
                 engine.passing = run
                 self._passed_by[task] = ref(engine), run, engine.gradients.arrivals.count()

@@ -16,9 +16,10 @@ gradient of the rank's own loss, that is
     dx_r  =  weight / std * (dy_r - (A + z B) / (N s_r))
     A  =  sum over r of s_r sum(dy_r)              B  =  sum over r of s_r sum(dy_r z)
 
-The samples of a rank with weight 0 only repeat others: they add nothing to the statistics, its outputs use the
-statistics of the others, and its input has no gradient. The gradients of weight and bias are the rank's own and scaled
-like all others.
+The samples of a rank with weight 0 in the forward pass only repeat others: they add nothing to the statistics, its
+outputs use the statistics of the others, and its input has no gradient. If the user gives the loss the weight 0 only
+afterwards, the samples are in the statistics, and s_r is a tiny number instead (`Passes.weight`). The gradients of
+weight and bias are the rank's own and scaled like all others.
 
 *Threads:* the rank's own, and the autograd thread that works for it. Backward does not use the ambient world.
 
@@ -37,6 +38,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from unisono.parallel.claims import NEGLIGIBLE
 from unisono.protocols import Communicator
 from unisono.torch_private import CHECK_INPUT_DIM, BatchNorm, disable_dynamo
 from unisono.world import World
@@ -220,6 +222,13 @@ class _Normalize(torch.autograd.Function):
         for_input = None
         if ctx.needs_input_grad[0]:
             share = float(ctx.weigh())  # called now, since the weight of a batch may come with its loss
+            is_divisor = share > (NEGLIGIBLE if input.dtype is torch.float16 else 0)
+            if not is_divisor and ctx.weigh is not float:
+                raise ValueError(
+                    "the loss of this rank has weight=0, and its rows are in the statistics of BatchNorm over all "
+                    f"ranks, whose losses send gradients through them that {input.dtype} cannot hold, or that no "
+                    "output of the model shows; use mixed_precision='bf16', or leave out sync_batchnorm=True"
+                )
             sums = torch.stack([for_bias, for_weight])
             sums = sums * share if share else torch.zeros_like(sums)  # zeros, regardless of the loss
             ctx.comm.all_reduce(sums)

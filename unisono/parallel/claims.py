@@ -20,6 +20,7 @@ from unisono.timeline import REDUCE
 from unisono.torch_private import current_graph_task_id
 from unisono.world import World
 
+NEGLIGIBLE = 2.0**-60  # a part that vanishes in a sum; float32 and bfloat16 are divided by it without a rounding
 _ROUNDING = 1e-9  # of a part, if all ranks have given the same weight
 
 
