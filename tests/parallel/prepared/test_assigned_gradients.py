@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from twin import State, compare, loader_of, mean_loss, model, seeded, sgd, steps, train
 
-from unisono import Accelerator, DeviceLoader, backward, optimizer_step
+from unisono import Accelerator, DeviceLoader, backward, functional, optimizer_step
 
 MODES = pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
 SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
@@ -59,6 +60,24 @@ def by_formula(accelerator: Any, loader: DataLoader[Any]) -> State:
 def test_models_that_run_with_other_parameters_weigh_their_own_gradients_once(mode: Mode) -> None:
     lines = {each.__name__: steps(each) for each in (learned_to_learn, with_first_order_steps)}
     compare(mode, {**lines, "formula": by_formula})
+
+
+def learned_on_parts(accelerator: Any, network: Any, batch: Any, reduces: bool = False) -> None:
+    """MAML, where the samples of a batch are one task, of which each rank has a part."""
+    own = dict(network.named_parameters())
+    loss = F.mse_loss(functional_call(network, own, (batch[0],)), batch[1])
+    gradients: Any = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+    if reduces:
+        gradients = [functional.all_reduce(each, "mean") for each in gradients]
+    fast = {name: each - 0.1 * gradient for (name, each), gradient in zip(own.items(), gradients, strict=True)}
+    accelerator.backward(F.mse_loss(functional_call(network, fast, (batch[0],)), batch[1]))
+
+
+@SEVERAL
+def test_a_step_of_a_task_that_is_spread_over_ranks_is_that_of_all_its_samples_where_it_is_reduced(mode: Mode) -> None:
+    with pytest.raises(AssertionError, match="not close"):  # each rank's own step is not a part of that of all
+        compare(mode, steps(learned_on_parts), samples=24)
+    compare(mode, steps(partial(learned_on_parts, reduces=True)), samples=24)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluating"])
