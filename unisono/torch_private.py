@@ -54,6 +54,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "from_tls": ("torch._C._get_obj_in_tls", "finds the world of a backward pass in autograd's thread"),
     "BACKWARD_HOOKS": ("torch.Tensor._backward_hooks", "keeps hooks of parameters with fsdp"),
     "POST_GRADIENT_HOOKS": ("torch.Tensor._post_accumulate_grad_hooks", "keeps hooks of parameters with fsdp"),
+    "SEQUENCE_NUMBER": ("torch.autograd.graph.Node._sequence_nr", "sees what a loss was computed from"),
     # Many tensors in one call.
     "foreach_copy_": ("torch._foreach_copy_", "copies gradients and buffers"),
     "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),
@@ -162,6 +163,8 @@ INSTEAD = {
     "set_lru_cache": "torch 2.9: ranks that are threads compile no models",
 }
 
+OUTPUTS = "_input_metadata"  # of torch.autograd.graph.Node
+
 # For processes that have not imported torch. Without the first two, something starts more slowly, or a printed stack is
 # longer; the third stands above, too, in the names that the loaders import.
 COMPILER_MODULE = "torch._dynamo"
@@ -238,6 +241,14 @@ def read_log_level() -> None:
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
 
 
-def is_summed(origin: Any) -> bool:
-    """Whether the `grad_fn` of a loss is of a loss function with reduction="sum" (2 in torch's `_Reduction`)."""
-    return bool(getattr(origin, "_saved_reduction", None) == 2)
+def saved(node: Any, name: str) -> Any:
+    """What a node of autograd's graph has saved under that name; None if nothing, or if it is released."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
+
+
+def output_size(node: Any) -> tuple[int, ...]:
+    """The size of what a node of autograd's graph has computed, its first output."""
+    return tuple(getattr(node, OUTPUTS)[0].shape)

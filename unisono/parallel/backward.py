@@ -33,22 +33,15 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
-from unisono.parallel.claims import (
-    NEGLIGIBLE,
-    Claim,
-    Crossings,
-    Origin,
-    check_counts,
-    find_origin,
-    named_origin,
-    refuse_crossed,
-)
+from unisono.parallel import claims
+from unisono.parallel.claims import Claim, Crossings, Origin, check_counts, find_origin, named_origin, refuse_crossed
 from unisono.parallel.gradients import scaled
+from unisono.parallel.losses import LossWatch
 from unisono.parallel.steps import COLLECTING, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, WeakList, is_left_at, weak_method
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.timeline import BACKWARD
-from unisono.torch_private import current_graph_task_id, is_summed, queue_callback
+from unisono.torch_private import SEQUENCE_NUMBER, current_graph_task_id, queue_callback
 from unisono.tree import tensors
 
 logger = logging.getLogger(__name__)
@@ -87,7 +80,8 @@ class Passes:
         self.went_past = False  # a backward pass of the current step was not begun by `backward`
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
-        self._is_checked = False  # the first loss
+        self._is_checked = False  # whether a model is prepared, at the first loss
+        self._losses = LossWatch(steps.world, weak_method(self._look))
         self._parts: set[float] = set()  # of the batches of the forward passes since the last request
         self._call: tuple[Any, Origin | None] | None = None  # of `backward`, while it runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
@@ -135,6 +129,8 @@ class Passes:
             if each.requires_grad:
                 each.register_hook(arrive)
                 shows_pass = True
+                if self._losses.left and each.grad_fn is not None:
+                    self._losses.begun = getattr(each.grad_fn, SEQUENCE_NUMBER)()
         if not shows_pass:
             engine.may_be_bypassed = True  # by what an object holds that is no container of tensors
         # Metrics and a second forward pass on these outputs then find the same batch.
@@ -144,6 +140,8 @@ class Passes:
     def join(self, engine: Engine) -> None:
         """Begin to watch a model, before its first pass."""
         self._engines.add(engine)
+        if self._world.comm.size > 1 or self.steps.every > 1:
+            self._losses.begin()
         engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
         engine.notice = partial(self._notice, ref(self), ref(engine))
         engine.count_leaves()
@@ -164,10 +162,11 @@ class Passes:
                 "the penalty a backward pass of its own, penalty.backward(), or let the optimizer add it "
                 "(weight_decay=)"
             )
-        if not self._is_checked and (self._world.comm.size > 1 or self.steps.every > 1):
+        if not self._is_checked:
             self._is_checked = True
-            if self._world.rank == 0:
-                self._warn_of_loss(loss, weight)
+            self._warn_if_unprepared()
+        if self._losses.left and self.steps.every > 1:
+            self._losses.begin()
         timeline = self._world.timeline
         track = timeline.backward = timeline.loop()
         before = track.switch(BACKWARD) if timeline.is_recorded else track.phase
@@ -187,21 +186,22 @@ class Passes:
             if track.phase != before:
                 track.switch(before)
 
-    def _warn_of_loss(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
-        """Warn of a loss of no prepared model, or of one that is no mean."""
-        if not self._engines() and self._world.comm.size > 1:
+    def _warn_if_unprepared(self) -> None:
+        """Warn of a loss of no prepared model."""
+        if self._world.comm.size > 1 and self._world.rank == 0 and not self._engines():
             logger.warning(
                 "accelerator.backward() is called, and no model is prepared: nothing reduces its gradients, and each "
                 "of the %d ranks trains a model of its own; model, optimizer, loader = accelerator.prepare(model, "
                 "optimizer, loader)",
                 self._world.comm.size,
             )
-        elif weight is None and is_summed(loss.grad_fn):
-            logger.warning(
-                "the loss was computed with reduction='sum', and gradients are weighted as those of means over "
-                "samples, so the result depends on the number of ranks and microbatches; use reduction='mean', or "
-                "accelerator.backward(loss / count, weight=count)"
-            )
+
+    def _look(self, loss: torch.Tensor) -> None:
+        """Say why the loss of a pass that begins is no mean over the samples, if it is none."""
+        weight, named = self._call or (None, None)
+        batch = (named or self.origin).batch
+        if weight is None and (said := self._losses.describe(loss, None if batch is None else batch.rows)):
+            logger.warning(said)
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""
@@ -242,19 +242,15 @@ class Passes:
 
     def weight(self) -> float:
         """Return the weight of the current batch's gradients on this rank relative to other ranks; while a backward
-        pass runs, as far as it is known.
-
-        Where the loss has the weight 0, and the rows count in a layer over all ranks, other ranks' losses still send
-        gradients through them. They reach the leaves below the layer divided by a negligible weight, and are multiplied
-        by it there; those of the rank's own loss are zeros from its outputs on.
-        """
+        pass runs, as far as it is known. Where the loss has weight 0, a negligible one, by which a layer over all ranks
+        divides what other ranks' losses send through the rows: zeros come from the rank's own."""
         task = current_graph_task_id()
         runs = [each.passing for each in self._engines() if each.passing is not None and each.passing.task == task]
         if not runs:
             return self.origin.part
         run = runs[0]
         if run.part == 0 and run.origin is not None and run.origin.part:
-            run.part = NEGLIGIBLE
+            run.part = claims.NEGLIGIBLE
         return run.part
 
     def _count_late(self, origin: Origin, engine: Engine) -> Visit:
@@ -291,7 +287,7 @@ class Passes:
         elif origin is not run.origin:
             self._check_named(model, origin)
         # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
-        if part <= NEGLIGIBLE:
+        if part <= claims.NEGLIGIBLE:
             return torch.zeros_like(gradient)
         # The outputs so far were of batches of weight 0, whose gradients are zeros: this one is the first that counts.
         if run.part == 0:

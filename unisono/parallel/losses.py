@@ -1,0 +1,214 @@
+"""Losses that are no mean over the samples: the first ones are looked at, by their graphs, and what is seen is logged.
+
+A rank's gradient is weighted as that of a mean over its samples. A mean over targets of which some are ignored, over
+the classes' weights, or over the tokens of a mask, is one over something else, and a sum is none: their results depend
+on the number of ranks and microbatches, unless `backward(loss, weight=)` says what the mean is over.
+
+What autograd has saved says how a loss was computed, wherever that was: in the loop, in a module, in the model. It does
+not show what a compiled graph or a user-defined Function computes.
+
+*Threads:* the rank's. `torch.autograd.backward`, which is the process's, is replaced while any rank looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from unisono.torch_private import SEQUENCE_NUMBER, output_size, saved
+from unisono.world import World, given_world
+
+_LOOKS = 4  # backward passes: a batch without padding says nothing
+_LEAF = "torch::autograd::AccumulateGrad"
+_PASSED = 1000  # nodes between a sum and the model's outputs
+_LINEAR = ("Add", "Sub", "Neg", "View", "Unsafe", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias", "_DDPSink")
+_ENDING = (
+    "; gradients are weighted as those of means over samples, so the result depends on the number of ranks and "
+    "microbatches; write {}"
+)
+
+
+class LossWatch:
+    """Looks at the first losses of a rank.
+
+    Attributes:
+        left: how many passes it still looks at.
+        begun: autograd's number of the last forward pass's output: what has a greater one was computed from it.
+    """
+
+    def __init__(self, world: World, look: Callable[[torch.Tensor], None]) -> None:
+        self.left, self.begun = _LOOKS, -1
+        self._world, self._look = world, look
+        self._ratios: dict[str, float] = {}  # what a sample counts, by the kind of loss
+
+    def begin(self) -> None:
+        """Look at each loss that is given to torch's `backward`, on rank zero."""
+        if self.left and self._world.rank == 0:
+            _watching.add(self)
+            torch.autograd.backward = _looking  # type: ignore[assignment]
+
+    def notice(self, loss: Any) -> None:
+        """Look at a loss of this rank, if passes are left."""
+        if self.left and isinstance(loss, torch.Tensor) and given_world() in (self._world, None):
+            self.left -= 1
+            self._look(loss)
+
+    def describe(self, loss: torch.Tensor, rows: int | None) -> str | None:
+        """Why a loss of so many rows is no mean over them, and what to write; None if nothing says so."""
+        if loss.numel() != 1 or loss.grad_fn is None or not _is_after(loss.grad_fn, self.begun):
+            return None
+        for node, divisor in _scalars(loss.grad_fn):
+            if node.name().startswith("NllLoss"):
+                said = self._describe_targets(node, divisor, rows)
+            elif saved(node, "reduction") == 2:
+                said = _SUM if divisor == 1 else None
+            else:
+                said = self._describe_terms(node, divisor, rows)
+            if said is not None:
+                self.left = 0
+                return said
+        return None
+
+    def _describe_targets(self, node: Any, divisor: float | None, rows: int | None) -> str | None:
+        """Of cross_entropy and nll_loss."""
+        target, classes = saved(node, "target"), saved(node, "weight")
+        ignored = (saved(node, "ignore_index") + 2**63) % 2**64 - 2**63  # torch shows it without a sign
+        if target is None or ((is_sum := saved(node, "reduction") == 2) and divisor in (None, rows)):
+            return None
+        kept = target != ignored
+        terms = kept.double() if classes is None else classes.double()[target.where(kept, 0)] * kept
+        count, number = float(terms.sum()), target.numel()
+        if is_sum and divisor == 1 and number > 1:
+            return _SUM
+        if is_sum and divisor > count * 1.000001:
+            return f"the loss is a sum over {count:g} targets, divided by {divisor:g}" + _ENDING.format(
+                "the mean over this batch's targets (with a model of transformers, leave num_items_in_batch out), and "
+                f"accelerator.backward(loss, weight=(targets != {ignored}).sum())"
+            )
+        if is_sum and divisor < count * 0.999999:
+            return None
+        own = terms.view(rows, -1).sum(1) if rows and number % rows == 0 else None
+        is_even = rows is None or (own is not None and bool(torch.allclose(own, own[:1])))
+        is_plain = classes is None and bool(kept.all())
+        if is_even and (is_plain or not self._changes(node.name(), count / (rows or 1))):
+            return None
+        if classes is not None:
+            chosen = "targets" if bool(kept.all()) else f"targets[targets != {ignored}]"
+            return "the loss is a mean over the classes' weights (weight= of cross_entropy)" + _ENDING.format(
+                f"accelerator.backward(loss, weight=class_weights[{chosen}].sum())"
+            )
+        whose = f"of {rows} samples" if is_plain else f"of {number}, without ignore_index={ignored}"
+        return f"the loss is a mean over {count:g} targets {whose}" + _ENDING.format(
+            f"accelerator.backward(loss, weight=(targets != {ignored}).sum())"
+        )
+
+    def _describe_terms(self, node: Any, divisor: float | None, rows: int | None) -> str | None:
+        """Of a sum or mean that was written by hand, of what the model has returned."""
+        sizes, kind = saved(node, "self_sym_sizes"), node.name()
+        if not rows or not sizes or not kind.startswith(("SumBackward", "MeanBackward")):
+            return None
+        passed = _passed(node, self.begun, rows)
+        if passed is None:
+            return None
+        if kind.startswith("Mean"):
+            number = int(math.prod(sizes))
+            if not number % rows or not any(each.startswith(("Index", "MaskedSelect")) for each in passed):
+                return None
+            return f"the loss is a mean over {number} terms that were chosen of {rows} samples" + _ENDING.format(
+                "accelerator.backward(loss, weight=number), with the number of these terms"
+            )
+        if divisor == 1:
+            return _SUM if sizes[0] == rows and math.prod(sizes) > 1 else None
+        if divisor is None or not self._changes(kind, divisor / rows):
+            return None
+        return f"the loss is a sum, divided by {divisor:g} for {rows} samples, and otherwise before" + _ENDING.format(
+            "accelerator.backward(loss, weight=divisor), with the number that the sum is divided by"
+        )
+
+    def _changes(self, kind: str, ratio: float) -> bool:
+        return abs(self._ratios.setdefault(kind, ratio) - ratio) > 1e-6 * abs(ratio)
+
+
+_SUM = "the loss was computed with reduction='sum', or as a sum by hand" + _ENDING.format(
+    "a mean, or accelerator.backward(loss / count, weight=count)"
+)
+_watching: WeakSet[LossWatch] = WeakSet()
+_backward = torch.autograd.backward
+
+
+def _looking(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """In place of `torch.autograd.backward`, which `Tensor.backward` calls, as long as a rank looks at its losses."""
+    for each in list(_watching):
+        each.notice(tensors)
+        if not each.left:
+            _watching.discard(each)
+    if not _watching and torch.autograd.backward is _looking:
+        torch.autograd.backward = _backward
+    _backward(tensors, *args, **kwargs)
+
+
+def _scalars(root: Any) -> Iterator[tuple[Any, float | None]]:
+    """The nodes that compute one number each, from the loss on, and what the loss divides it by; None if unknown."""
+    left: list[tuple[Any, float | None]] = [(root, 1.0)]
+    seen = {root}
+    while left:
+        node, divisor = left.pop()
+        if node is None:
+            continue
+        yield node, divisor
+        name, following = node.name(), [each for each, _ in node.next_functions]
+        if name.startswith(("SumBackward", "MeanBackward")) and following:  # of several losses?
+            is_list = following[0] is not None and following[0].name().startswith(("Stack", "Cat"))
+            following = [each for each, _ in following[0].next_functions] if is_list else []
+        elif name.startswith("Div"):
+            by = saved(node, "other")
+            is_known = divisor is not None and by is not None
+            divisor = divisor * float(by) if is_known else None  # type: ignore[operator]
+        elif not name.startswith(_LINEAR):
+            divisor = None
+        new = [
+            each for each in following if each is not None and each not in seen and math.prod(output_size(each)) == 1
+        ]
+        seen.update(new)
+        left += [(each, divisor) for each in reversed(new)]
+
+
+def _passed(node: Any, begun: int, rows: int) -> set[str] | None:
+    """The names of the nodes between this one and the model's outputs, from which nothing else has reduced the rows;
+    None if it does not depend on outputs, such as a penalty, or is the model's own."""
+    if _number(node) <= begun:
+        return None
+    names, left, reaches = set[str](), [node], False
+    while left and len(names) < _PASSED:
+        for each, _ in left.pop().next_functions:
+            if each is None or each.name() == _LEAF:
+                continue
+            if _number(each) <= begun:
+                reaches = True
+            elif each.name().startswith(("SumBackward", "MeanBackward")) and output_size(each)[:1] != (rows,):
+                return None
+            else:
+                names.add(each.name())
+                left.append(each)
+    return names if reaches else None
+
+
+def _is_after(root: Any, begun: int) -> bool:
+    """Whether a loss was computed from the model's outputs, or is one."""
+    left, seen = [root], {root, None}
+    while left and len(seen) < _PASSED:
+        node = left.pop()
+        if node.name() != _LEAF and _number(node) <= begun:
+            return True
+        new = {each for each, _ in node.next_functions} - seen
+        seen |= new
+        left += new
+    return False
+
+
+def _number(node: Any) -> int:
+    return int(getattr(node, SEQUENCE_NUMBER)())
