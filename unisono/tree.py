@@ -123,17 +123,18 @@ def _held_by(node: Any) -> Collection[Any]:
         return dict.values(node)
     if isinstance(node, list | tuple | set | frozenset | deque):
         return node
-    held = []
+    held: list[Any] = []
     with suppress(Exception):  # a class may say anything about its `__dict__`
         held += vars(node).values() if hasattr(node, "__dict__") else ()
-    for slot in _slots(type(node)):
+    kind: Any = type(node)
+    for slot in _slots(kind):
         with suppress(AttributeError):  # not set
             held.append(slot.__get__(node))
     return held
 
 
 @lru_cache(256)
-def _slots(kind: type) -> list[Any]:
+def _slots(kind: Any) -> list[Any]:
     return [each for base in kind.__mro__ for each in vars(base).values() if type(each) is MemberDescriptorType]
 
 

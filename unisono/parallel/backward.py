@@ -246,9 +246,9 @@ class Passes:
         divides what other ranks' losses send through the rows: zeros come from the rank's own."""
         task = current_graph_task_id()
         runs = [each.passing for each in self._engines() if each.passing is not None and each.passing.task == task]
-        if not runs:
+        run: _Run | None = runs[0] if runs else None
+        if run is None:
             return self.origin.part
-        run = runs[0]
         if run.part == 0 and run.origin is not None and run.origin.part:
             run.part = claims.NEGLIGIBLE
         return run.part
@@ -286,8 +286,7 @@ class Passes:
                 size = self.steps.scale(visit) / self.steps.scale(run.counted.visit)
         elif origin is not run.origin:
             self._check_named(model, origin)
-        # Zeros, not a product: the mean over no samples is NaN, and NaN * 0 stays NaN.
-        if part <= claims.NEGLIGIBLE:
+        if part <= claims.NEGLIGIBLE:  # no product: the mean over no samples is NaN, and NaN * 0 stays NaN
             return torch.zeros_like(gradient)
         # The outputs so far were of batches of weight 0, whose gradients are zeros: this one is the first that counts.
         if run.part == 0:

@@ -49,7 +49,7 @@ class LossWatch:
         """Look at each loss that is given to torch's `backward`, on rank zero."""
         if self.left and self._world.rank == 0:
             _watching.add(self)
-            torch.autograd.backward = _looking  # type: ignore[assignment]
+            torch.autograd.backward = _looking
 
     def notice(self, loss: Any) -> None:
         """Look at a loss of this rank, if passes are left."""
@@ -75,24 +75,26 @@ class LossWatch:
 
     def _describe_targets(self, node: Any, divisor: float | None, rows: int | None) -> str | None:
         """Of cross_entropy and nll_loss."""
-        target, classes = saved(node, "target"), saved(node, "weight")
-        ignored = (saved(node, "ignore_index") + 2**63) % 2**64 - 2**63  # torch shows it without a sign
-        if target is None or ((is_sum := saved(node, "reduction") == 2) and divisor in (None, rows)):
+        target, classes, ignored = saved(node, "target"), saved(node, "weight"), saved(node, "ignore_index")
+        is_sum = saved(node, "reduction") == 2
+        if target is None or ignored is None or (is_sum and divisor in (None, rows)):
             return None
+        ignored = (ignored + 2**63) % 2**64 - 2**63  # torch shows it without a sign
+        by = divisor or 1.0
         kept = target != ignored
         terms = kept.double() if classes is None else classes.double()[target.where(kept, 0)] * kept
         count, number = float(terms.sum()), target.numel()
-        if is_sum and divisor == 1 and number > 1:
+        if is_sum and by == 1 and number > 1:
             return _SUM
-        if is_sum and divisor > count * 1.000001:
-            return f"the loss is a sum over {count:g} targets, divided by {divisor:g}" + _ENDING.format(
+        if is_sum and by > count * 1.000001:
+            return f"the loss is a sum over {count:g} targets, divided by {by:g}" + _ENDING.format(
                 "the mean over this batch's targets (with a model of transformers, leave num_items_in_batch out), and "
                 f"accelerator.backward(loss, weight=(targets != {ignored}).sum())"
             )
-        if is_sum and divisor < count * 0.999999:
+        if is_sum and by < count * 0.999999:
             return None
         own = terms.view(rows, -1).sum(1) if rows and number % rows == 0 else None
-        is_even = rows is None or (own is not None and bool(torch.allclose(own, own[:1])))
+        is_even = not rows or (own is not None and bool(torch.allclose(own, own[:1])))
         is_plain = classes is None and bool(kept.all())
         if is_even and (is_plain or not self._changes(node.name(), count / (rows or 1))):
             return None
