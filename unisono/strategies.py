@@ -74,7 +74,7 @@ class FSDP:
     Attributes:
         units: the classes of the modules that are gathered one by one; () gathers the model in one piece. None uses
             the large elements of Sequential and ModuleList.
-        find_unused_parameters: whether ranks use different parameters. Those that no rank has used get zero gradients.
+        find_unused_parameters: whether ranks use different parameters.
         param_dtype: the dtype of the gathered parameters, in which forward and backward passes compute; None keeps
             their own.
         reduce_dtype: the dtype of gradients while they are reduced; None keeps the parameters'.

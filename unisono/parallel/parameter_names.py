@@ -67,3 +67,8 @@ def describe_rates(groups: Iterable[Mapping[str, Any]]) -> str:
     if len(shown) > _SHOWN:
         shown = [*shown[:_SHOWN], f"{zlib.crc32(repr(shown).encode()):08x}"]
     return f" at lr {'/'.join(shown)}" if shown else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names, in quotes; of many, the first."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

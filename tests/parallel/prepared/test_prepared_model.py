@@ -136,11 +136,12 @@ def test_a_prepared_model_that_is_pickled_says_how_to_save_it():
         torch.save(Accelerator().prepare(Scaled()), io.BytesIO())
 
 
-def test_under_fsdp_a_plain_state_and_parts_taken_outside_say_what_to_do():
+def test_under_fsdp_a_whole_state_is_loaded_and_parts_taken_outside_say_what_to_do():
     def body():
         network = Accelerator(strategy="fsdp").prepare(Scaled())
-        with pytest.raises(RuntimeError, match=r"call accelerator\.load_state_dict\(model, state\) on every rank"):
-            network.load_state_dict(Scaled().state_dict())
+        state = {name: torch.full_like(each, place) for place, (name, each) in enumerate(Scaled().state_dict().items())}
+        network.load_state_dict(state)
+        torch.testing.assert_close(whole(network), state)
         network.module.scale = network.linear.bias * 0
         with pytest.raises(RuntimeError, match=r"make tensors from the inputs \(inputs\.new_zeros"):
             network(torch.ones(2, 5).double())

@@ -16,7 +16,7 @@ from unisono.parallel.backward import Passes
 from unisono.parallel.compilation import keep_out_of_graphs
 from unisono.parallel.prepared.stepper import alive, steppers
 from unisono.parallel.strategies.engine import Engine
-from unisono.parallel.strategies.sharded import MIXED, is_sharded
+from unisono.parallel.strategies.sharded import MIXED
 from unisono.timeline import FORWARD
 from unisono.torch_private import APPLY, MODULES, overrides
 from unisono.tree import tree_map
@@ -191,13 +191,7 @@ class PreparedModel(nn.Module):
             setattr(self.module, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the module itself, which is not prepared; TypeError if it is sharded."""
-        if is_sharded(self.module):
-            raise TypeError(
-                f"a copy of the prepared {self.engine.name} was asked for, and strategy='fsdp' has sharded it, which "
-                "torch does not copy; copy the model before prepare(), as AveragedModel(model) does, and prepare both: "
-                "model, average = accelerator.prepare(model, average); or use accelerator.state_dict(model)"
-            )
+        """A copy of the module itself, which is not prepared."""
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -212,11 +206,7 @@ class PreparedModel(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.meet()
         self.engine.note_load()
-        with _explaining_parts(
-            f"the state is of a whole {self.engine.name}, which strategy='fsdp' has sharded; call "
-            "accelerator.load_state_dict(model, state) on every rank"
-        ):
-            return self.module.load_state_dict(*args, **kwargs)
+        return self.module.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)

@@ -28,6 +28,7 @@ from unisono.comm.selection import begin_average
 from unisono.comm.shutdown import free_reducer
 from unisono.parallel.agreement import broadcast_together
 from unisono.parallel.gradients import scale_in_place
+from unisono.parallel.parameter_names import listed
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.strategy import Strategy
@@ -146,12 +147,11 @@ class DDPEngine(Engine):
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if self._unsent:
             lacking = [name for each, name in self._names.items() if each.grad is None or not each.requires_grad]
-            shown = ", ".join(map(repr, lacking[:5])) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
             raise RuntimeError(
-                f"the backward pass gave no gradient to {shown or 'some parameters'} of the {self.name} on this rank, "
-                "and the strategy waits for all that were trained when it was prepared; where parameters are unused or "
-                "frozen, or the loss leaves an output out, pass all outputs to the loss, and Accelerator(strategy="
-                "unisono.strategies.DDP(find_unused_parameters=True))"
+                f"the backward pass gave no gradient to {listed(lacking) or 'some parameters'} of the {self.name} on "
+                "this rank, and the strategy waits for all that were trained when it was prepared; where parameters "
+                "are unused or frozen, or the loss leaves an output out, pass all outputs to the loss, and Accelerator("
+                "strategy=unisono.strategies.DDP(find_unused_parameters=True))"
             )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import compress
-from typing import Any
+from operator import or_
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from unisono.comm.operations import HOST
 from unisono.comm.selection import raise_translated
+from unisono.parallel.parameter_names import listed
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.ddp import failed_before
 from unisono.parallel.strategies.engine import Engine, is_left_at, weak_method
@@ -39,6 +42,7 @@ from unisono.torch_private import (
     disable_dynamo,
     is_view,
     queue_callback,
+    will_engine_execute_node,
 )
 from unisono.tree import tensors, tree_map
 from unisono.world import World
@@ -101,19 +105,23 @@ class FSDPEngine(Engine):
             for name, each in module.named_parameters(recurse=False)
         ]
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
-        names = {part: name for name, part in sharded.named_parameters()}
+        self._names = {part: name for name, part in sharded.named_parameters()}
         for whole, part in zip(self._whole, self._parts, strict=True):
             parts.guard(part)
-            parts.carry_hooks(hooks[names[part]], part, whole)
+            parts.carry_hooks(hooks[self._names[part]], part, whole)
             if part.requires_grad:
                 torch.Tensor.register_hook(part, weak_method(self._arrive_at_part))
-        self._guard, self._has_post_hooks = parts.guard, partial(parts.has_post_hooks, self._parts)
-        # With `find_unused_parameters`, the whole parameters that have got gradients since the last reduction.
-        self._used: set[torch.Tensor] | None = set() if options.find_unused_parameters else None
-        self._noting: dict[torch.Tensor, Any] = {}
+        self._guard, self._post_hooked = parts.guard, partial(parts.post_hooked, self._parts)
+        # With `find_unused_parameters`, the places of parameters that have got gradients since a reduction.
+        self._used: set[int] | None = set() if options.find_unused_parameters else None
+        self._noting: dict[int, Any] = {}
         self._had_gradient: list[bool] = []
         self._flags = [each.requires_grad for each in self._parts]
         self._trained = list(compress(self._parts, self._flags))
+        # Of the trained parameters: autograd's nodes, and whether passes have reached them that have not reduced.
+        self._nodes: tuple[Any, list[Any]] = None, []
+        self._reached: list[bool] = []
+        self._returned = ""  # the type of the last outputs
         self._backward_pass = -1  # the last one that was announced
         self._is_running = False  # in a forward pass of the prepared model
         self._is_reducing = False  # during a reducing backward pass, and after one that failed
@@ -124,6 +132,7 @@ class FSDPEngine(Engine):
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         # FSDP2 gathers parameters in calls of the module and of this function, which runs its other methods.
+        sharded.__deepcopy__ = partial(_refuse_copy, name)
         sharded._run_gathered = weak_method(self._run_gathered)
         register_fsdp_forward_method(sharded, "_run_gathered")
 
@@ -241,6 +250,7 @@ class FSDPEngine(Engine):
     def _watch(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         """Make the outputs announce their backward pass, before FSDP2's own hooks on them gather parameters. Views are
         copied: one that is changed in place would lose the hooks."""
+        self._returned = type(outputs).__name__
         if any(map(is_view, _with_gradients(outputs))):
             outputs = tree_map(_without_base, outputs)
         for leaf in _with_gradients(outputs):
@@ -262,23 +272,43 @@ class FSDPEngine(Engine):
     def prepare(self, reduces: bool) -> None:
         if self._is_reducing:
             raise RuntimeError(failed_before(self.name))
-        if not reduces and self._has_post_hooks():
+        if not reduces and (hooked := self._post_hooked()) is not None:
             raise RuntimeError(
-                f"a parameter of the {self.name} has a hook by register_post_accumulate_grad_hook, and strategy='fsdp' "
-                "calls it where a pass reduces, not in each microbatch and not under no_sync(); change the gradient "
-                "before optimizer.step(), use register_hook, or strategy='ddp'"
+                f"{self._names[hooked]!r} of the {self.name} has a hook by register_post_accumulate_grad_hook, which "
+                "strategy='fsdp' calls where a pass reduces, not in each microbatch and not under no_sync(); change "
+                "the gradient before optimizer.step(), use register_hook, or strategy='ddp'"
             )
         self._is_reducing = reduces
         self._take_flags()
-        self._world.comm.announce(f"the backward pass of {self.place()}")
+        self._world.comm.announce(f"the backward pass of {self.place()}{self._lacks(reduces)}")
         self._sharded.set_requires_gradient_sync(reduces)
         if reduces:
             scale_sums(self._units, self._steps.factor())
             self._had_gradient = [each.grad is not None for each in self._parts]
         if self._used is not None:
-            for each in self.leaves():
-                if each not in self._noting:
-                    self._noting[each] = each.register_hook(partial(_note, self._used, each))
+            for place, whole in enumerate(self._whole):
+                if whole.requires_grad and place not in self._noting:
+                    self._noting[place] = whole.register_hook(partial(_note, self._used, place))
+
+    def _lacks(self, reduces: bool) -> str:
+        """What to announce of the parameters that a reducing pass leaves without a gradient. Each rank reduces what it
+        has, unit by unit, and ranks with others would mix gradients of one size."""
+        if self._used is not None:
+            return ""
+        if self._nodes[0] is not self._trained:  # in a pass: these nodes exist
+            trained = [each for each in self._whole if each.requires_grad]
+            self._nodes = self._trained, [get_gradient_edge(each).node for each in trained]
+        reached = list(map(will_engine_execute_node, self._nodes[1]))
+        if self._reached:
+            reached = list(map(or_, reached, self._reached))
+        self._reached = [] if reduces else reached
+        if not reduces or all(reached):
+            return ""
+        lacking = [self._names[each] for each, is_reached in zip(self._trained, reached, strict=True) if not is_reached]
+        return (
+            f", without gradients for {listed(lacking)} (where ranks use different parameters, pass "
+            "Accelerator(strategy=unisono.strategies.FSDP(find_unused_parameters=True)))"
+        )
 
     def complete(self) -> None:
         """Queue the check of the reduction, since torch's final callback, which may reduce, may still follow."""
@@ -291,10 +321,7 @@ class FSDPEngine(Engine):
         if any_whole_gradient(self._whole):
             for whole in self._whole:  # or it would be added to the next pass's
                 whole.grad = None
-            raise RuntimeError(
-                f"the loss depends on parameters of the {self.name} and on none of its outputs, and strategy='fsdp' "
-                "reduces nothing then; add 0 * outputs.sum() to the loss"
-            )
+            self._refuse_unseen()
         if self._used is not None:
             self._drop_unused(self._used)
         found = [each.grad for each in self._parts if each.grad is not None]
@@ -302,10 +329,17 @@ class FSDPEngine(Engine):
             self._guard(each)
         self._gradients = Rebinding(found)
 
-    def _drop_unused(self, used: set[torch.Tensor]) -> None:
+    def _refuse_unseen(self) -> NoReturn:
+        raise RuntimeError(
+            f"the loss depends on parameters of the {self.name} and on no tensor that is seen in what it returned (a "
+            f"{self._returned}), and strategy='fsdp' reduces nothing then; return tensors, also in a tuple, a dict or "
+            "a dataclass, and add 0 * outputs.sum() to the loss if it does not depend on them"
+        )
+
+    def _drop_unused(self, used: set[int]) -> None:
         """Leave parameters that no rank has used without a gradient, as on one device: FSDP2 gives them zeros, by which
         momentum and weight decay would change them. A collective."""
-        flags = torch.tensor([each in used for each in self._whole], device=HOST, dtype=torch.float32)
+        flags = torch.tensor([place in used for place in range(len(self._whole))], device=HOST, dtype=torch.float32)
         flags = self._world.comm.all_reduce(flags, "max")
         used.clear()
         for part, had, is_used in zip(self._parts, self._had_gradient, flags.tolist(), strict=True):
@@ -316,6 +350,7 @@ class FSDPEngine(Engine):
         is_zero = super().forget(optimizer)
         if self.gradients.passed is None:  # zero_grad(set_to_none=False) does not reach what microbatches have left
             drop_whole_gradients(self._whole)
+            self._reached = []
             if self._used is not None:
                 self._used.clear()
         return is_zero
@@ -327,6 +362,8 @@ class FSDPEngine(Engine):
         )
 
     def reduce(self) -> None:
+        if self.gradients.has_bypassed():
+            self._refuse_unseen()
         raise RuntimeError(
             "strategy='fsdp' reduces in the backward pass that ends a step, and the gradients are of passes that end "
             "none: they ran under no_sync(model), or their loop was left; let the last backward pass of a step run "
@@ -340,9 +377,17 @@ class FSDPEngine(Engine):
         self._reshard()  # gathered parameters that no backward pass has released are outdated
 
 
-def _note(used: set[torch.Tensor], whole: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def _note(used: set[int], place: int, gradient: torch.Tensor | None) -> None:
     if gradient is not None:
-        used.add(whole)
+        used.add(place)
+
+
+def _refuse_copy(name: str, _: Any) -> NoReturn:
+    raise TypeError(
+        f"a copy of the prepared {name} was asked for, and strategy='fsdp' has sharded it, which torch does not copy; "
+        "copy the model before prepare(), as AveragedModel(model) does, and prepare both: model, average = "
+        "accelerator.prepare(model, average); or use accelerator.state_dict(model)"
+    )
 
 
 def _without_base(leaf: Any) -> Any:

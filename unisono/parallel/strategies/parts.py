@@ -108,7 +108,7 @@ def as_plain(parts: Iterable[Any]) -> Iterator[None]:
     for each in parts:
         if isinstance(each, Part):
             changed.append((each, type(each)))
-            each.__class__ = DTensor
+            each.__class__ = DTensor  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -157,9 +157,9 @@ def carry_hooks(hooks: Hooks, part: torch.Tensor, whole: WholeParameter) -> None
         setattr(part, POST_GRADIENT_HOOKS, post_hooks)
 
 
-def has_post_hooks(parts: Iterable[torch.Tensor]) -> bool:
-    """Whether a hook waits for the accumulated gradient of some part."""
-    return any(getattr(each, POST_GRADIENT_HOOKS) for each in parts)
+def post_hooked(parts: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The first part with a hook that waits for its accumulated gradient."""
+    return next((each for each in parts if getattr(each, POST_GRADIENT_HOOKS)), None)
 
 
 def _relay(part: torch.Tensor) -> None:
