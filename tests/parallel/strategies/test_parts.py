@@ -134,6 +134,18 @@ def test_layers_that_are_initialised_again_are_those_of_one_device_and_of_rank_z
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_of_whole_tensors_that_differ_by_rank_those_of_rank_zero_are_written() -> None:
+    def body() -> list[torch.Tensor]:
+        network = Accelerator(strategy="fsdp").prepare(squared())
+        network.load_state_dict({"weight": torch.full((ROWS, COLUMNS), 1.0 + rank()), "bias": torch.ones(ROWS)})
+        with torch.no_grad():
+            network.weight.mul_(torch.arange(4.0) + rank())
+        return [wholly(network.weight)]
+
+    for (found,) in PROCESSES_2.run(body):
+        torch.testing.assert_close(found, torch.arange(4.0).expand(ROWS, COLUMNS))
+
+
 def test_a_state_of_parts_is_saved_as_torchs_own() -> None:
     def body() -> None:
         network = Accelerator(strategy="fsdp").prepare(squared())

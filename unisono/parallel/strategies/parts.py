@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -53,11 +52,12 @@ class Part(DTensor):
         if any(isinstance(each, _Copied) for each in written):
             raise RuntimeError(_LOST)
         memories = {_memory(each) for each in parts if not isinstance(each, _Copied)}
-        # A whole tensor that is written to parts is the same on all ranks, as it is where each has all parameters.
-        is_into_parts = any(isinstance(each, Part) for each in written)
-        with as_plain(parts), implicit_replication() if is_into_parts else nullcontext():
+        target = next((each for each in written if isinstance(each, Part)), None)
+        with as_plain(parts):
             try:
-                is_whole = _depends(operation) or (is_into_parts and not _is_of_elements(operation))
+                is_whole = _depends(operation) or (target is not None and not _is_of_elements(operation))
+                if target is not None and not is_whole:  # a whole tensor is written: rank zero's, in all parts
+                    args, kwargs = tree_map(partial(_share_whole, target), (args, dict(kwargs)))
                 run = _run_on_whole if is_whole else _run
                 result = run(operation, args, kwargs, parts, written)
             except RuntimeError as error:
@@ -235,6 +235,12 @@ def _run_on_whole(operation: Any, args: Any, kwargs: Any, parts: list[Any], writ
     return tree_map(lambda leaf: owners[id(leaf)] if id(leaf) in owners else _share(leaf, parts[0]), result)
 
 
+def _share_whole(like: Any, leaf: Any) -> Any:
+    is_whole = isinstance(leaf, torch.Tensor) and leaf.ndim and not isinstance(leaf, DTensor)
+    return _share(leaf, like) if is_whole else leaf
+
+
+@torch.no_grad()
 def _share(whole: Any, like: DTensor) -> Any:
     """The tensor that rank zero has, whose draws count, sharded like a part of its shape."""
     if not isinstance(whole, torch.Tensor):
