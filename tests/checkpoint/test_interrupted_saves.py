@@ -205,7 +205,7 @@ def test_what_a_save_fails_with_is_raised_by_all_ranks_at_one_step_and_they_go_o
 def save_on_two_disks(index: int, root: Path) -> None:
     accelerator, network = Accelerator(strategy="zero1", project_dir=root / "shared"), nn.Linear(3, 3)
     saver.SMALL = -1  # all ranks write
-    accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))
+    _network, _optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), 0.1))  # both are saved
     if index == 1:  # as on a machine whose directory of that path is another one
         write = saver.write_file
         saver.write_file = lambda path, part: write(root / path.name, part)
