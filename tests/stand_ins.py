@@ -73,7 +73,7 @@ class _Worker:
 
     def _made(self) -> Iterator[Made]:
         info = get_worker_info()
-        return self._reader.made(int(self._reader.cell), info.worker, info)
+        return self._reader.made(int(self._reader.cell[0]), info.worker, info)
 
     def _inside(self, do: Callable[..., Any], *arguments: Any) -> Any:
         with _one_at_a_time, _put_back():

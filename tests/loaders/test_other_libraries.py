@@ -14,7 +14,7 @@ from streams import Stream
 from torch.utils.data import DataLoader
 
 from unisono import DeviceLoader, rank
-from unisono.errors import StateError
+from unisono.errors import CollectiveMismatchError, StateError
 
 webdataset: Any = pytest.importorskip("webdataset")
 
@@ -89,6 +89,35 @@ def test_a_shuffle_of_ones_own_in_the_loops_process_is_refused(urls):
     assert delivered(THREADS_2, urls, 0, False) == list(range(COUNT))
     with pytest.raises(RuntimeError, match="read different streams"):
         delivered(THREADS_2, urls, 0, True)
+
+
+def test_a_loader_of_its_own_that_splits_by_node_is_refused_and_taken_as_parts(urls):
+    def body(already_sharded: bool | None = None) -> list[float]:
+        dataset = dataset_of(urls, False, nodesplitter=webdataset.split_by_node)
+        loader = webdataset.WebLoader(dataset, batch_size=4, num_workers=1)
+        iterator = iter(DeviceLoader(loader, already_sharded=already_sharded))
+        return [sample for batch in iterator for sample in batch[: iterator.valid_samples].tolist()]
+
+    with pytest.raises(CollectiveMismatchError, match=r"must read the same batches.*let torch's DataLoader read"):
+        PROCESSES_2.run(body)
+    assert sorted(itertools.chain(*PROCESSES_2.run(lambda: body(True)))) == list(range(COUNT))
+
+
+def test_a_mixture_that_is_seeded_by_rank_is_refused():
+    pytest.importorskip("torchdata.nodes")
+
+    def loop_over() -> None:
+        from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, MultiNodeWeightedSampler
+
+        def numbers(first: int) -> Any:
+            return IterableWrapper(range(first, first + 100))
+
+        mixed = MultiNodeWeightedSampler({"a": numbers(0), "b": numbers(1000)}, {"a": 0.5, "b": 0.5}, seed=3)
+        for _ in DeviceLoader(Loader(Mapper(Batcher(mixed, 8), torch.tensor))):
+            pass
+
+    with pytest.raises(CollectiveMismatchError, match="must read the same batches"):
+        PROCESSES_2.run(loop_over)
 
 
 stateful_dataloader: Any = pytest.importorskip("torchdata.stateful_dataloader")

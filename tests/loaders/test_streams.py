@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,6 +224,84 @@ def test_a_worker_init_fn_may_cut_the_stream_or_not(mode, init):
     assert [sorted(batch[0] for batch in each.batches[:2]) for (each,) in found] == [
         [2 * place * share, (2 * place + 1) * share] for place in range(mode.ranks)
     ]
+
+
+class ById(Stream):
+    """Each loader worker has a list of its own, chosen by its number alone."""
+
+    alike = 0  # samples at the beginning that all have
+
+    def __init__(self, count: int = COUNT, form: Callable[[int], Any] = int) -> None:
+        super().__init__(count)
+        self.form = form
+
+    def __iter__(self) -> Iterator[Any]:
+        place = get_worker_info().id
+        for number in range(self.count):
+            yield self.form(number + 1000 * place * (number >= self.alike))
+
+
+class BeginsAlike(ById):
+    alike = 2
+
+
+class OfItsProcess(Stream):
+    """Another stream in each process, which no number says."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.Random(os.getpid()).sample(range(10**9), self.count)
+
+
+def set_place(worker: int) -> None:
+    get_worker_info().dataset.place = worker
+
+
+class Placed(Stream):
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(1000 * self.place, 1000 * self.place + self.count)
+
+
+def with_label(number: int) -> tuple[Any, int]:
+    return torch.tensor(float(number)), 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, COUNT])
+@pytest.mark.parametrize("form", [int, float, with_label])
+@pytest.mark.parametrize("kind", [ById, BeginsAlike])
+@stand_ins()
+def test_loader_workers_of_a_single_rank_read_what_they_read_with_torch(kind, form, count):
+    (found,) = passes(SOLO, lambda: kind(count, form), None, None, workers=2)
+    own = [number + 1000 * (number >= kind.alike) for number in range(count)]
+    for got in found:
+        assert sorted(got.counted) == sorted([*range(count), *own])
+
+
+def test_so_do_processes_whatever_makes_their_streams_differ():
+    def in_torch(dataset: Any, init: Any) -> list[Any]:
+        return [batch.tolist() for batch in loader_of(dataset, 2, worker_init_fn=init)]
+
+    for dataset, init in ((ById(), None), (Placed(), set_place)):
+        (got,) = passes(SOLO, lambda dataset=dataset: dataset, None, workers=2, worker_init_fn=init)[0]
+        assert got.batches == in_torch(dataset, init)
+    for got in passes(SOLO, OfItsProcess, None, None, workers=2, persistent_workers=True)[0]:
+        assert len({*got.counted}) == len(got.counted) == 2 * COUNT
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, COUNT])
+@pytest.mark.parametrize("size", [1, 2, 32])
+@stand_ins()
+def test_several_ranks_refuse_what_loader_workers_choose_by_their_number_alone(count, size):
+    errors = refused(THREADS_2, lambda: ById(count), None, workers=2, size=size)
+    assert [type(error) for error in errors] == [RuntimeError] * 2
+    assert all("read different streams" in str(error) for error in errors)
+
+
+@stand_ins()
+def test_a_stream_of_odd_length_that_begins_alike_is_not_halved():
+    for size in (2, 32):
+        assert len(refused(THREADS_2, lambda: BeginsAlike(25), None, workers=2, size=size)) == 2
 
 
 def test_a_global_batch_is_split_over_the_ranks():

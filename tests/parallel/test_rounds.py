@@ -46,7 +46,7 @@ def steps(loader) -> int:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DataLoader(DATA, batch_size=5, sampler=OwnOrder()), "the same steps on the same rounds"),
+        (lambda: DataLoader(DATA, batch_size=5, sampler=OwnOrder()), "must read the same batches"),
         (lambda: DataLoader(OwnStream(), batch_size=5), "read different streams"),
     ],
 )

@@ -44,6 +44,13 @@ _ADVICE_ON_LOOPS = (
     "; a prepared loader gives each rank its part of the data only: under `if is_rank_zero():`, loop over a DataLoader "
     "that is not prepared"
 )
+WAY_OUT = (
+    "read the same data (no shard of it; random_split with a seeded generator) in the same order (shuffled by the "
+    "epoch, or with one seed) on all ranks; let torch's DataLoader read a dataset that cuts itself; or pass "
+    "DeviceLoader(loader, already_sharded=True) if each rank reads a part of its own, already_sharded=False if only "
+    "random augmentation differs"
+)
+_RULE_OF_DATA = f"read the same batches, of which this loader gives it a part; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"
 """What a rank announces, begins so."""
 LOADED = "load_state_dict()"
@@ -192,7 +199,10 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     )
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
     rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else rule
-    rule += _ADVICE_ON_LOOPS if any(map(is_of_loop, groups)) else ""
+    if len({*short.values()}) == 1 and any(map(is_of_loop, groups)):  # the same loop, over other batches
+        rule = _RULE_OF_DATA
+    elif any(map(is_of_loop, groups)):
+        rule += _ADVICE_ON_LOOPS
     rule += _ADVICE_ON_STATES if has_loaded else ""
     odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)

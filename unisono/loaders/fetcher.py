@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, default_collate
 
 from unisono.loaders.packing import Packed
+from unisono.loaders.sharding import fingerprint
 from unisono.outcome import Outcome
 from unisono.randomness import Watch, all_states, mixed, seed_all
 
@@ -30,6 +31,12 @@ class Request(NamedTuple):
     epoch: int
     seed: int
     step: int = 1  # between two consecutive samples in the order of all ranks, if their samplers shard it
+
+
+class Look(NamedTuple):
+    """A request for a mark of samples, by which the ranks compare their datasets."""
+
+    request: Request
 
 
 class Listed(NamedTuple):
@@ -66,7 +73,9 @@ class Fetcher:
         self._epoch_mark: object = None  # the mark of this fetcher's last call of `set_epoch`
         self._draws: bool | None = None  # whether making a batch draws from the process's generators
 
-    def __getitem__(self, request: Request) -> Packed:
+    def __getitem__(self, request: Request | Look) -> Packed:
+        if isinstance(request, Look):
+            return Packed(self.look(request))
         try:
             return Packed(self.batch(request, is_seeded=True), f"the samples with indices {few(request.indices)}")
         except Exception as error:
@@ -81,6 +90,20 @@ class Fetcher:
             raise RuntimeError(
                 "the dataset or collate_fn raised StopIteration, which does not mark the end of the data"
             ) from stop
+
+    def look(self, look: Look) -> int:
+        """Read the samples twice, and return a mark of what does not differ: an augmentation by a generator that is not
+        seeded does. The process's generators are seeded. An error is left to the loop, which meets it again."""
+        with suppress(Exception):
+            return fingerprint(self._read(look.request), self._read(look.request))
+        return 0
+
+    def _read(self, request: Request) -> Any:
+        self._tell_epoch(request.epoch)
+        if not self._fetch_many:
+            return self._samples(request, True)
+        self._seed(request, 0)
+        return self._fetch_many(request.indices)
 
     def _make_seeded(self, request: Request) -> Any:
         """Seed the generators for each sample, which takes as long as a small sample, only if something is drawn. The

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from types import NoneType
 from typing import Any
 
@@ -14,15 +14,15 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from unisono.errors import StateError
-from unisono.loaders.fetcher import Fetcher, Request, fetches_many, few
+from unisono.loaders.fetcher import Fetcher, Look, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import batches_of, epoch_asked_of
 from unisono.loaders.permutation import Permutation
 from unisono.loaders.sharding import IN_ROUND, Claim, Part, Rule, Size, mark_of, rounds
-from unisono.loaders.sources import Begun, Source, State
+from unisono.loaders.sources import LOOKED_AT, Begun, Source, State
 from unisono.loaders.workers import WorkerPool, start_worker
 from unisono.outcome import Outcome
-from unisono.randomness import seed_of
+from unisono.randomness import seed_of, seeded
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class IndexedSource(Source):
         may_differ = loader.batch_sampler is not None and (has_own or fetches_many(loader.dataset))
         self._counter = partial(RowCounter, has_own, dim) if may_differ else None
         self._has_warned = False
+        self._is_compared = False  # with the other ranks' loaders
         self._pool: WorkerPool | None = None
         if loader.num_workers:
             start = partial(start_worker, loader.dataset, loader.worker_init_fn)
@@ -86,16 +87,24 @@ class IndexedSource(Source):
         """The order is drawn, and loader workers are started, in the calling thread."""
         first = _local(position["offset"], rule.shards)
         batches, nominal = batches_of(self._sampler, self._batch_sampler, self.seed, epoch, first, self.length or 0)
-        jobs = _jobs(batches, nominal, rule, first, epoch, seed_of(self.seed, epoch, "samples"))
+        seed = seed_of(self.seed, epoch, "samples")
+        look, is_several = None, rule.shards == 1 and rule.count > len(rule.kept)
+        if is_several and rule.is_compared and not self._is_compared:
+            look, batches = _look_at(batches, epoch, seed)
+            self._is_compared = True
+        jobs = _jobs(batches, nominal, rule, first, epoch, seed)
         made: Iterator[list[Made]]
         # One rank may go on with the next batch. Of several, the others have got theirs of this round.
         skips = rule.count * rule.shards == 1
         if self._pool is None:
             fetch = self._try_to_fetch if skips else self._fetcher.batch
             made = ([(job, fetch(job.request)) for job in each] for each in jobs)
+            if look is not None:
+                with seeded(seed):
+                    made = _with_mark(made, self._fetcher.look(look))
         else:
             own_seed = seed_of(self.seed, epoch, "workers", rule.kept[0] + rule.shard)
-            made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed, skips)
+            made = _serve_pass(self._pool, jobs, len(rule.kept), own_seed, skips, look)
         made = _with_places(made) if skips else made
         if self._counter:
             return Begun(epoch, position, self._counter(rule).count(made))
@@ -180,14 +189,33 @@ def _with_places(made: Iterator[list[Made]]) -> Iterator[list[Made]]:
         yield each
 
 
+def _look_at(batches: Iterator[Sequence[Any]], epoch: int, seed: int) -> tuple[Look | None, Iterator[Sequence[Any]]]:
+    """What all ranks read of the epoch's first batch to compare it, and the batches; None if there is none."""
+    if (first := next(batches, None)) is None:
+        return None, batches
+    indices = list(first[:LOOKED_AT])
+    return Look(Request(indices, 0, len(indices), epoch, seed)), chain([first], batches)
+
+
+def _with_mark(made: Iterator[list[Made]], seen: int) -> Iterator[list[Made]]:
+    """The rounds; the mark of the first one says what was seen of the dataset, too."""
+
+    def marked(job: Job) -> Job:
+        return job._replace(claim=job.claim._replace(mark=mark_of(job.claim.mark, seen)))
+
+    return chain(([(marked(job), batch) for job, batch in each] for each in islice(made, 1)), made)
+
+
 def _serve_pass(
-    pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int, skips: bool
+    pool: WorkerPool, rounds_of_jobs: Iterator[list[Job]], width: int, seed: int, skips: bool, look: Look | None
 ) -> Iterator[list[Made]]:
-    """The batches of one pass, `width` of them in each round, made by the loader workers; if it `skips`, with failures
-    in the places of those that cannot be made."""
+    """The batches of one pass, `width` of them in each round, made by the loader workers, after the look; if it
+    `skips`, with failures in the places of those that cannot be made."""
     asked, failed = deque[Job](), list[Exception]()
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[Request | Look]:
+        if look is not None:
+            yield look
         try:
             for jobs in rounds_of_jobs:
                 for job in jobs:
@@ -198,13 +226,14 @@ def _serve_pass(
 
     def grouped(batches: Iterator[Any]) -> Iterator[list[Made]]:
         # Batches arrive in the order of their requests, which are drawn ahead.
+        seen = next(batches) if look is not None else None
         made = ((asked.popleft(), batch) for batch in batches)
-        while group := list(islice(made, width)):
-            yield group
+        groups = iter(lambda: list(islice(made, width)), [])
+        yield from groups if seen is None else _with_mark(groups, seen)
         if failed:
             raise failed.pop()
 
-    describe = lambda: f"the samples with indices {few(asked[0].request.indices)}"  # noqa: E731
+    describe = lambda: f"the samples with indices {few(asked[0].request.indices if asked else [])}"  # noqa: E731
     return grouped(pool.serve(seed, requests(), describe, skips))
 
 

@@ -79,12 +79,14 @@ class Layer(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a batch leaves: the position of a part of a stream that is cut `by`, and the dataset's own state there."""
+    """What a batch leaves: the position of a part of a stream that is cut `by`, and the dataset's own state there.
+    `earlier` are positions before it, by which parts are compared that were never seen at the same one."""
 
     part: int
     position: Position
     by: Cutter = "stride"
     state: Any = None  # known to the part's rank only
+    earlier: tuple[Position, ...] = ()
 
 
 class StreamPosition(NamedTuple):
@@ -159,11 +161,12 @@ class StreamProgress:
     def add(self, reads: Iterable[Read]) -> None:
         """Count what batches have left; RuntimeError if another reader has seen another stream."""
         for read in reads:
-            position = read.position if read.position.taken >= _ALIKE else read.position._replace(rest=0)
-            place = self.position.here.row_of(read.by, read.part).start, position.taken
-            if self._marks.setdefault(place, position).is_of_another(position):
-                raise RuntimeError(_DIFFERENT)
-            if len(self._marks) > _REMEMBERED:
+            first = self.position.here.row_of(read.by, read.part).start
+            for position in (*read.earlier, read.position):
+                seen = position if position.taken >= _ALIKE else position._replace(rest=0)
+                if self._marks.setdefault((first, seen.taken), seen).is_of_another(seen):
+                    raise RuntimeError(_DIFFERENT)
+            while len(self._marks) > _REMEMBERED:
                 del self._marks[next(iter(self._marks))]
         self.position = self.position.after(reads)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from numbers import Integral
 from typing import Any, TypedDict, Unpack
@@ -26,6 +27,7 @@ from unisono.backends import resolve_device, resolve_devices
 from unisono.backends.switches import is_as_in_a_new_thread
 from unisono.comm.operations import LOOP
 from unisono.errors import BusyError, ClosedError
+from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.device_iterator import DeviceIterator
 from unisono.loaders.indexed import is_sharded
 from unisono.loaders.lockstep import Lockstep
@@ -33,6 +35,7 @@ from unisono.loaders.pipeline import Delivery, Lane, Pipeline, Unthreaded
 from unisono.loaders.registry import Sources, source_of, warn_of_repetition
 from unisono.loaders.sharding import Rule, Split, Tail
 from unisono.loaders.sources import Begun, Bookmark, Progress, State, state_behind
+from unisono.loaders.streams import StreamSource
 from unisono.world import World, current_world
 
 _JOIN_S = 5.0
@@ -51,7 +54,7 @@ class LoaderOptions(TypedDict, total=False):
     split: Split
     tail: Tail | None
     seed: int | None
-    already_sharded: bool
+    already_sharded: bool | None
     sources: Sources | None
 
 
@@ -79,9 +82,10 @@ class ParallelLoader:
             padded with repeated samples, which come last and do not count. None: "drop" for a DataLoader with
             drop_last=True, otherwise "split".
         seed: seeds the order; None uses the seed of the DataLoader's generator, or 0 if it has none.
-        already_sharded: the loader gives each rank its own part, and is not sharded again. A loader with a
+        already_sharded: True: the loader gives each rank its own part, and is not sharded again. A loader with a
             DistributedSampler is recognised anyway. This is also the way to get all data on one rank, except for an
-            iterable dataset.
+            iterable dataset. None: the ranks compare what they read first, and a difference is an error. False: it is
+            the same on every rank, though it may look different, since it is augmented at random.
         world: the world of this loader; None uses the current one.
         loops: the worlds in which the devices' loops run, if not in `world`: DataParallel's replicas.
         sources: counts the epochs of `loader`, if several loaders iterate over it. None: this one's pass is epoch 0,
@@ -149,6 +153,8 @@ class ParallelLoader:
         self._starting = threading.Lock()
         self._begun: Begun | None = None
         self._receivers: list[Callable[[], Delivery]] = []  # of a pass that has begun
+        self._has_first = False  # whether a loop has received, or failed to receive, its first batch
+        self._words = ""  # to be announced with the first round
         self._is_closed = False
         self._finalizer = weakref.finalize(self, self._pipeline.stop)
 
@@ -170,9 +176,23 @@ class ParallelLoader:
 
     def _receive_for(self, place: int) -> Delivery:
         # Without the lock, which each batch would pay for; `_begin_pass` checks again.
+        return self._receivers[place]() if self._has_first else self._receive_first(place)
+
+    def _receive_first(self, place: int) -> Delivery:
+        """Receive the first batch, after beginning the pass. Announce the loop with its round before it is delivered:
+        ranks that read other batches would lose samples, and repeat others."""
         if not self._receivers:
             self._begin_pass()
-        return self._receivers[place]()
+        self._has_first = True
+        if not self._words:
+            return self._receivers[place]()
+        delivery = None
+        with suppress(EndOfChannel):
+            delivery = self._receivers[place]()
+        self._world.comm.announce(f"{self._words}, round {delivery.claim.mark if delivery else 0:08x}")
+        if delivery is None:
+            raise EndOfChannel
+        return delivery
 
     def _state_of(self, lane: Lane) -> State:
         return self.state_dict() if self._begun is None else state_behind(self._source, self._begun, [lane.progress])
@@ -196,13 +216,11 @@ class ParallelLoader:
                 raise
 
     def _start_pass(self) -> None:
-        begun = self._source.begin(self._rule)
         # A rank that loops alone would get its part of the data only. A helper thread's loop begins at any time.
         own = threading.main_thread() if self._world.is_of_processes else self._maker
         if self._rule.count > 1 and self._loops is None and threading.current_thread() is own:
-            size = self._source.length if begun.stream is None and hasattr(self._loader, "dataset") else None
-            name = type(self._loader).__name__ + (f" of {size} samples" if size is not None else "")
-            self._world.comm.announce(f"{LOOP} a {name}, epoch {begun.epoch}")
+            self._meet_others()
+        begun = self._source.begin(self._rule)
         # Without the pieces, whose generator holds the dataset and the loader workers.
         self._begun = begun._replace(pieces=iter(()))
         self._bookmark.open(self._begun, [lane.progress for lane in self._pipeline.lanes])
@@ -219,6 +237,20 @@ class ParallelLoader:
             self._receivers = [Lockstep(lane, self._world, self._rule, self._batch_dim, ahead, begun.stream).receive]
         else:
             self._receivers = [lane.receive for lane in pipeline.lanes]
+
+    def _meet_others(self) -> None:
+        """Announce this rank's loop, some with their first round. Before their first loop, ranks that read one stream
+        compare their datasets."""
+        is_sized = not self._source.is_uneven and hasattr(self._loader, "dataset")
+        size = self._source.length if is_sized else None
+        name = type(self._loader).__name__ + (f" of {size} samples" if size is not None else "")
+        words = f"{LOOP} a {name}, epoch {self._source.next_position()[0]}"
+        if self._rule.is_compared and not isinstance(self._source, StreamSource):
+            self._words = words
+            return
+        self._world.comm.announce(words)
+        if self._rule.is_compared and isinstance(self._source, StreamSource):
+            self._source.compare(self._world)
 
     def __iter__(self) -> Any:
         raise TypeError(
@@ -418,7 +450,8 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     """The rule for distributing the rounds of a loader in a world."""
     ranks, split = world.world_size, options.get("split", "rank")
     is_fixed = bool(options.get("fixed_batch_size", False))
-    is_cut = options.get("already_sharded", False) or is_sharded(loader, world.rank, ranks)
+    given = options.get("already_sharded")
+    is_cut = given or is_sharded(loader, world.rank, ranks)
     if is_cut and ranks > 1 and split == "global":
         size = getattr(loader, "batch_size", None)
         raise ValueError(
@@ -432,4 +465,4 @@ def make_rule(world: World, lanes: int, loader: Iterable[Any], options: LoaderOp
     if is_cut and ranks > 1:
         return Rule(1, (0,), split, tail, is_fixed, is_cut=True, shards=ranks, shard=world.rank)
     kept = (world.rank,) if ranks > 1 else tuple(range(lanes))
-    return Rule(ranks * lanes, kept, split, tail, is_fixed, is_cut)
+    return Rule(ranks * lanes, kept, split, tail, is_fixed, bool(is_cut), is_compared=given is None)

@@ -56,6 +56,7 @@ class Rule:
     tail: Tail = "split"
     fixed_batch_size: bool = False  # end before a round that is incomplete, or of other sizes than the first batch
     is_cut: bool = False  # the sequence is one shard of several, which were cut before
+    is_compared: bool = True  # whether the ranks check that they read the same sequence
     shards: int = 1  # with more than one, the whole rounds are not known
     shard: int = 0  # its sample i is sample `i * shards + shard` of all
 
@@ -279,6 +280,24 @@ def glimpse(batch: Any, of_all: bool = False) -> list[Any]:
         if isinstance(seen, str | int | list) or (of_all and isinstance(seen, Number | bytes)):
             found.append(zlib.crc32(seen) if isinstance(seen, bytes) else seen)
     return found[: 8 if of_all else 4]
+
+
+def fingerprint(read: Sequence[Any], again: Sequence[Any] | None = None) -> int:
+    """A mark of loaded batches or samples: of their integers and texts, as those of `glimpse`. Where each of these is
+    the same in all of them (a sampling rate), they tell nothing, and fractions and bytes count, too. If the same was
+    read `again`, what differs there is random, and does not count; 0 if all does."""
+    for of_all in (False, True):
+        columns = list(zip(*[glimpse(each, of_all) for each in read], strict=False))
+        if again is not None:
+            others = zip(*[glimpse(each, of_all) for each in again], strict=False)
+            columns = [one for one, other in zip(columns, others, strict=False) if one == other]
+        if any(len(set(_values(column))) > 1 for column in columns):
+            break
+    return mark_of(columns) if columns else 0
+
+
+def _values(seen: Any) -> list[Any]:
+    return [each for part in seen for each in _values(part)] if isinstance(seen, list | tuple) else [seen]
 
 
 def _corner(array: Any, of_all: bool) -> Any:

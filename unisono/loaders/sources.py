@@ -24,12 +24,13 @@ from torch.utils.data import DataLoader
 
 from unisono.arguments import check_integer
 from unisono.errors import StateError
-from unisono.loaders.sharding import Claim, Piece, Round, Rule, cut, glimpse, mark_of, measure, rounds
+from unisono.loaders.sharding import Claim, Piece, Round, Rule, cut, fingerprint, glimpse, mark_of, measure, rounds
 from unisono.outcome import Outcome
 from unisono.tree import take
 
 logger = logging.getLogger(__name__)
 
+LOOKED_AT = 8  # samples by which datasets are compared
 _VERSION = 1
 _FACTS = ("version", "epoch", "seed", "length", "order")  # the keys of a state that are not part of the position
 
@@ -298,9 +299,12 @@ def rounds_of_loaded(
     for dealt in rounds(loaded, rule, lambda each, is_cut: measure(each[0], dim, each[1], is_cut), None, start, first):
         first = first or dealt.sizes[0].samples
         batches = [batch for batch, _ in dealt.batches]
+        mark = 0
+        if is_marked:  # the first round thoroughly: it shows whether the ranks read the same
+            seen = [glimpse(batch) for batch in batches] if done or not rule.is_compared else fingerprint(batches)
+            mark = mark_of(dealt.start, dealt.sizes, seen)
         done += len(batches)
         position = behind(dealt.stop * rule.shards, done, first)
-        mark = mark_of(dealt.start, dealt.sizes, [glimpse(batch) for batch in batches]) if is_marked else 0
         whole = Round(batches, *dealt[1:])
         pieces = [cut(whole, place, dim, mark)._replace(position=position) for place in rule.kept]
         if rule.shards > 1:  # no rank knows the whole round's size, so this rank's claim has no total

@@ -7,6 +7,9 @@ The stream is cut into parts by the first of these that can:
    answer counts the workers of all ranks as one row;
 4. the stride: part p of P takes the samples p, P + p, 2P + p, ... of the stream that all of them read.
 
+On a single rank nothing is cut, and loader workers read what they read with torch; but where all of them begin with the
+same sample, though each knows its number, they read one stream, and the stride gives each its part.
+
 The stride assumes that all parts read the same stream. So the workers' random number generators are seeded alike, and
 what the parts have seen is compared. `lockstep.py` says what a part is, and counts what was taken of each.
 
@@ -20,10 +23,10 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,15 +34,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono.errors import StateError
+from unisono.loaders.comparison import has_parts
 from unisono.loaders.fetcher import collated
 from unisono.loaders.lockstep import Cutter, Position, Read, StreamPosition, StreamProgress
 from unisono.loaders.made_rows import num_rows, unlisted
 from unisono.loaders.packing import Packed
-from unisono.loaders.sharding import Rule, check_sizes_known, glimpse, mark_of, measure
-from unisono.loaders.sources import Begun, Loaded, Source, State, is_stateful, rounds_of_loaded
+from unisono.loaders.sharding import Rule, check_sizes_known, fingerprint, glimpse, mark_of, measure
+from unisono.loaders.sources import LOOKED_AT, Begun, Loaded, Source, State, is_stateful, rounds_of_loaded
 from unisono.loaders.workers import WorkerPool, use_worker_info
-from unisono.randomness import mixed, seed_all, seed_of
-from unisono.world import answer_as_one_rank
+from unisono.outcome import Outcome
+from unisono.randomness import mixed, seed_all, seed_of, seeded
+from unisono.world import World, answer_as_one_rank
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +65,10 @@ class StreamSource(Source):
         self._loader: Callable[[], Any] = weakref.ref(loader)
         self._rank, self._ranks, self._dim = rank, ranks, dim
         self.is_uneven = ranks > 1
+        self._has_own: bool | None = (
+            None  # whether a single rank's loader workers read streams of their own; or unknown
+        )
+        self._is_part: bool | None = None  # whether the dataset has cut itself by rank; None before that is compared
         self._persistent: tuple[Rule, WorkerPool, PartReader] | None = None
 
     def _open(self, epoch: int, position: State, rule: Rule) -> Begun:
@@ -80,7 +89,14 @@ class StreamSource(Source):
         drop_last = loader.drop_last or rule.tail == "drop"
         init, dim = loader.worker_init_fn, self._dim
         reader = PartReader(dataset, loader.collate_fn, dim, size, drop_last, init, self._rank, by, self.seed, taken)
-        made = self._make_batches(loader, reader, rule, epoch)
+        shows_first = by == "worker" and self._has_own is None
+        made = self._make_batches(loader, reader, rule, epoch, shows_first)
+        if shows_first:
+            first = [read for _, _, read in islice(made, loader.num_workers)]
+            self._has_own = len({(read.position.mark, read.by) for read in first}) > 1 or first[0].by == "worker"
+            if not self._has_own:  # all loader workers read the same: from the beginning again, each its part of it
+                made, self._persistent = iter(()), None  # ends these workers
+                return self._open(epoch, position, rule)
         stream = StreamProgress(taken, size if drop_last and size else 1)
         read: Read | None = None  # of the last batch
 
@@ -104,6 +120,31 @@ class StreamSource(Source):
         pieces = rounds_of_loaded(loaded(), rule, dim, before.offset, behind, full)
         return Begun(epoch, taken.to_state(), pieces, stream)
 
+    def compare(self, world: World) -> None:
+        """Let the ranks compare their datasets before the first pass, unless these are shards for certain. A
+        collective; RuntimeError if they differ."""
+        if self._is_part is None and self._cut_by_rank(self._loader().dataset, Rule(), StreamPosition())[1] == "stride":
+            self._is_part = has_parts(self._loader().dataset, world, self._look)
+
+    def _look(self, know_ranks: bool) -> int | None:
+        """As `has_parts` wants it. In the loop's process a dataset is read only if it may have cut itself: what is read
+        in another process has no consequence in this one."""
+        loader, workers = self._loader(), self._loader().num_workers
+        if not workers and not know_ranks:
+            return None
+        taken, size = StreamPosition().cut_for(1, max(workers, 1)), loader.batch_size
+        init, dim = loader.worker_init_fn, self._dim
+        reader = PartReader(loader.dataset, loader.collate_fn, dim, size, False, init, 0, "stride", self.seed, taken)
+
+        def read() -> list[Any]:
+            reader.set_epoch(self.epoch)
+            seed = seed_of(self.seed, self.epoch, "workers")
+            made = WorkerPool(loader, reader, reader.start).serve(seed) if workers else reader.made(self.epoch)
+            with nullcontext() if workers else seeded(seed):
+                return [batch for batch, *_ in islice(made, -(-LOOKED_AT // (size or 1)))]
+
+        return fingerprint(read(), read())
+
     def seek(self, epoch: int, position: State, rule: Rule) -> None:
         """As in `Source`: the position says how much was read of each part."""
         StreamPosition.of_state(position)
@@ -118,9 +159,14 @@ class StreamSource(Source):
         if rule.is_cut:
             return dataset, "caller"
         # An epoch begun by stride goes on by stride: parts that the dataset cuts hold other samples.
-        if ranks == 1 or (before.offset and before.by == "stride"):
+        if before.offset and before.by == "stride":
             return dataset, "stride"
-        if getattr(dataset, "_distributed", None) is not None or _cuts_by_node(dataset, rank, ranks):
+        if ranks == 1:
+            # What torch gives: only loader workers that read the same are given parts.
+            has_own = self._loader().num_workers > 1 and (before.offset or self._has_own is not False)
+            return dataset, "worker" if has_own else "stride"
+        is_part = self._is_part or getattr(dataset, "_distributed", None) is not None
+        if is_part or _cuts_by_node(dataset, rank, ranks):
             return dataset, "dataset"  # by datasets.distributed.split_dataset_by_node, or by itself
         if hasattr(dataset, "_distributed") and type(dataset).__module__.startswith("datasets."):
             by_node: Any = import_module("datasets.distributed")  # `shard` would leave ranks empty if files are few
@@ -131,7 +177,9 @@ class StreamSource(Source):
                 return part, "dataset"
         return dataset, "stride"
 
-    def _make_batches(self, loader: DataLoader[Any], reader: PartReader, rule: Rule, epoch: int) -> Iterator[Made]:
+    def _make_batches(
+        self, loader: DataLoader[Any], reader: PartReader, rule: Rule, epoch: int, shows_first: bool
+    ) -> Iterator[Made]:
         if not loader.num_workers:
             return reader.made(epoch)
         kept = None if reader.taken.offset else self._persistent  # a resumed pass has other parts than the next one
@@ -142,6 +190,7 @@ class StreamSource(Source):
             stay = loader.persistent_workers and not reader.taken.offset
             self._persistent = (rule, pool, reader) if stay else None
         reader.set_epoch(epoch)
+        reader.cell[1] = shows_first
         return pool.serve(seed_of(self.seed, epoch, "workers", self._rank))
 
 
@@ -178,13 +227,14 @@ class PartReader(IterableDataset[Packed]):
     taken: StreamPosition  # where the pass begins for which the workers are started
 
     def __post_init__(self) -> None:
-        # The epoch, shared with persistent workers. On the CPU even if the user has set another default device.
-        self.cell = torch.zeros(1, dtype=torch.int64, device=torch.default_generator.device).share_memory_()
+        # The epoch, and whether each worker sends a mark of its first sample before its batches; shared with persistent
+        # workers. On the CPU even if the user has set another default device.
+        self.cell = torch.zeros(2, dtype=torch.int64, device=torch.default_generator.device).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the workers' next pass, before they begin it. The dataset's, too: workers that share its
         memory (HuggingFace's) would change it all at once, and add it up."""
-        self.cell.fill_(epoch)
+        self.cell[0] = epoch
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)
 
@@ -196,14 +246,14 @@ class PartReader(IterableDataset[Packed]):
         if self.by == "stride":
             number, row = part, len(self.taken.here.parts)
             answer_as_one_rank()
-        use_worker_info(AskedInfo(id=number, row=row, seed=info.seed, dataset=self.dataset, worker=worker))
+        use_worker_info(AskedInfo(number=number, row=row, seed=info.seed, dataset=self.dataset, worker=worker))
         if self.init is not None:
             self.init(number)
 
     def __iter__(self) -> Iterator[Packed]:
         info: Any = get_worker_info()
         try:
-            for made in self.made(int(self.cell), info.worker, info):
+            for made in self.made(int(self.cell[0]), info.worker, info):
                 yield Packed(made, "samples of a stream")
         except Exception as error:
             # Yielded, not raised: torch would send it as text, and lose its type.
@@ -214,6 +264,10 @@ class PartReader(IterableDataset[Packed]):
         part = PartSamples(self, self.taken.parts_of(self.rank)[worker], asked)
         samples = part.samples(epoch)
         try:
+            if self.cell[1]:
+                samples, mark = _begun(samples)
+                own = asked is not None and (asked.was_asked or asked.has_told_id)
+                yield None, None, Read(part.number, Position(0, mark), "worker" if own else "stride")
             while chunk := list(islice(samples, self.size or 1)):
                 if self.size is None:
                     yield self.collate(chunk[0]), None, part.read()
@@ -225,12 +279,29 @@ class PartReader(IterableDataset[Packed]):
             raise
 
 
+def _begun(samples: Iterator[Any]) -> tuple[Iterator[Any], int]:
+    """Read the first sample. Return the samples from it on, or the error, and a mark of all of its values."""
+    first = Outcome.capture(next, samples, _END)
+
+    def failing() -> Iterator[Any]:
+        yield first.unwrap()
+
+    if first.error is not None:
+        return failing(), 0
+    return chain(() if first.value is _END else (first.value,), samples), mark_of(glimpse(first.value, of_all=True))
+
+
 class AskedInfo(SimpleNamespace):
     """The result of `get_worker_info()` in a worker over a stream, which is number `worker` of its rank. It records
-    whether `num_workers` was read. If the stream is common to all ranks, their workers count as one row."""
+    whether `num_workers` or `id` was read. If the stream is common to all ranks, their workers count as one row."""
 
-    was_asked = False
+    was_asked = has_told_id = False
     is_late = False  # since the stream was cut otherwise
+
+    @property
+    def id(self) -> int:
+        self.has_told_id = True
+        return int(self.number)
 
     @property
     def num_workers(self) -> int:
@@ -255,6 +326,8 @@ class PartSamples:
         self.seen = [tuple(each) for each in state["seen"]] if state else [(0, 0, 0, 0)] * len(self._layers)
         self._has_ended = bool(state) and state["dataset"] is None
         self._is_stateful = is_stateful(reader.dataset) and not _has_shuffle_buffer(reader.dataset)
+        self._first: Position | None = None  # after the first of them
+        self._before = self._position  # without the last of them
         self._by: Cutter | None = None  # known once the first sample is read, and so are
         self._rows: list[range] = []  # those of each layer
 
@@ -279,7 +352,7 @@ class PartSamples:
             if self._by is None:
                 self._by = reader.by
                 if asked is not None and reader.by != "caller":
-                    asked.is_late = not asked.was_asked
+                    asked.is_late = not asked.was_asked and reader.by != "worker"
                     self._by = "worker" if asked.was_asked else reader.by
                 reader.taken.check_cut(self._by)
                 self._rows = [layer.row_of(self._by, self.number) for layer in self._layers]
@@ -305,7 +378,8 @@ class PartSamples:
             # be that of a new beginning.
             own = None if self._has_ended else copy.deepcopy(self._reader.dataset.state_dict())
             state = {"dataset": own, "seen": [list(each) for each in self.seen]}
-        return Read(self.number, self._position, self._by or self._reader.by, state)
+        earlier = [each for each in (self._first, self._before) if each is not None and each.taken]
+        return Read(self.number, self._position, self._by or self._reader.by, state, tuple(earlier))
 
     def _is_own(self, sample: Any) -> bool:
         """Count a sample as read. Return whether it belongs to this part and was not taken before."""
@@ -326,7 +400,8 @@ class PartSamples:
                     raise StateError(_OTHER)
                 return False
         if part == self.number:
-            self._position = position
+            self._before, self._position = self._position, position
+            self._first = self._first or position
         return part == self.number
 
 
