@@ -146,7 +146,9 @@ def test_a_batch_that_is_an_object_is_known_by_the_memory_of_what_it_holds(mode:
 
 
 @MODES
-@pytest.mark.parametrize("collate", [partial(graphs, Fields), packed, partial(graphs, Stored)], ids=str)
+@pytest.mark.parametrize(
+    "collate", [partial(graphs, Fields), packed, partial(graphs, Stored)], ids=["fields", "packed", "object"]
+)
 def test_a_batch_that_only_repeats_others_weighs_nothing_whatever_its_weight(mode: Mode, collate: Any) -> None:
     def give(loader: Any, batch: Any) -> Any:
         return {"weight": len(batch.data if isinstance(batch, PackedSequence) else batch.x)}
