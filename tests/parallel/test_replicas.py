@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -128,3 +130,23 @@ def test_a_forked_process_has_threads_of_its_own():
     answer = os.read(ends[0], 100).decode()
     os.close(ends[0])
     assert (status, answer) == (0, "[1, 2]")
+
+
+ENDING = """
+import atexit, threading
+atexit.register(lambda: print([each.name for each in threading.enumerate() if each.name.startswith("unisono-")]))
+import torch
+from unisono import DataParallel  # what it registers runs before
+kept = DataParallel(torch.nn.Linear(1, 1), ["cpu:0", "cpu:1"])
+def train(*_):
+    raise ValueError("no such digit")
+kept.run_on_replicas(train)
+"""
+
+
+def test_no_thread_of_a_replica_outlives_the_interpreter():
+    """torch aborts the process where it frees what such a thread has kept."""
+    command = [sys.executable, "-c", ENDING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (1, "[]\n"), done.stderr
+    assert "ValueError: no such digit" in done.stderr
