@@ -456,14 +456,15 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """`_flat`, of a tensor into which the result can be written back."""
-    if tensor.layout is torch.strided and not tensor.is_contiguous():
+    flat = _flat(tensor)
+    if not tensor.is_contiguous():
         steps = zip(tensor.stride(), tensor.shape, strict=True)
         if any(stride == 0 and size > 1 for stride, size in steps):
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} whose elements share memory cannot be written in place; pass "
                 "tensor.clone()"
             )
-    return _flat(tensor)
+    return flat
 
 
 def _needs_copy(tensor: torch.Tensor) -> bool:
