@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined] # torch re-exports some silently
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
