@@ -166,12 +166,13 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         self._states = PreparedStates(self._prepared, self._steps, self.scaler, project_dir, total_limit)
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare models, optimizers, loaders, schedulers, lists of them and None.
+        """Prepare models, parameters, optimizers, loaders, schedulers, lists of them and None.
 
         A model is moved to the device and given the parameters of rank zero; the returned one behaves the same. An
         optimizer is returned itself, holding the moved parameters (with "zero1", another one in its place). A
         DataLoader, or any other iterable of batches, becomes a `DeviceLoader`. A metric of torchmetrics is returned
-        itself, and gathers over the ranks when it computes.
+        itself, and gathers over the ranks when it computes. A parameter that is no model's, or any other leaf tensor
+        that requires gradients, is moved and returned itself.
 
         Returns:
             The prepared objects, in the order given; for one argument, that object alone.

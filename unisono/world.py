@@ -239,8 +239,14 @@ def set_process_world(world: World | None) -> None:
 
 
 def given_world() -> World | None:
-    """Return the world that was set for this thread, or else for this process; None if there is none."""
-    return _thread_world.get() or _calling_world() or _process_world
+    """Return the world that was set for this thread, or else for this process, or that was made from the process group
+    of now; None if there is none yet."""
+    return _thread_world.get() or _calling_world() or _process_world or _adopted_already()
+
+
+def _adopted_already() -> World | None:
+    group = None if _adopted is None else _adopted[0]()
+    return _adopted[1] if _adopted is not None and group is not None and group is dist.group.WORLD else None
 
 
 def _calling_world() -> World | None:

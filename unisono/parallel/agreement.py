@@ -21,7 +21,7 @@ from unisono.arguments import check_integer
 from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import CollectiveMismatchError, ReplicasDifferError
 from unisono.parallel.collectives import with_shape
-from unisono.parallel.gradients import buckets
+from unisono.parallel.gradients import buckets, values_of
 from unisono.parallel.parameter_names import in_brackets
 from unisono.timeline import REDUCE
 from unisono.torch_private import BatchNorm, foreach_copy_
@@ -54,6 +54,24 @@ def check_agreement(parameters: Sequence[torch.Tensor], world: World) -> None:
         raise CollectiveMismatchError(
             f"the ranks' models differ: {name} is {holders}; build the same model on every rank (torch.manual_seed) or "
             "call broadcast_parameters(model) before the first step"
+        )
+
+
+def check_same_step(optimizer: str, parameters: Sequence[torch.Tensor], world: World) -> None:
+    """Compare what an optimizer steps that nothing of this package reduces: RuntimeError if the ranks differ."""
+    world.comm.announce(f"a step of an {optimizer} with parameters that were not prepared")
+    named: dict[str, torch.Tensor] = {}
+    for place, each in enumerate(parameters):
+        named[f"its parameter {place}"] = each
+        if each.grad is not None:
+            named[f"the gradient of its parameter {place}"] = values_of(each.grad)
+    found = _first_difference(named, world)
+    if found is not None:
+        raise RuntimeError(
+            f"the {optimizer} steps parameters that were not prepared, and {found[0]} is {found[1]}: nothing has "
+            "reduced their gradients, and each rank would train a model of its own; prepare the model, the criterion, or the "
+            "parameter itself, together with the optimizer: log_alpha, optimizer = accelerator.prepare(log_alpha, "
+            "optimizer); or call unisono.optimizer_step(optimizer) in place of optimizer.step()"
         )
 
 

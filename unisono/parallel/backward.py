@@ -82,7 +82,7 @@ class Passes:
         self._crossings = self._world.state.part(Crossings)
         self._is_checked = False  # whether a model is prepared, at the first loss
         self._losses = LossWatch(steps.world, weak_method(self._look))
-        self._parts: set[float] = set()  # of the batches of the forward passes since the last request
+        self._claims: set[Claim] = set()  # of the batches of the forward passes since the last request
         self._call: tuple[Any, Origin | None] | None = None  # of `backward`, while it runs: the weight, and the batch
         self._running: dict[int, _Pass] = {}  # by autograd's number
         # Those that reach no leaf of a model by themselves, with the gradients that had arrived there.
@@ -107,11 +107,11 @@ class Passes:
             return Origin(found, self._world, syncs=syncs, optimizers=engine.give_optimizers)
         steps = self.steps
         if steps.origin is None and steps.now == steps.requested:
-            self._parts.clear()
+            self._claims.clear()
         inputs = tensors(values)
         self.origin = steps.origin = origin = find_origin(self._world, inputs, syncs, engine.give_optimizers)
         origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
-        self._parts.add(origin.part)
+        self._claims.add(origin.claim)
         if origin.part != 1 or steps.step.every > 1 or steps.every > 1:
             engine.scale_leaves()
         return origin
@@ -205,14 +205,14 @@ class Passes:
 
     def adopt(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""
-        if len(self._parts) > 1:
+        if len(parts := self._parts()) > 1:
             raise ValueError(
                 "gradients were assigned or added by hand, and may come from several batches, of which this rank had "
-                f"different parts ({', '.join(f'{each:.3g}' for each in sorted(self._parts))} of an even one), so that "
+                f"different parts ({', '.join(f'{each:.3g}' for each in sorted(parts))} of an even one), so that "
                 "one number cannot weigh them; let accelerator.backward(loss) leave them in .grad, or step on each "
                 "batch and zero_grad() after each step"
             )
-        origin = self.origin if self._parts else find_origin(self._world)  # without a forward pass of the model
+        origin = self.origin if self._claims else find_origin(self._world)  # without a forward pass of the model
         self._count_late(origin, engine)
         engine.adopt(origin.part)
 
@@ -237,7 +237,7 @@ class Passes:
                 break
         else:
             self.steps.give_up()
-            self._parts.clear()
+            self._claims.clear()
         self.went_past = False
 
     def weight(self) -> float:
@@ -410,8 +410,7 @@ class Passes:
                 self._check_named(engine, run.origin)
             origin = named or run.origin or self._bypassing(engine)
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
-                latest = (each.last for each in self._world.state.deliveries.open_loops())
-                check_counts([*dict.fromkeys([*origin.candidates, *latest])], self._world, False)
+                self._check_latest(origin)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
             part = visit.claim.part(self._world.comm.size) if is_named else None
             counted = self._running[run.task] = _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
@@ -420,6 +419,8 @@ class Passes:
         run.counted, run.part = counted, origin.part if counted.part is None else counted.part
         if origin.batch is not counted.origin.batch and counted.part is None:
             self._join_origin(engine, origin)
+        if not engine.is_called and counted.part is None:
+            self._check_alike(engine, counted.origin)
         if engine.graphs and counted.part is None:
             # These gradients may be in this pass, and bypass the outputs, where they could be scaled by themselves.
             if any(each.part != run.part for each in engine.graphs):
@@ -432,7 +433,7 @@ class Passes:
         held = engine.gradients
         is_weighed = self.steps.step.every > 1 or run.part != 1
         # Or the assigned ones are of another batch.
-        if held.known is not None and (is_weighed or self._parts != {1}) and held.is_changed():
+        if held.known is not None and (is_weighed or self._parts() != {1}) and held.is_changed():
             raise RuntimeError(
                 f"the gradients of the {engine.name} were assigned by hand, for example from torch.autograd.grad, and "
                 "a backward pass adds to them, which is weighted otherwise; let backward() leave all of them, or step "
@@ -444,6 +445,24 @@ class Passes:
         reduces = counted.reduces and origin.syncs
         counted.engines.append((ref(engine), origin.syncs, reduces))
         engine.begin(reduces)
+
+    def _check_latest(self, origin: Origin) -> None:
+        """Check that a part of the loss that no output shows counts alike, of whichever batch it is."""
+        latest = (each.last for each in self._world.state.deliveries.open_loops())
+        check_counts([*dict.fromkeys([*origin.candidates, *latest])], self._world, False)
+
+    def _check_alike(self, engine: Engine, origin: Origin) -> None:
+        """Check that whatever a bare parameter gets in this pass counts alike: its gradient is one sum of it."""
+        totals = {each.total for each in self._claims if self.steps.step.every > 1}
+        if len(self._parts()) > 1 or len(totals) > 1:
+            raise ValueError(
+                f"the {engine.name}, which was prepared by itself, may get gradients of several batches that count "
+                "differently in one backward pass; call accelerator.backward(loss, batch=batch) for the loss of each"
+            )
+        self._check_latest(origin)
+
+    def _parts(self) -> set[float]:
+        return {each.part(self._world.comm.size) for each in self._claims}
 
     def _bypassing(self, engine: Engine) -> Origin:
         """The origin of a pass that has bypassed the outputs of the model."""

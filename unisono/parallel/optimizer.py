@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -43,6 +43,10 @@ class ByHand:
 
     def __init__(self) -> None:
         self.agreed: WeakSet[Optimizer] = WeakSet()  # whose parameters have been compared with those of the other ranks
+        # Of optimizers whose parameters are of no prepared model: the number of their steps, and which of them was the
+        # first to step a parameter.
+        self.foreign: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.compared = WeakTensorKeyDictionary()
         self.brings_batches = False  # each rank loads its own, as PyTorch/XLA's scripts do by a DistributedSampler
         # The passes through prepared models. Weak: a dropped Accelerator must not claim the losses of its models.
         self.trainers: WeakSet[Passes] = WeakSet()

@@ -126,17 +126,20 @@ def test_under_zero1_layers_are_unfrozen() -> None:
 
 
 @SEVERAL
-def test_an_optimizer_of_a_model_that_was_left_out_is_told_of_once(mode: Mode, capfd, caplog) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("is_released", [False, True], ids=["never prepared", "released"])
+def test_an_optimizer_of_a_model_that_was_left_out_is_refused(mode: Mode, is_released: bool) -> None:
     def body() -> None:
         accelerator, network = Accelerator(), model()
+        if is_released:
+            accelerator.prepare(network)
+            accelerator.free_memory()
         optimizer = sgd(network.parameters())
         for batch in accelerator.prepare(loader_of(24, 3)):
             mean_loss(network, batch).backward()
             optimizer.step()
 
-    mode.run(body)
-    told = caplog.text + capfd.readouterr().err
-    assert told.count("the SGD steps parameters of no prepared model") == 1
+    for error in mode.told(body, RuntimeError):
+        assert "the SGD steps parameters that were not prepared, and the gradient of its parameter 0 is" in error
 
 
 def test_under_fsdp_an_optimizer_of_the_parameters_before_prepare_is_refused() -> None:

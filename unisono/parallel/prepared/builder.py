@@ -20,6 +20,7 @@ from unisono.parallel.prepared.metrics import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.prepared.stepper import Stepper
+from unisono.parallel.strategies.engine import BareParameter
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.randomness import seed_of, seed_python
 from unisono.torch_private import APPLY
@@ -66,6 +67,19 @@ class Builder:
             self._seed_generators(seed_of(self.seed, "rank", self.world.rank))
         self._is_seeded = True
         return made
+
+    def parameter(self, module: BareParameter) -> PreparedModel:
+        """Prepare a bare parameter. A collective."""
+        if self.world.world_size > 1 and not self.world.is_of_processes:
+            held = self.world.comm.all_gather_object(id(module.value))
+            if len({*held}) < len(held):
+                raise ValueError(
+                    f"a parameter of shape {list(module.value.shape)} is one tensor in several replicas, and each "
+                    "trains one of its own: make it in the function that the replicas run"
+                )
+        if self.moves:
+            module.move(self.world.device)
+        return PreparedModel(self.strategy.wrap_parameter(module), self.passes, None)
 
     def metric(self, metric: Any) -> Any:
         """Make the metric gather over the ranks; one of torchmetrics is moved to the device."""

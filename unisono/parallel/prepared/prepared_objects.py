@@ -26,8 +26,8 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scheduler import PreparedScheduler, Unit
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
-from unisono.parallel.strategies.engine import Engine, WeakList, weak_method
-from unisono.parallel.strategies.sharded import clip_grad_norm, sharded_like
+from unisono.parallel.strategies.engine import BareParameter, Engine, WeakList, weak_method
+from unisono.parallel.strategies.sharded import clip_grad_norm, is_distributed, sharded_like
 from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
 from unisono.tree import tree_map
@@ -48,6 +48,7 @@ class PreparedObjects:
         self._models, self.has_models = WeakList[PreparedModel](), False
         self.loaders, self.schedulers, self.means = WeakList[Any](), WeakList[PreparedScheduler](), WeakList[Mean]()
         self._builder = builder
+        self._bare: list[PreparedModel] = []  # of bare parameters, of which the user holds nothing but the tensor
         self._make_loader, self._schedule_unit = make_loader, schedule_unit
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
@@ -57,7 +58,9 @@ class PreparedObjects:
             TypeError: an object cannot be prepared.
             ValueError: one was prepared before, or an optimizer and the models do not belong together.
         """
-        flat = [(where, each) for place, each in enumerate(objects) for where, each in _flat(str(place), each)]
+        given = [(where, each) for place, each in enumerate(objects) for where, each in _flat(str(place), each)]
+        bare = {id(each): BareParameter(each) for _, each in given if isinstance(each, torch.Tensor)}
+        flat = [(where, bare.get(id(each), each)) for where, each in given]
         modules = [each for _, each in flat if isinstance(each, nn.Module) and not is_metric(each)]
         places = Places([*self.modules(), *modules])
         for place, (where, each) in enumerate(flat):
@@ -65,6 +68,7 @@ class PreparedObjects:
         # Models first: a move may replace the parameters that optimizers hold. Schedulers last: they follow optimizers,
         # which strategy "zero1" replaces.
         made: dict[int, Any] = {id(each): self._add_model(each) for each in modules}
+        made.update((key, each.value) for key, each in bare.items())
         for _, each in flat:
             if isinstance(each, Optimizer):
                 places.follow(each, self.modules())
@@ -136,7 +140,8 @@ class PreparedObjects:
         self, parameters: nn.Module | Iterable[torch.Tensor], called: str
     ) -> Iterator[list[torch.Tensor] | None]:
         """A block that changes these gradients, reduced and unscaled; it gets None while microbatches accumulate."""
-        found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+        found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        found = list(found.parameters() if isinstance(found, nn.Module) else found)
         known = {id(each) for module in self.modules() for each in module.parameters()}
         wanted = {id(parameter) for parameter in found}
         if known and not known & wanted:
@@ -166,6 +171,7 @@ class PreparedObjects:
         models: list[WeakList[Any]] = [self.modules, self.engines, self._models]
         for known in (*models, self.steppers, self.loaders, self.schedulers, self.means):
             known.clear()
+        self._bare.clear()
         self._builder.passes.steps.give_up()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
@@ -182,6 +188,8 @@ class PreparedObjects:
             return
         if isinstance(each, nn.Module):
             _check_devices(where, each)
+            if isinstance(each, BareParameter):
+                _check_bare(where, each.value)
             self._check_shared(where, each, [*self._models(), *before])
             self._builder.strategy.check(each)
         elif isinstance(each, Optimizer):
@@ -194,12 +202,11 @@ class PreparedObjects:
                     f"the {name} at position {where} is of a {type(optimizer).__name__} that is not prepared; prepare "
                     "the optimizer together with it, or before it"
                 )
-        elif each is not None and (
-            not isinstance(each, Iterable) or isinstance(each, str | bytes | torch.Tensor | Mapping)
-        ):
+        elif each is not None and (not isinstance(each, Iterable) or isinstance(each, str | bytes | Mapping)):
             raise TypeError(
-                f"the object at position {where} is of type {name}, which cannot be prepared; pass models, optimizers, "
-                "schedulers, metrics, DataLoaders, lists of them, or None; a list of batches as DeviceLoader(list)"
+                f"the object at position {where} is of type {name}, which cannot be prepared; pass models, parameters, "
+                "optimizers, schedulers, metrics, DataLoaders, lists of them, or None; a list of batches as "
+                "DeviceLoader(list)"
             )
 
     def _check_shared(self, where: str, module: nn.Module, others: Sequence[Any]) -> None:
@@ -217,7 +224,11 @@ class PreparedObjects:
     def _add_model(self, module: nn.Module) -> PreparedModel:
         release_engines_of(module)  # of an earlier Accelerator that may not be collected yet
         before = list(module.parameters())
-        model = self._builder.model(module)
+        if isinstance(module, BareParameter):
+            model = self._builder.parameter(module)
+            self._bare.append(model)
+        else:
+            model = self._builder.model(module)
         now = set(model.module.parameters())
         model.engine.replaced.update((each, True) for each in before if each not in now)
         remember_names(model.module)
@@ -290,8 +301,8 @@ class Places:
                 if parameter not in self._place_of:
                     raise ValueError(
                         f"parameter {place} of group {number} of the {type(optimizer).__name__} at position {where}, "
-                        f"shape {list(parameter.shape)}, belongs to no prepared model; prepare its model together with "
-                        "the optimizer, or before it"
+                        f"shape {list(parameter.shape)}, belongs to no prepared model; prepare its model, or itself if "
+                        "it is of none, together with the optimizer, or before it"
                     )
 
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
@@ -357,6 +368,16 @@ def _check_devices(where: str, module: nn.Module) -> None:
         raise ValueError(
             f"the {type(module).__name__} at position {where} is on {len(found)} devices ({places}); data-parallel "
             "training keeps a whole replica on each device, so move it to one, or to the CPU, before prepare()"
+        )
+
+
+def _check_bare(where: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that is no parameter, or not whole."""
+    if not (tensor.is_leaf and tensor.requires_grad) or is_distributed(tensor):
+        raise TypeError(
+            f"the object at position {where} is of type {type(tensor).__name__}, which cannot be prepared unless it is "
+            "a parameter, such as torch.zeros(1, requires_grad=True): this one was computed, is sharded, or does not "
+            "require gradients; batches come from a loader"
         )
 
 

@@ -5,7 +5,6 @@ The check runs before each step of any optimizer of the process.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -16,17 +15,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.parallel import optimizer as by_hand
+from unisono.parallel.agreement import check_same_step
 from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.prepared.stepper import alive, steppers, stepping
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.world import given_world
 
-logger = logging.getLogger(__name__)
-
 # The engines of all prepared models of this process, each with the settings that only prepared optimizers apply.
 _engines: WeakKeyDictionary[Engine, tuple[str, ...]] = WeakKeyDictionary()
 _warned: WeakSet[Optimizer] = WeakSet()  # those that a warning was about
+_COMPARED_AT = (1, 10, 100)  # a first step may be on zeros, which are equal
 
 
 def watch(engine: Engine, done_in_steps: Sequence[str] = ()) -> None:
@@ -59,7 +58,6 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             "rank's alone; call unisono.optimizer_step(optimizer), which reduces them first"
         )
     places = {id(each) for each in own}
-    is_ours = optimizer in by_hand.prepared
     for engine in [each for each in alive(_engines) if not each.is_released]:
         asked = _engines.get(engine, ())
         if len(engine.replaced) and any(each in engine.replaced for each in own):
@@ -71,7 +69,6 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
         # Among the engines are those of other ranks' threads, whose parameters are others.
         if not any(id(each) in places for each in engine.module.parameters()):
             continue
-        is_ours = True
         # A prepared optimizer's step may have called this one, as in SAM, and in ZeRO-1 for the rank's part.
         is_within = any(each.is_stepping(engine) for each in alive(steppers))
         is_plain = optimizer not in by_hand.prepared and not is_within
@@ -104,26 +101,28 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
             for stepper in alive(steppers):
                 if any(id(each) in places for each in parameters_of(stepper.optimizer)):
                     stepper.note_step_within()
-    if not is_ours:
-        _warn_if_unreduced(optimizer, own)
+    _check_foreign(optimizer, own)
 
 
-def _warn_if_unreduced(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
-    """Warn once of an optimizer that steps a model which was left out of `prepare`, perhaps on purpose."""
+def _check_foreign(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
+    """Refuse to step parameters that were left out of `prepare`, if the ranks would train them apart: if something
+    else has reduced their gradients, or ranks compute the same, they are equal. Compared in a few steps only."""
     world = given_world()  # a step of a plain script must neither need nor start one
-    if world is None or world.comm.size == 1 or world.rank != 0 or optimizer in _warned:
+    if world is None or world.comm.size == 1:
         return
     hand = world.state.part(by_hand.ByHand)
-    if not hand.trainers or not world.state.deliveries.recent() or optimizer in hand.agreed:
+    if not hand.trainers or optimizer in hand.agreed:
         return
-    if any(isinstance(each, nn.Parameter) and each.grad is not None and not is_distributed(each) for each in own):
-        _warned.add(optimizer)
-        logger.warning(
-            "the %s steps parameters of no prepared model: nothing here has reduced their gradients, and if nothing "
-            "else does, each rank trains a model of its own; prepare(model, optimizer), or call "
-            "unisono.optimizer_step(optimizer)",
-            type(optimizer).__name__,
-        )
+    count = hand.foreign[optimizer] = hand.foreign.get(optimizer, 0) + 1
+    if count not in _COMPARED_AT:
+        return
+    engines = [each for each in alive(_engines) if not each.is_released]
+    prepared = {id(each) for engine in engines for each in engine.module.parameters()}
+    left_out = [each for each in own if each.requires_grad and id(each) not in prepared and not is_distributed(each)]
+    # An optimizer within another one may have other parameters on each rank, as torch's ZeroRedundancyOptimizer has.
+    mine = [each for each in left_out if hand.compared.setdefault(each, id(optimizer)) == id(optimizer)]
+    if mine:
+        check_same_step(type(optimizer).__name__, mine, world)
 
 
 # Not a decorator, which would replace the function by a handle: an optimizer's class that is pickled by value includes

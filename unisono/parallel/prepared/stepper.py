@@ -29,7 +29,7 @@ from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
 from unisono.parallel.gradients import check_presence
-from unisono.parallel.parameter_names import has_gradient, trained_parameters
+from unisono.parallel.parameter_names import has_gradient, parameters_of, trained_parameters
 from unisono.parallel.prepared.scaler import LossScaler
 from unisono.parallel.steps import TAKEN
 from unisono.parallel.strategies.engine import Engine
@@ -165,6 +165,7 @@ class Stepper:
         if len(self.optimizer.param_groups) != self._num_groups:  # perhaps parameters of another prepared model
             self._num_groups = len(self.optimizer.param_groups)
             self.join(self)
+            self._check_added()
         if current_graph_task_id() >= 0:
             self._refuse_inside_backward()
         if not self._steps.request(self.optimizer):
@@ -209,6 +210,17 @@ class Stepper:
             self.world.timeline.at_step(track.counts["steps"])
         self.was_skipped = self.taken.steps == before
         return result
+
+    def _check_added(self) -> None:
+        """Refuse parameters that are trained on each rank alone, in a group that was added after `prepare`."""
+        known = {id(each) for engine in self._engines for each in engine.module.parameters()}
+        added = [each for each in parameters_of(self.optimizer) if id(each) not in known]
+        if added and (self.world.comm.size > 1 or self._steps.every > 1):
+            raise ValueError(
+                f"a group was added to the {type(self.optimizer).__name__} with a parameter of shape "
+                f"{list(added[0].shape)} that belongs to no prepared model; prepare its model, or itself if it is of "
+                "none, before add_param_group()"
+            )
 
     def _warn_of_scheduler(self) -> None:
         """Warn of a scheduler that was left out of `prepare`, by torch's mark; a prepared one has left a check here."""

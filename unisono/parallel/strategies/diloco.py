@@ -21,7 +21,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from unisono.parallel.gradients import buckets
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.engine import Engine, Trainer, weak_method
+from unisono.parallel.strategies.engine import BareParameter, Engine, Trainer, weak_method
 from unisono.parallel.strategies.states import load_optimizer_state
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.strategies import DiLoCo
@@ -48,6 +48,11 @@ class DiLoCoStrategy(Strategy):
 
     def check(self, each: nn.Module | Optimizer) -> None:
         super().check(each)
+        if isinstance(each, BareParameter):
+            raise TypeError(
+                "strategy='diloco' averages the parameters of modules, and a parameter was given to prepare() by "
+                "itself; make it one of a module, or use strategy='ddp'"
+            )
         if isinstance(each, LBFGS):  # whose state is at one parameter, and has no place for the momenta of the others
             raise TypeError("strategy='diloco' does not work with LBFGS; use strategy='ddp', or another optimizer")
 

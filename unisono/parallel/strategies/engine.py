@@ -31,7 +31,7 @@ from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.held import HeldGradients, Members
 from unisono.parallel.strategies.sharded import holds_any
 from unisono.timeline import REDUCE
-from unisono.torch_private import will_engine_execute_node
+from unisono.torch_private import PARAMETERS, will_engine_execute_node
 from unisono.world import World
 
 _P = ParamSpec("_P")
@@ -61,6 +61,7 @@ class Engine:
 
     Attributes:
         gathers: whether the module's parameters are whole only while it runs.
+        is_called: whether the module is, so that its outputs show the passes through it.
         name: the name of the module's class.
         hooks: the hooks of each leaf that scale its gradients, while there are any.
         scale, notice: the hook that scales the gradients of a leaf, and what the first gradient of a pass calls.
@@ -75,11 +76,13 @@ class Engine:
     """
 
     gathers: ClassVar[bool] = False
+    is_called: ClassVar[bool] = True
+    _members_class: ClassVar[type[Members]] = Members
 
     def __init__(self, module: nn.Module, world: World, steps: Steps, shares_buffers: bool = True) -> None:
         self.module, self.name = module, type(module).__name__
         self._call = compilable(module)
-        self.members = Members(module)
+        self.members = self._members_class(module)
         self.gradients = HeldGradients(self.members, world, steps)
         self.is_released = self.is_local = self.may_be_bypassed = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
@@ -346,6 +349,49 @@ class Engine:
     def named_leaves(self) -> dict[str, torch.Tensor]:
         """The tensors that `leaves` returns, by their names in the module. A collective."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+
+
+class BareParameter(nn.Module):
+    """A tensor that trains without belonging to a module, as the only parameter of one."""
+
+    value: torch.Tensor
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        getattr(self, PARAMETERS)["value"] = tensor  # which need not be an nn.Parameter
+
+    def move(self, device: torch.device) -> None:
+        """Move it to the device: the same tensor, but where torch cannot give it memory of that type."""
+        moved = self.value.detach().to(device)
+        try:
+            self.value.data = moved
+        except RuntimeError:  # of another implementation, as XLA's
+            self.value = nn.Parameter(moved)
+
+
+class _Bare(Members):
+    def parameters(self) -> list[Any]:
+        return [self._module.value]
+
+
+class ParameterEngine(Engine):
+    """Reduces the gradients of a bare parameter, in any strategy. No forward pass shows the passes through it, so its
+    hook is there in all of them."""
+
+    is_called = False
+    _members_class = _Bare
+
+    def __init__(self, module: BareParameter, world: World, steps: Steps) -> None:
+        super().__init__(module, world, steps)
+        self.name = f"parameter of shape {list(module.value.shape)}"
+
+    def count_leaves(self) -> None:
+        super().count_leaves()
+        self.scale_leaves()
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        super().note_step(optimizer)
+        self.scale_leaves()
 
 
 class WeakList(list[ref[_T]]):

@@ -21,7 +21,7 @@ from unisono.arguments import check_choice, check_type
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.meta_modules import check_fillable
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.engine import BareParameter, Engine, ParameterEngine
 from unisono.parallel.strategies.sharded import loaded_class
 from unisono.protocols import Backend
 from unisono.strategies import DDP, FSDP, SPMD, Choice, DiLoCo, ZeRO1
@@ -86,6 +86,12 @@ class Strategy:
     def engine_of(self, module: nn.Module) -> Engine:
         """The engine of a module that is the same on all ranks."""
         return Engine(module, self.world, self.steps, getattr(self.options, "broadcast_buffers", True))
+
+    def wrap_parameter(self, module: BareParameter) -> Engine:
+        """Create the engine of a bare parameter, which is whole on each rank, with rank zero's values. A collective."""
+        if self.world.world_size > 1:
+            broadcast_parameters(module, world=self.world)
+        return ParameterEngine(module, self.world, self.steps)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer that replaces this one, usually itself."""

@@ -1,0 +1,331 @@
+"""Parameters of no module, and losses with parameters, train like one device; and not at all if left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from twin import Lines, Plain, State, assert_all_are, compare, data, loader_of, mean_loss, model, sgd, whole
+
+from unisono import Accelerator, DataParallel, optimizer_step, rank
+from unisono.errors import CollectiveMismatchError
+
+SEVERAL = pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+PLACES = [(SOLO, "ddp"), (THREADS_3, "ddp"), *((PROCESSES_2, name) for name in ("ddp", "zero1", "fsdp"))]
+EVERYWHERE = pytest.mark.parametrize(("mode", "strategy"), PLACES, ids=[f"{mode}-{name}" for mode, name in PLACES])
+
+
+def bare(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def with_temperature(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network, heat = model(), bare(1.5)
+    optimizer = sgd([*network.parameters(), heat])  # type: ignore[list-item] # torch takes any leaf
+    network, heat, optimizer, loader = accelerator.prepare(network, heat, optimizer, loader)
+    for inputs, targets, _ in loader:
+        accelerator.backward(F.mse_loss(network(inputs) / heat, targets))
+        accelerator.clip_grad_norm_([*network.parameters(), heat], 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**whole(network), "heat": heat.detach().clone()}
+
+
+def with_a_loss_of_its_own(accelerator: Any, loader: DataLoader[Any]) -> State:
+    """As SAC's log_alpha."""
+    network, log_alpha = model(), bare(0.3)
+    optimizers = sgd(network.parameters()), sgd([log_alpha])  # type: ignore[list-item]
+    network, log_alpha, *optimizers, loader = accelerator.prepare(network, log_alpha, *optimizers, loader)
+    for inputs, targets, _ in loader:
+        outputs = network(inputs)
+        for each in optimizers:
+            each.zero_grad()
+        accelerator.backward(F.mse_loss(outputs, targets) + log_alpha.detach().exp() * outputs.square().mean())
+        optimizers[0].step()
+        accelerator.backward(log_alpha.exp() * (outputs.detach().square() - targets).mean())
+        optimizers[1].step()
+    return {**whole(network), "log_alpha": log_alpha.detach().clone()}
+
+
+def before_the_model(accelerator: Any, loader: DataLoader[Any]) -> State:
+    network, prompt = model(), nn.Parameter(torch.full((5,), 0.1, dtype=torch.float64))
+    optimizer = sgd([*network.parameters(), prompt])
+    network, prompt, optimizer, loader = accelerator.prepare(network, prompt, optimizer, loader)
+    for inputs, targets, _ in loader:
+        optimizer.zero_grad()
+        F.mse_loss(network(inputs + prompt), targets).backward()
+        optimizer.step()
+    return {**whole(network), "prompt": prompt.detach().clone()}
+
+
+def without_a_model(accelerator: Any, loader: DataLoader[Any]) -> State:
+    offset = bare(0.1, 0.2)
+    offset, optimizer, loader = accelerator.prepare(offset, sgd([offset]), loader)  # type: ignore[list-item]
+    for _, targets, _ in loader:
+        optimizer.zero_grad()
+        (targets * offset - 1).square().mean().backward()
+        optimizer.step()
+    return {"offset": offset.detach().clone()}
+
+
+class Criterion(nn.Module):
+    """A loss with parameters, as ArcFace's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Parameter(torch.tensor([[1.0, 0.2], [0.3, 0.9]], dtype=torch.float64))
+        self.heat = nn.Parameter(torch.tensor([0.7], dtype=torch.float64))
+
+    def forward(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(predictions @ self.mixed * self.heat, targets)
+
+
+def a_criterion(change: Callable[[torch.Tensor], torch.Tensor]) -> Lines:
+    """The loss passes through both models; `change` computes its inputs anew from the batch."""
+
+    def lines(accelerator: Any, loader: DataLoader[Any]) -> State:
+        network, criterion = model(), Criterion()
+        optimizers = sgd(network.parameters()), sgd(criterion.parameters())
+        network, criterion, *optimizers, loader = accelerator.prepare(network, criterion, *optimizers, loader)
+        for inputs, targets, _ in loader:
+            accelerator.backward(criterion(change(network(inputs)), change(targets)))
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+        return whole(network, criterion)
+
+    return lines
+
+
+LINES: dict[str, Lines] = {
+    "after the model": with_temperature,
+    "a loss of its own": with_a_loss_of_its_own,
+    "before the model": before_the_model,
+    "without a model": without_a_model,
+    "a criterion": a_criterion(lambda each: each),
+    "a criterion of computed inputs": a_criterion(lambda each: each.tanh() + 1),
+}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_they_train_like_one_device_also_in_an_uneven_tail(mode: Mode, strategy: str, accumulate: int) -> None:
+    compare(mode, LINES, strategy=strategy, gradient_accumulation_steps=accumulate)
+
+
+def two_losses(accelerator: Any, loader: DataLoader[Any], is_together: bool = False) -> State:
+    network, heat = model(), bare(1.5)
+    optimizer = sgd([*network.parameters(), heat])  # type: ignore[list-item]
+    others = DataLoader(data(20), batch_size=loader.batch_size)
+    network, heat, optimizer, *loaders = accelerator.prepare(network, heat, optimizer, loader, others)
+    for batches in zip(*loaders, strict=True):
+        losses = [mean_loss(network, batch) / heat for batch in batches]
+        for loss, batch in [(sum(losses), None)] if is_together else zip(losses, batches, strict=True):
+            accelerator.backward(loss, **({"batch": batch} if isinstance(accelerator, Accelerator) else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**whole(network), "heat": heat.detach().clone()}
+
+
+@SEVERAL
+def test_losses_of_batches_that_count_differently_take_a_backward_pass_each(mode: Mode) -> None:
+    compare(mode, two_losses)
+    for error in mode.told(lambda: two_losses(Accelerator(), loader_of(23, 3), is_together=True)):
+        assert "call accelerator.backward(loss, batch=batch) for the loss of each" in error
+
+
+@SEVERAL
+def test_they_are_the_same_tensors_with_rank_zeros_values_and_may_be_prepared_again(mode: Mode) -> None:
+    def body() -> list[float]:
+        scale, shift = bare(1.0 + rank()), nn.Parameter(torch.ones(2) * rank())
+        for _ in range(2):
+            accelerator = Accelerator()
+            [same, [other]] = accelerator.prepare(scale, [shift])
+            assert same is scale
+            assert other is shift
+            with pytest.raises(ValueError, match="each of two prepared models would reduce"):
+                accelerator.prepare(scale)
+        accelerator.free_memory()
+        accelerator.prepare(scale)
+        return [scale.item(), *shift.tolist()]
+
+    assert mode.run(body) == [[1.0, 0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_checkpoint_in_mid_step_holds_them_for_any_number_of_ranks(strategy: str, tmp_path: Path) -> None:
+    def train(leaves: bool) -> State | None:
+        accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2, project_dir=tmp_path)  # type: ignore[arg-type]
+        network, heat = model(), bare(1.5)
+        optimizer = sgd([*network.parameters(), heat])  # type: ignore[list-item]
+        loader = DataLoader(data(22), batch_size=6 // accelerator.num_processes)
+        network, heat, optimizer, loader = accelerator.prepare(network, heat, optimizer, loader)
+        accelerator.load_state(must_exist=False)
+        for number, (inputs, targets, _) in enumerate(loader, 1):
+            accelerator.backward(F.mse_loss(network(inputs) / heat, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if leaves and number == 1:
+                accelerator.save_state()
+                return None
+        return {**whole(network), "heat": heat.detach().clone()}
+
+    PROCESSES_2.run(lambda: train(leaves=True))
+    network, heat = model(), bare(1.5)
+    optimizer = sgd([*network.parameters(), heat])  # type: ignore[list-item]
+    for window in ([*range(12)], [*range(12, 22)]):
+        inputs, targets, _ = (each[window] for each in data(22).tensors)
+        optimizer.zero_grad()
+        F.mse_loss(network(inputs) / heat, targets).backward()
+        optimizer.step()
+    for mode in (PROCESSES_2, SOLO):
+        assert_all_are(mode.run(lambda: train(leaves=False)), {**whole(network), "heat": heat.detach()})
+
+
+NO_PARAMETERS = {
+    "what was computed": lambda: bare(1.0) * 2,
+    "what does not require gradients": lambda: torch.ones(3),
+}
+
+
+@pytest.mark.parametrize("what", NO_PARAMETERS)
+def test_other_tensors_are_refused(what: str) -> None:
+    with pytest.raises(
+        TypeError, match="at position 0 is of type Tensor, which cannot be prepared unless it is a parameter"
+    ):
+        Accelerator().prepare(NO_PARAMETERS[what]())
+
+
+def test_replicas_that_share_one_are_refused() -> None:
+    shared = bare(1.0)
+    with pytest.raises(ValueError, match=r"one tensor in several replicas, .* make it in the function that the repl"):
+        THREADS_2.run(lambda: (accelerator := Accelerator()).prepare(shared) is accelerator.wait_for_everyone())
+
+
+def test_under_diloco_they_are_parameters_of_modules() -> None:
+    with pytest.raises(TypeError, match="make it one of a module, or use strategy='ddp'"):
+        Accelerator(strategy="diloco").prepare(bare(1.0))
+    Accelerator(strategy="diloco").prepare(Criterion())
+    Accelerator(strategy="ddp").prepare(bare(1.0))
+
+
+# Left out of `prepare`.
+
+
+@SEVERAL
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "with parameters of a prepared model"])
+def test_a_parameter_that_was_left_out_is_an_error_at_its_first_step(mode: Mode, is_shared: bool) -> None:
+    def body() -> None:
+        accelerator, log_alpha, network = Accelerator(), bare(0.1), model()
+        optimizer = sgd([log_alpha, *(network.parameters() if is_shared else ())])  # type: ignore[list-item]
+        network, loader = accelerator.prepare(network, loader_of(24, 3))
+        for batch in loader:
+            (mean_loss(network, batch) * log_alpha).backward()
+            optimizer.step()
+
+    for error in mode.told(body):
+        assert "the SGD steps parameters that were not prepared, and the gradient of its parameter 0 is" in error
+        assert "log_alpha, optimizer = accelerator.prepare(log_alpha, optimizer)" in error
+
+
+@SEVERAL
+def test_so_is_a_second_model_without_any_loader(mode: Mode) -> None:
+    def body() -> None:
+        accelerator, actor, critic = Accelerator(seed=0), model(), model()
+        optimizer = sgd(critic.parameters())
+        actor, _ = accelerator.prepare(actor, sgd(actor.parameters()))
+        critic(torch.ones(4, 5, dtype=torch.float64) * (1 + rank())).sum().backward()
+        optimizer.step()
+
+    assert all("nothing has reduced their gradients" in error for error in mode.told(body, RuntimeError))
+
+
+@SEVERAL
+def test_the_ways_out_train_like_one_device(mode: Mode) -> None:
+    def lines(prepares: bool) -> Lines:
+        def run(accelerator: Any, loader: DataLoader[Any]) -> State:
+            network, log_alpha = model(), bare(0.1)
+            optimizer = sgd([log_alpha])  # type: ignore[list-item]
+            network, loader = accelerator.prepare(network, loader)
+            if prepares:
+                log_alpha, optimizer = accelerator.prepare(log_alpha, optimizer)
+            step = optimizer.step if prepares or isinstance(accelerator, Plain) else lambda: optimizer_step(optimizer)
+            for inputs, _, _ in loader:
+                optimizer.zero_grad()
+                (log_alpha.exp() * network(inputs).detach().mean()).sum().backward()
+                step()
+            return {"log_alpha": log_alpha.detach().clone()}
+
+        return run
+
+    compare(mode, {"prepare": lines(True), "optimizer_step": lines(False)})
+
+
+@SEVERAL
+def test_what_the_ranks_reduce_themselves_or_compute_alike_is_none(mode: Mode) -> None:
+    def body() -> list[float]:
+        accelerator, probe, averaged = Accelerator(), bare(0.1), bare(0.1)
+        for each, own in ((probe, 1), (averaged, rank())):
+            optimizer = sgd([each])  # type: ignore[list-item]
+            for _ in range(11):
+                optimizer.zero_grad()
+                (each * own).sum().backward()
+                assert each.grad is not None
+                each.grad = accelerator.reduce(each.grad)
+                optimizer.step()
+        return [probe.item(), averaged.item()]
+
+    first, second = mode.run(body)
+    assert first == second
+
+
+@SEVERAL
+def test_a_step_of_one_rank_alone_is_named(mode: Mode) -> None:
+    def body() -> None:
+        accelerator, probe = Accelerator(), bare(0.1)
+        if accelerator.is_main_process:
+            probe.sum().backward()
+            sgd([probe]).step()  # type: ignore[list-item]
+        accelerator.wait_for_everyone()
+
+    with pytest.raises(CollectiveMismatchError, match="a step of an SGD with parameters that were not prepared"):
+        mode.run(body)
+
+
+@SEVERAL
+def test_a_group_that_is_added_needs_a_prepared_parameter(mode: Mode) -> None:
+    def body() -> None:
+        accelerator, network, added = Accelerator(), model(), bare(0.1)
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(12, 3))
+        [batch, _] = loader
+        optimizer.add_param_group({"params": [added]})
+        (mean_loss(network, batch) * added).backward()
+        with pytest.raises(ValueError, match=r"belongs to no prepared model; .* before add_param_group\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        accelerator.prepare(later := bare(0.1))
+        optimizer.param_groups.pop()
+        optimizer.add_param_group({"params": [later]})
+        (mean_loss(network, batch) * later).backward()
+        optimizer.step()
+
+    mode.run(body)
+
+
+def test_a_plain_data_parallel_function_may_train_on_one_device() -> None:
+    def body(*_: Any) -> float:
+        accelerator, log_alpha = Accelerator(), bare(0.1)
+        optimizer = sgd([log_alpha])  # type: ignore[list-item]
+        for _, targets, _ in accelerator.prepare(loader_of(24, 3)):
+            (log_alpha * targets.mean()).sum().backward()
+            optimizer.step()
+        return log_alpha.item()
+
+    assert DataParallel(nn.Identity(), ["cpu:0"]).run_on_replicas(body) != [0.1]
