@@ -69,8 +69,8 @@ def check_same_step(optimizer: str, parameters: Sequence[torch.Tensor], world: W
     if found is not None:
         raise RuntimeError(
             f"the {optimizer} steps parameters that were not prepared, and {found[0]} is {found[1]}: nothing has "
-            "reduced their gradients, and each rank would train a model of its own; prepare the model, the criterion, or "
-            "the parameter itself, together with the optimizer: log_alpha, optimizer = accelerator.prepare(log_alpha, "
+            "reduced their gradients, and each rank would train a model of its own; prepare the model, the criterion, "
+            "or the parameter itself, with the optimizer: log_alpha, optimizer = accelerator.prepare(log_alpha, "
             "optimizer); or call unisono.optimizer_step(optimizer) in place of optimizer.step()"
         )
 
