@@ -135,6 +135,8 @@ class _Dispatch(TorchDispatchMode):
         if to_device and not any(are_marked) and not kwargs.get("non_blocking"):
             self._syncs.note("a copy to the device")
         result = func(*args, **kwargs)
+        if name == "copy_" and not are_marked[0] and len(args) > 2 and args[2]:
+            return result  # main memory, which may be read when the device has come to a mark after the copy
         if any(are_marked) or kwargs.get("device") == DEVICE:
             for each in [
                 *tree_leaves(result),

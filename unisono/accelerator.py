@@ -231,12 +231,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         """
         if type(loss) is not torch.Tensor:  # spares the call
             check_type(loss, "loss", "pass the tensor that the loss function returned", torch.Tensor)
-        if self.scaler is not None:
-            if self._steps.begins_step():
-                # All microbatches of a step must have one loss scale, so an update waits for the next step.
-                self.scaler.settle()
-            loss = self.scaler.scale(loss)
-        self._passes.backward(loss, weight, batch, retain_graph)
+        if self.scaler is not None and self._steps.begins_step():
+            # All microbatches of a step must have one loss scale, so an update waits for the next step.
+            self.scaler.settle()
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        self._passes.backward(scaled, weight, batch, retain_graph)
+        self._passes.look(loss)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """The block is one microbatch, whatever passes it has.

@@ -38,6 +38,7 @@ from unisono.protocols import DeviceClock
 MAX_SPANS = 16384
 MAX_LOGGED = 1024  # between two readings
 DEVICE = "device"  # the name of that track
+NOT_FINITE = "first step that is not finite"  # a counter: the number of that step
 _STAMPS_AHEAD = 16  # of about two steps: read earlier, the device might not have reached it
 
 FETCH, MOVE, COMPUTE, REDUCE, STEP = PHASES = ("fetch", "move", "compute", "reduce", "step")

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from unisono.comm.selection import raise_translated
 from unisono.parallel import claims
 from unisono.parallel.claims import Claim, Crossings, Origin, check_counts, find_origin, named_origin, refuse_crossed
+from unisono.parallel.finiteness import LOSS, Finiteness
 from unisono.parallel.gradients import scaled
 from unisono.parallel.losses import LossWatch
 from unisono.parallel.steps import COLLECTING, Steps, Visit
@@ -80,6 +81,7 @@ class Passes:
         self.went_past = False  # a backward pass of the current step was not begun by `backward`
         self._world = steps.world
         self._crossings = self._world.state.part(Crossings)
+        self._finiteness = self._world.state.part(Finiteness)
         self._is_checked = False  # whether a model is prepared, at the first loss
         self._losses = LossWatch(steps.world, weak_method(self._look))
         self._claims: set[Claim] = set()  # of the batches of the forward passes since the last request
@@ -185,6 +187,13 @@ class Passes:
             self._call = timeline.backward = None
             if track.phase != before:
                 track.switch(before)
+
+    def look(self, loss: torch.Tensor) -> None:
+        """Look whether the loss of the last pass, without a scale, was finite."""
+        self._finiteness.look(loss, LOSS, self.steps, self._trained)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [each for engine in self._engines() for each in engine.members.trained()]
 
     def _warn_if_unprepared(self) -> None:
         """Warn of a loss of no prepared model."""

@@ -22,6 +22,7 @@ from unisono.deliveries import name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.backward import Passes
 from unisono.parallel.claims import Crossings, Origin, check_counts, claim_of, find_origin, named_origin, refuse_crossed
+from unisono.parallel.finiteness import LOSS, Finiteness
 from unisono.parallel.gradients import check_presence, reduce_gradients, scaled
 from unisono.parallel.parameter_names import describe_rates, trained_parameters
 from unisono.parallel.steps import Steps
@@ -102,6 +103,7 @@ def backward(
     trained = set(_leaves(loss)) if trainers else set()
     if (trainer := next((each for each in trainers if each.has(trained)), None)) is not None:
         trainer.backward(loss, weight, batch)
+        trainer.look(loss)
         return
     steps = hand.steps_of(world)
     origin = find_origin(world) if batch is None else named_origin(batch, world)
@@ -121,6 +123,7 @@ def backward(
         # A hook that stayed would also scale the next backward pass.
         for hook in hooks:
             hook.remove()
+    world.state.part(Finiteness).look(loss, LOSS, steps, lambda: _leaves(loss))
     # Only now is it known whether the pass went through `unisono.functional`.
     if crossings.number != before:
         refuse_crossed(part)

@@ -24,6 +24,7 @@ from unisono.timeline import (
     FORWARD,
     LOG,
     MOVE,
+    NOT_FINITE,
     PHASES,
     REDUCE,
     SAVE,
@@ -67,6 +68,7 @@ class RankSummary:
             loops.
         samples, batches, steps: how many the rank consumed; a repeated sample of a split tail is not counted.
         skipped_steps: steps without an update, since all weights were 0.
+        not_finite: the first step with a loss or gradient that was NaN or infinite, where this rank has found it; or 0.
         repeated: samples that only repeated others, to keep in step or to fill a batch.
         waits: seconds by cause (see `CAUSES`); they add up to the phase "fetch".
         nbytes: the size in bytes of the batches it consumed, as loaded.
@@ -89,6 +91,7 @@ class RankSummary:
     spans: list[tuple[str, list[Span]]]
     repeated: int = 0
     skipped_steps: int = 0
+    not_finite: int = 0
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     nbytes: int = 0
     mean_queue: float = 0.0
@@ -287,6 +290,7 @@ def summarise(world: World | None = None, is_own_thread: bool = True) -> RankSum
         steps=counts["steps"],
         repeated=counts["repeated"],
         skipped_steps=counts["skipped steps"],
+        not_finite=counts[NOT_FINITE],
         waits={cause: waited * counts[wait_counter(cause)] / 1e9 for cause in CAUSES},
         nbytes=counts["bytes"],
         mean_queue=counts["queued"] / counts["batches"] if counts["batches"] else 0.0,

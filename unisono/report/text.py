@@ -65,3 +65,6 @@ def _lines_below(report: Report) -> Iterator[str]:
         yield f"{report.repeated:,} samples were repeated to pad"
     if report.skipped_steps:
         yield f"{report.skipped_steps:,} steps were skipped: none of their samples, or tokens, counted"
+    if found := [each for each in report.ranks if each.not_finite]:
+        first = min(found, key=lambda each: each.not_finite)
+        yield f"not finite, a loss or a gradient, from step {first.not_finite:,} on: rank {first.rank} has met it first"

@@ -28,6 +28,7 @@ from unisono.comm.selection import raise_translated
 from unisono.deliveries import Loop
 from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
+from unisono.parallel.finiteness import GRADIENT, Finiteness, small_gradient
 from unisono.parallel.gradients import check_presence
 from unisono.parallel.parameter_names import has_gradient, parameters_of, trained_parameters
 from unisono.parallel.prepared.scaler import LossScaler
@@ -365,12 +366,20 @@ class Stepper:
                 arguments["closure"] = closure  # reduces and finishes the gradients in each of its calls
             elif self._max_grad_norm is not None or not self.taken.steps:
                 self._finish()
+            if self._passes.went_past and self.world.rank == 0:  # no loss was seen
+                self._look()
             if self._scaler is not None:
                 return self._scaler.step(self.optimizer, **arguments)
             self._count_step()
             return self._plain_step(**arguments)
         finally:
             stepping.discard(id(self.optimizer))
+
+    def _look(self) -> None:
+        """Look whether the gradients are finite."""
+        finiteness, trained = self.world.state.part(Finiteness), trained_parameters(self.optimizer)
+        if not finiteness.is_known and (gradient := small_gradient(trained)) is not None:
+            finiteness.look(gradient, GRADIENT, self._steps, lambda: trained)
 
     def _finish(self) -> None:
         """Clip the gradients, between the reduction and the step."""
