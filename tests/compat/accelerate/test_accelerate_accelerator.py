@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting, hearing
@@ -15,9 +16,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import DeviceLoader
-from unisono.compat.accelerate import Accelerator, DistributedType, utils
+from unisono.compat.accelerate import Accelerator, DistributedType, PartialState, utils
 from unisono.compat.accelerate.local_sgd import LocalSGD
+from unisono.compat.accelerate.scheduler import AcceleratedScheduler
 from unisono.compat.accelerate.state import AcceleratorState, GradientState
+from unisono.compat.accelerate.tracking import GeneralTracker
 from unisono.strategies import FSDP
 
 ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
@@ -45,6 +48,10 @@ LEFT_OVER = utils.GradientAccumulationPlugin(2, sync_with_dataloader=False)
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": LEFT_OVER}, "both given; pass one"),
         ({"fsdp_plugin": utils.FullyShardedDataParallelPlugin(activation_checkpointing=True)}, "has no counterpart"),
         ({"dynamo_backend": "inductor", "dynamo_plugin": utils.TorchDynamoPlugin()}, "both given; pass one"),
+        (
+            {"log_with": "tensorboard"},
+            "log_with='tensorboard' writes files, and no directory is given; pass project_dir",
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_refused_in_words(given: dict[str, Any], words: str) -> None:
@@ -56,6 +63,198 @@ def test_none_is_no_mixed_precision_unless_the_environment_has_one(monkeypatch: 
     assert Accelerator(mixed_precision=None).mixed_precision == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert Accelerator().mixed_precision == AcceleratorState().mixed_precision == "bf16"
+
+
+def test_what_accelerate_launch_sets_has_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "SHARD_GRAD_OP")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "yes")
+    assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 3
+    assert utils.TorchDynamoPlugin().to_native() == {"backend": "eager", "fullgraph": True}
+    assert utils.FullyShardedDataParallelPlugin().to_native() == FSDP(reshard_after_forward=False, offload=True)
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(
+        ValueError, match=r"FullyShardedDataParallelPlugin\(activation_checkpointing=...\) has no count"
+    ):
+        Accelerator()
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    for engine in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"ACCELERATE_USE_{engine}", "true")
+            with pytest.raises(
+                ValueError, match=f"ACCELERATE_USE_{engine} is set, but there is one axis, .*; unset it"
+            ):
+                Accelerator()
+    Accelerator()
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_CPU", None])
+def test_a_device_is_asked_for_by_the_environment_or_by_an_argument(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name is not None:
+        monkeypatch.setenv(name, "cpu" if name.endswith("DEVICE") else "true")
+    assert PartialState(cpu=name is None).device.type == "cpu"
+    accelerator = Accelerator(cpu=name is None, mixed_precision="bf16", gradient_accumulation_steps=2)
+    assert accelerator.device.type == "cpu"
+    # The views find the Accelerator, whose world has that device.
+    assert (AcceleratorState().mixed_precision, PartialState().world) == ("bf16", accelerator.world)
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(rows(4), batch_size=2))
+    found = []
+    for (x,) in loader:
+        accelerator.backward(model(x).sum())
+        state = GradientState()
+        found.append((state.sync_gradients, state.end_of_dataloader, state.in_dataloader, state.num_steps))
+    assert found == [(False, False, True, 2), (True, True, True, 2)]
+
+
+@ALL
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_schedule_counts_the_steps_of_one_device_and_waits_for_steps(mode: Mode, splits: bool, steps: int) -> None:
+    def body() -> list[int]:
+        accelerator = Accelerator(split_batches=splits, gradient_accumulation_steps=steps)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, DataLoader(rows(16), batch_size=2), scheduler
+        )
+        assert isinstance(scheduler, AcceleratedScheduler)
+        rates = []
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            rates.append(round(1 / scheduler.get_last_lr()[0]) - 1)
+        return rates
+
+    rounds, each = (8, 1) if splits else (8 // mode.ranks, mode.ranks)
+    assert mode.run(body) == [[(number // steps) * each for number in range(1, rounds + 1)]] * mode.ranks
+
+
+def test_a_scheduler_that_does_not_follow_the_optimizer_counts_each_call_and_is_saved(tmp_path: Path) -> None:
+    def make() -> tuple[Accelerator, Any, Any]:
+        accelerator = Accelerator(step_scheduler_with_optimizer=False, gradient_accumulation_steps=4)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return accelerator, *accelerator.prepare(model, optimizer, scheduler)[1:]
+
+    accelerator, _, scheduler = make()
+    for _ in range(3):
+        scheduler.step()
+    accelerator.save_state(str(tmp_path / "state"))
+    other, _, restored = make()
+    other.load_state(str(tmp_path / "state"))
+    assert restored.last_epoch == 3
+    assert restored.get_last_lr() == [0.125]
+
+
+class Own(GeneralTracker):
+    name, requires_logging_directory, tracker = "own", False, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker: list[Any] = []
+
+    def start(self) -> None:
+        self.tracker.append("start")
+
+    def store_init_configuration(self, values: Any) -> None:
+        self.tracker.append(values)
+
+    def log(self, values: Any, step: int | None, **options: Any) -> None:
+        self.tracker.append((values, step))
+
+    def finish(self) -> None:
+        self.tracker.append("finish")
+
+
+def test_a_tracker_of_the_scripts_own_gets_its_calls(tmp_path: Path) -> None:
+    own = Own()
+    accelerator = Accelerator(log_with=own, project_dir=str(tmp_path))
+    accelerator.log({"loss": 0.5})  # before a run it goes nowhere
+    accelerator.init_trackers("run", {"lr": 1})
+    assert accelerator.trackers == [own]
+    assert accelerator.get_tracker("own", unwrap=True) is own.tracker
+    accelerator.log({"loss": 1.0}, step=2)
+    with pytest.raises(ValueError, match=r"log with the library's own object, accelerator.get_tracker\(name, unwrap"):
+        accelerator.log({"loss": 1.0}, log_kwargs={"own": {"x": 1}})
+    accelerator.end_training()
+    assert own.tracker == ["start", {"lr": 1}, ({"loss": 1.0}, 2), "finish"]
+    with pytest.raises(NotImplementedError, match="GeneralTracker has no name, requires_logging_directory, tracker"):
+        GeneralTracker()
+
+
+def test_trackers_write_to_the_logging_directory(tmp_path: Path) -> None:
+    config = utils.ProjectConfiguration(project_dir=str(tmp_path / "project"), logging_dir=str(tmp_path / "logs"))
+    accelerator = Accelerator(project_config=config)
+    accelerator.init_trackers("run")
+    accelerator.end_training()
+    assert (accelerator.logging_dir, accelerator.project_dir) == (str(tmp_path / "logs"), str(tmp_path / "project"))
+    assert [each.name for each in tmp_path.rglob("*.jsonl")] == ["metrics.jsonl"]
+    assert (tmp_path / "logs" / "run" / "metrics.jsonl").is_file()
+
+
+def test_the_tracker_of_tensorboard_has_its_writer_as_diffusers_scripts_use_it(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    accelerator = Accelerator(log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("run")
+    for tracker in accelerator.trackers:
+        assert tracker.name == "tensorboard"
+        tracker.writer.add_images("validation", np.zeros((1, 8, 8, 3), "uint8"), 1, dataformats="NHWC")
+        tracker.log({"loss": 1.0}, step=1)
+    assert accelerator.get_tracker("tensorboard").writer is accelerator.get_tracker("tensorboard", unwrap=True)
+    accelerator.end_training()
+    assert len([*tmp_path.rglob("events.out.tfevents.*")]) == 1
+
+
+def test_wrappers_of_torch_are_unwrapped_as_well() -> None:
+    accelerator, inner = Accelerator(), nn.Linear(1, 1)
+    assert accelerator.unwrap_model(nn.DataParallel(inner)) is inner
+    assert accelerator.unwrap_model(inner) is inner
+
+
+def test_a_placement_of_single_objects_is_refused_with_a_way_out() -> None:
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(rows(2)), device_placement=[True, True])
+    with pytest.raises(
+        ValueError, match=r"\[True, False\] differs from Accelerator\(device_placement=True\); prepare what"
+    ):
+        accelerator.prepare(nn.Linear(1, 1), DataLoader(rows(2)), device_placement=[True, False])
+    there = Accelerator(device_placement=False)  # an Accelerator of its own
+    assert there.prepare_data_loader(DataLoader(rows(2)), device_placement=False) is not loader
+    assert accelerator.prepare_model(model, True, evaluation_mode=True) is model
+
+
+def test_automatic_mixed_precision_is_reported_and_not_switched_off() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    assert accelerator.native_amp
+    with pytest.raises(ValueError, match=r"native_amp=False, .* mixed_precision='bf16'; pass mixed_precision='no'"):
+        accelerator.native_amp = False
+    plain = Accelerator(mixed_precision="no")
+    plain.native_amp = False  # as scripts of diffusers do on MPS
+    assert not plain.native_amp
+
+
+def test_what_an_accelerator_has_been_given_is_found_on_it() -> None:
+    handlers = [utils.AutocastKwargs(enabled=False), utils.ProfileKwargs()]
+    accelerator = Accelerator(kwargs_handlers=handlers, rng_types=["generator"], log_with=[])
+    assert [accelerator.autocast_handler, accelerator.profile_handler] == handlers
+    assert accelerator.ddp_handler is accelerator.parallelism_config is accelerator.deepspeed_plugin is None
+    assert (accelerator.rng_types, accelerator.log_with, accelerator.device_placement) == (["generator"], [], True)
+    assert handlers[0].to_kwargs() == {"enabled": False}
+    for name, words in {"tensor_parallel_rank": "one axis", "deepspeed_engine_wrapped": "DeepSpeed, Megatron"}.items():
+        with pytest.raises(AttributeError, match=f"Accelerator.{name} is deliberately not supported: .*{words}"):
+            getattr(accelerator, name)
+    with pytest.raises(AttributeError, match="'Accelerator' object has no attribute 'prepair'"):
+        accelerator.prepair  # noqa: B018
 
 
 def test_handlers_and_plugins_reach_what_they_are_of() -> None:
@@ -133,6 +332,8 @@ def test_prepare_hands_back_what_it_does_not_know_and_what_it_has_prepared(mode:
         assert found[3] is optimizer
         assert found[5] is scheduler
         assert accelerator.prepare(found[1]) is found[1]
+        again = accelerator.prepare(*found)
+        assert all(one is other for one, other in zip(found, again, strict=True))
         assert accelerator.unwrap_model(found[1]) is model
         model, optimizer = accelerator.free_memory(found[1], optimizer)
         assert (model, optimizer) == (None, None)

@@ -11,7 +11,14 @@ import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting, hearing
 from torch import nn
 
-from unisono.compat.accelerate import DistributedType, PartialState, init_empty_weights, notebook_launcher, utils
+from unisono.compat.accelerate import (
+    DistributedType,
+    PartialState,
+    debug_launcher,
+    init_empty_weights,
+    notebook_launcher,
+    utils,
+)
 from unisono.compat.accelerate.logging import get_logger
 from unisono.compat.accelerate.state import AcceleratorState
 
@@ -34,7 +41,16 @@ accelerate.utils: ProjectConfiguration LoggerType TorchDynamoPlugin release_memo
 accelerate.utils: is_bf16_available is_wandb_available is_deepspeed_available extract_model_from_parallel
 accelerate.utils.dataclasses: DistributedType
 accelerate.utils.operations: DistributedOperationException
-accelerate.utils.memory: find_executable_batch_size
+accelerate.utils.memory: find_executable_batch_size clear_device_cache
+accelerate.memory_utils: find_executable_batch_size
+accelerate.utils.versions: compare_versions is_torch_version
+accelerate.utils.environment: str_to_bool parse_flag_from_env patch_environment
+accelerate.utils: recursively_apply find_batch_size find_device slice_tensors listify convert_to_fp32 wait_for_everyone
+accelerate.utils: DynamoBackend PrecisionType RNGType ComputeEnvironment synchronize_rng_state
+accelerate.launchers: notebook_launcher debug_launcher
+accelerate.big_modeling: init_on_device
+accelerate.scheduler: AcceleratedScheduler
+accelerate.tracking: GeneralTracker
 """
 ABSENT = [
     ("accelerate", "ParallelismConfig", "there is one axis"),
@@ -44,7 +60,19 @@ ABSENT = [
     ("accelerate.utils", "MegatronLMPlugin", "DeepSpeed, Megatron-LM, pipelines"),
     ("accelerate.utils", "AORecipeKwargs", "mixed_precision is"),
     ("accelerate", "GeneralTracker", "pass log_with="),
-    ("accelerate.utils", "recursively_apply", "map over a batch by"),
+    ("accelerate.utils", "concatenate", "map over a batch by"),
+    ("accelerate.utils", "save_fsdp_model", "accelerator.save_state and load_state take sharded models"),
+    ("accelerate.utils.modeling", "get_max_memory", "each device holds a whole replica"),
+    ("accelerate.utils.deepspeed", "DummyOptim", "DeepSpeed, Megatron-LM"),
+    ("accelerate.utils.constants", "SAFE_WEIGHTS_NAME", "accelerator.save_state"),
+    ("accelerate.hooks", "CpuOffload", "each device holds a whole replica"),
+    ("accelerate.checkpointing", "save_accelerator_state", "accelerator.save_state"),
+    ("accelerate.optimizer", "AcceleratedOptimizer", "prepare\\(\\) returns the optimizer itself"),
+    ("accelerate.inference", "prepare_pippy", "pipelines are not supported"),
+    ("accelerate.parallelism_config", "ParallelismConfig", "there is one axis"),
+    ("accelerate.commands.launch", "launch_command", "`unisono run -n 2 script.py` starts a script"),
+    ("accelerate.tracking", "TensorBoardTracker", "pass log_with="),
+    ("accelerate.test_utils", "training", "examples/accelerate_style.py"),
     ("accelerate.data_loader", "BatchSamplerShard", "shards by itself"),
 ]
 
@@ -57,9 +85,24 @@ def test_import_lines_change_by_a_prefix(line: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "name", "words"), ABSENT)
-def test_what_is_left_out_says_what_to_do(module: str, name: str, words: str) -> None:
-    with pytest.raises(AttributeError, match=f"deliberately not supported: .*{words}"):
+def test_an_import_of_what_is_left_out_says_what_to_do(module: str, name: str, words: str) -> None:
+    with pytest.raises(ImportError, match=f"deliberately not supported: .*{words}"):
+        exec(f"from unisono.compat.{module} import {name}", {})
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("accelerate.utils", "concatenate"), ("torch_xla.core.xla_model", "unlazy")]
+)
+def test_what_is_left_out_is_no_attribute_and_says_what_to_do(module: str, name: str) -> None:
+    with pytest.raises(AttributeError, match=f"{name} is deliberately not supported: "):
         getattr(import_module(f"unisono.compat.{module}"), name)
+
+
+def test_an_import_of_an_unknown_name_or_module_is_an_ordinary_import_error() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'gahter' from "):
+        exec("from unisono.compat.accelerate.utils.operations import gahter", {})
+    with pytest.raises(ModuleNotFoundError, match="operatoins"):
+        import_module("unisono.compat.accelerate.operatoins")
 
 
 @pytest.mark.parametrize("module", ["accelerate", "accelerate.utils", "accelerate.utils.operations"])
@@ -186,3 +229,42 @@ def test_what_is_not_joined_is_not_available() -> None:
     assert not utils.is_deepspeed_available()
     assert utils.is_cuda_available() == torch.cuda.is_available()
     assert isinstance(utils.is_torch_xla_available(), bool)
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    assert utils.is_torch_version(">=", "2.9")
+    assert not utils.is_torch_version("<", "2.9.1")
+    assert utils.compare_versions("numpy", ">", "1.3")
+    with pytest.raises(ValueError, match=r"operation='=>' does not exist; choose one of <, <=, ==, !=, >=, >"):
+        utils.compare_versions("numpy", "=>", "1.3")
+
+
+def test_a_structure_is_searched_cut_and_converted() -> None:
+    data = {"x": [torch.ones(3, 2, dtype=torch.bfloat16), "text"], "y": torch.arange(3)}
+    assert (utils.find_batch_size(data), utils.find_device(data)) == (3, torch.device("cpu"))
+    assert (utils.find_batch_size("text"), utils.find_device([])) == (None, None)
+    cut = utils.slice_tensors(data, slice(0, 1))
+    assert [cut["x"][0].shape[0], cut["x"][1], *cut["y"]] == [1, "text", 0]
+    assert utils.listify(data["y"]) == [0, 1, 2]
+    assert [utils.convert_to_fp32(data)[key] for key in "y"] == [data["y"]]
+    assert utils.convert_to_fp32(data)["x"][0].dtype == torch.float32
+    with pytest.raises(TypeError, match="double cannot take a str; pass tensors"):
+        _double("text")
+
+
+def _double(data: Any) -> Any:
+    def double(each: torch.Tensor) -> torch.Tensor:
+        return each * 2
+
+    return utils.recursively_apply(double, data, error_on_other_type=True)
+
+
+def test_a_debug_launcher_runs_processes_on_the_cpu() -> None:
+    def work(least: int) -> None:
+        state = PartialState()
+        assert (state.num_processes, state.device.type) == (2, "cpu")
+        assert state.process_index >= least
+
+    debug_launcher(work, (0,))
+    with pytest.raises(AssertionError):
+        debug_launcher(work, (1,))

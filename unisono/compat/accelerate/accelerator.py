@@ -19,7 +19,7 @@ from unisono.accelerator import Accelerator as Native
 from unisono.arguments import explain_unknown_names
 from unisono.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from unisono.compat.accelerate.state import AcceleratorState, GradientState, LastAccelerator, asked_device, joined_world
-from unisono.compat.accelerate.tracking import GeneralTracker
+from unisono.compat.accelerate.tracking import GeneralTracker, seen_by_scripts
 from unisono.compat.accelerate.utils import other
 from unisono.compat.accelerate.utils.dataclasses import (
     AutocastKwargs,
@@ -375,7 +375,10 @@ class Accelerator(Native):
     @property
     def trackers(self) -> list[Tracker]:
         """Like the native ones, without the JSON lines file."""
-        return [each for each in super().trackers if name_of(each) != "jsonl"]
+        return [seen_by_scripts(each) for each in super().trackers if name_of(each) != "jsonl"]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        return seen_by_scripts(super().get_tracker(name, unwrap))
 
     # Profiling and precision.
 

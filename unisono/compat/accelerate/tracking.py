@@ -1,4 +1,4 @@
-"""`accelerate.tracking`: the base class of a script's own trackers."""
+"""`accelerate.tracking`: the base class of a script's own trackers, and what a script sees of those of libraries."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.compat.left_out import left_out
+from unisono.tracking.libraries import LIBRARIES
 
 __getattr__ = left_out(__name__)
 
@@ -40,3 +41,28 @@ class GeneralTracker:
     def close(self) -> None:
         """`finish`."""
         self.finish()
+
+
+class LibraryTracker:
+    """A tracker of a library; the library's own object is its `tracker`, and has the names that it has in Accelerate:
+    `writer` (TensorBoard), `run` (W&B) and `active_run` (MLflow)."""
+
+    def __init__(self, native: Any) -> None:
+        self.name = native.name
+        self.tracker = self.writer = self.run = self.active_run = native.tracker
+        self._native = native
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Pass the values to the library."""
+        self._native.log(values, step)
+
+    def close(self) -> None:
+        """End the library's run."""
+        self._native.close()
+
+    finish = close
+
+
+def seen_by_scripts(tracker: Any) -> Any:
+    """The tracker, or the `LibraryTracker` of a library's one."""
+    return LibraryTracker(tracker) if any(type(tracker) is kind for kind in LIBRARIES.values()) else tracker
