@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import re
 import sys
 import threading
@@ -182,6 +184,37 @@ def test_the_traceback_of_the_other_side_is_the_cause():
     assert "ValueError: bad" not in shown
     assert "outcome.py" in text
     assert "outcome.py" not in shown.replace("test_outcome.py", "")
+
+
+def misspell(kind: str) -> Any:
+    learning_rate = 1.0
+    if kind == "name":
+        return lerning_rate + learning_rate  # type: ignore[name-defined] # noqa: F821
+    if kind == "cause":
+        try:
+            return misspell("name")
+        except NameError as error:
+            raise ValueError("no rate") from error
+    return pytest.aprox  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("kind", "meant"), [("name", "learning_rate"), ("attribute", "approx")])
+def test_what_python_suggests_arrives_and_is_copied_and_is_told_once(kind, meant):
+    outcome = Outcome.capture(misspell, kind)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        sys.__excepthook__(type(outcome.error), copy_error(outcome.error), outcome.error.__traceback__)
+    assert f"Did you mean: '{meant}'?\n" in printed.getvalue()
+    arrived = Outcome.from_bytes(outcome.to_bytes()).error
+    assert arrived.__notes__ == [f"Did you mean: '{meant}'?"]
+    assert arrived.__cause__.text.count("Did you mean") == 1
+    assert str(arrived) not in arrived.__cause__.shown  # Python shows it, after its cause
+    again = Outcome.from_bytes(Outcome.failure(arrived).to_bytes()).error
+    assert again.__notes__ == arrived.__notes__
+
+
+def test_what_python_suggests_about_a_cause_is_in_the_remote_traceback():
+    arrived = Outcome.from_bytes(Outcome.capture(misspell, "cause").to_bytes()).error
+    assert arrived.__cause__.text.count("Did you mean: 'learning_rate'?\n") == 1
 
 
 def test_an_error_that_was_never_raised_itself_ends_its_traceback_with_that_of_its_cause():

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import pickle
 import platform
+import re
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +34,7 @@ P = ParamSpec("P")
 # Excludes SIGABRT, with which a transport may end the peers of a rank that has failed.
 _DEADLY = [-each for each in signal.Signals if each.name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")]
 _CAUSED = "The above exception was the direct cause of the following exception:"
+_SUGGESTION = r"Did you .*\?"  # of Python, after the message of an error
 _NEWS_S = 1.0  # the longest delay until the death of a worker is noticed
 
 
@@ -119,9 +123,10 @@ class Outcome(Generic[T]):
     def _pack(self, error: BaseException) -> bytes:
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         sent = error.sent if isinstance(error, RemoteError) else None
+        text = traceback_of(error)  # first: it adds notes, which are sent with the error
         fields = {
             **(sent or {"payload": _pickle_error(error), "type": kind, "message": _text_of(error)}),
-            "traceback": _traceback_of(error),
+            "traceback": text,
             "where": self.where,
             "at": self.at,
             "is_secondary": self.is_secondary,
@@ -182,6 +187,9 @@ def copy_error(error: BaseException) -> BaseException:
         twin.__notes__ = list(error.__notes__)
     # These are not in `__dict__`, so no copy has them.
     twin.__cause__, twin.__suppress_context__ = error.__cause__, error.__suppress_context__
+    for name in ("name", "obj") if isinstance(error, NameError | AttributeError) else ():
+        with contextlib.suppress(AttributeError):  # Python's "Did you mean" needs them
+            setattr(twin, name, getattr(error, name))
     return twin.with_traceback(error.__traceback__)
 
 
@@ -195,12 +203,30 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
         link = link.__context__ if link.__cause__ is None and not link.__suppress_context__ else link.__cause__
 
 
-def _traceback_of(error: BaseException) -> str:
-    """The traceback as text; "" if it was never raised. A forwarded error keeps that of the process that raised it."""
+def traceback_of(error: BaseException) -> str:
+    """The traceback as text; "" if it was never raised. A forwarded error keeps that of the process that raised it.
+
+    Python's suggestions become notes of the error and its causes.
+    """
     if error.__traceback__ is None and isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__.text
+    _note_suggestions(error)
     was_raised = error.__traceback__ or error.__cause__ or error.__context__
-    return "".join(traceback.format_exception(error)) if was_raised else ""
+    text = "".join(traceback.format_exception(error)) if was_raised else ""
+    return re.sub(rf"\. ({_SUGGESTION})\n(?=\1\n)", "\n", text)
+
+
+def _note_suggestions(error: BaseException) -> None:
+    """Add Python's "Did you mean" as a note to an error and its causes: Python finds it where it prints an uncaught
+    error, by the frames and objects of the process that has raised it, and `traceback` of Python 3.11 does not."""
+    links = [link for link in chain_of(error) if isinstance(link, NameError | AttributeError | ImportError)]
+    if not links:
+        return
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    for link in links:
+        found = re.search(rf"{re.escape(_text_of(link))}\. ({_SUGGESTION})$", printed.getvalue(), re.MULTILINE)
+        add_note_once(link, found[1] if found else "")
 
 
 def _text_of(error: BaseException) -> str:

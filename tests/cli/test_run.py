@@ -469,6 +469,13 @@ def test_a_failure_is_told_once_and_without_the_launcher_s_lines(run, script, nu
     assert f"rank 0 of {num_workers}, cpu:0, pid " in errors
 
 
+@pytest.mark.parametrize("num_workers", ["1", "2"])
+def test_what_python_suggests_for_a_misspelt_name_is_told(run, script, num_workers):
+    code, _, errors = run("-n", num_workers, "--backend", "cpu", script("rate = 0.1\nprint(rat)"))
+    assert code == 1
+    assert errors.count("Did you mean: 'rate'?") == 1
+
+
 STANDING = """
 import sys, unisono
 from pathlib import Path

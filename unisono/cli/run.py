@@ -199,6 +199,7 @@ def _print_failure(error: Exception) -> int:
     """Print what ended the run, once, without the launcher's own frames; return the exit code."""
     from unisono.launch.messages import shows_all_frames
     from unisono.launch.run_target import exit_code_of
+    from unisono.outcome import traceback_of
     from unisono.stacks import fold_frames
 
     lost_step = isinstance(error, CollectiveMismatchError | BrokenWorldError)  # the traceback shows where in the script
@@ -207,7 +208,7 @@ def _print_failure(error: Exception) -> int:
     elif isinstance(error.__cause__, RemoteTraceback):
         text = error.__cause__.text
     else:
-        text = "".join(traceback.format_exception(error))
+        text = traceback_of(error)
     text = text if shows_all_frames() else fold_frames(text)
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
     print("\n".join([text.rstrip(), *notes]), file=sys.stderr, flush=True)
