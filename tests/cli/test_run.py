@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import warm_scripts
-from faults import SOON_S, Line, Script
+from faults import PATIENCE_S, SOON_S, Line, Script
 
 from unisono.backends.cores import usable_cores
 from unisono.cli.main import main
@@ -474,6 +475,76 @@ def test_what_python_suggests_for_a_misspelt_name_is_told(run, script, num_worke
     code, _, errors = run("-n", num_workers, "--backend", "cpu", script("rate = 0.1\nprint(rat)"))
     assert code == 1
     assert errors.count("Did you mean: 'rate'?") == 1
+
+
+def test_a_breakpoint_of_a_worker_without_a_terminal_names_the_ways_out(run, script, monkeypatch):
+    name = script("breakpoint()\nprint('went on')")
+    code, output, errors = run("-n", "2", "--backend", "cpu", name)
+    assert (code, output) == (1, "")
+    assert "a worker, which has no terminal to read commands from; run a single worker" in errors
+    assert "`unisono run -n 1 script.py`" in errors
+    assert "PYTHONBREAKPOINT=0" in errors
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", name)
+    assert (code, output) == (0, 2 * "went on\n"), errors
+
+
+ON_NEW_TERMINAL = """
+import os, pty, sys
+pid, ours = pty.fork()
+if not pid:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+text = b""
+while b"(Pdb) " not in text:  # an OSError if the command ends without a prompt
+    text += os.read(ours, 1000)
+os.write(ours, b"p 6 * 7\\nc\\n")
+while True:
+    try:
+        text += os.read(ours, 1000)
+    except OSError:
+        break
+print(text.decode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("breakpoint()", ["-m", "unisono", "run", "-n", "1", "--backend", "cpu", "train.py"]),
+        ("import unisono\nunisono.spawn(lambda index: breakpoint(), nprocs=1, backend='cpu')", ["train.py"]),
+    ],
+)
+def test_a_breakpoint_of_a_single_worker_has_a_prompt_on_a_terminal(tmp_path, body, arguments):
+    (tmp_path / "train.py").write_text(body)
+    (tmp_path / "launch.py").write_text(ON_NEW_TERMINAL)
+    command = [sys.executable, "launch.py", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert "42" in done.stdout, done.stdout + done.stderr
+
+
+RECORDED = """
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    raise ValueError("bad data")
+main()
+"""
+
+
+def test_what_torchs_record_tells_of_an_error_is_in_the_log_directory(run, script, tmp_path):
+    code, _, errors = run("-n", "2", "--backend", "cpu", "--log-dir", "logs", script(RECORDED))
+    assert code == 1
+    assert "ValueError: bad data" in errors
+    found = [json.loads(path.read_text()) for path in (tmp_path / "logs" / "latest").glob("rank-*.error.json")]
+    assert found
+    assert {each["message"]["message"] for each in found} == {"ValueError: bad data"}
+    code, output, errors = run(
+        *("-n", "2", "--backend", "cpu", "--no-prefix"),
+        script("import os\nprint(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE']))"),
+    )
+    assert code == 0, errors
+    assert len(set(output.split())) == 1
+    assert not os.path.exists(output.split()[0])  # the private directory of the run
 
 
 STANDING = """

@@ -73,6 +73,8 @@ def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
         os.environ.clear()
         os.environ.update({**job.caller.environ, OUTER_DIRECTORY: directory})
         _adopt_caller(job.caller, place, directory)
+        # torch's `record` writes an error of the script there.
+        os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(job.records or directory, f"rank-{rank}.error.json")
         world = _join_world(job, place)
         set_process_world(world)
         # Until here an interrupt ended the process: nothing was lost, and the transport would not have noticed it.
@@ -214,11 +216,23 @@ def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
     sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
     # stderr is a pipe here, so the width of the terminal cannot be queried.
     terminal.set_columns(caller.columns)
+    sys.breakpointhook = _break
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
     # For the supervisor, which wants whole, separate stacks. The descriptor stays open as long as the process lives.
     stacks = os.open(stacks_path(directory, place.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     faulthandler.register(TELL_STACKS, stacks, all_threads=True)
+
+
+def _break(*args: Any, **kwargs: Any) -> Any:
+    """What `breakpoint()` calls: the debugger that PYTHONBREAKPOINT names, or pdb if fn has opened a terminal."""
+    if os.environ.get("PYTHONBREAKPOINT") or (sys.stdin is not None and sys.stdin.isatty()):
+        return sys.__breakpointhook__(*args, **kwargs)
+    raise UnisonoError(
+        "breakpoint() was called in a worker, which has no terminal to read commands from; run a single worker, in the "
+        "process that has the terminal: `unisono run -n 1 script.py` without --log-dir and --max-restarts, or "
+        "spawn(nprocs=1); PYTHONBREAKPOINT=0 ignores breakpoint()"
+    )
 
 
 def _keep_sockets_in(directory: str) -> None:
