@@ -264,21 +264,6 @@ def test_a_destroyed_group_gives_its_memory_back():
         assert len(set(counts)) == 1
 
 
-def test_a_message_that_is_sent_before_a_collective_and_received_after_it_arrives():
-    def work(index: int) -> float:
-        group, received = dist.new_group(), torch.zeros(1)
-        if index == 0:
-            sent = dist.isend(torch.ones(1), 1, group=group)  # its peer is in another group's collective
-        dist.barrier()
-        if index == 0:
-            sent.wait()
-        else:
-            dist.recv(received, 0, group=group)
-        return received.item()
-
-    assert spawn(work, nprocs=2) == [0.0, 1.0]
-
-
 def test_threads_of_a_rank_call_one_after_another():
     def work(index: int) -> list[float]:
         def reduce(tensor: torch.Tensor) -> float:

@@ -21,7 +21,6 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -45,10 +44,6 @@ _LOOPS = 64  # more than a page of notes has
 _REASONS = {_OPEN: "has ended", _LEFT: "has left the group", _BROKEN: "has broken off"}
 
 
-def _nothing() -> None:
-    pass
-
-
 class MeetingPoint:
     """This rank's place.
 
@@ -56,7 +51,6 @@ class MeetingPoint:
         turn: the number of meetings that this rank has arrived at; the memory holds it modulo the word.
         lock: held for the time of a collective, of which there may be several threads.
         is_closed: whether this rank has left.
-        on_nap: what this rank does now and then while it waits.
     """
 
     def __init__(self, mapping: Mapping, timeout: timedelta) -> None:
@@ -64,7 +58,6 @@ class MeetingPoint:
         self.turn = 0
         self.timeout = timeout
         self.lock = threading.RLock()
-        self.on_nap: Callable[[], None] = _nothing
         self._mapping = mapping
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapping.memory))
         self._words = memoryview(mapping.memory).cast("I")
@@ -188,9 +181,6 @@ class MeetingPoint:
         """Whether that rank can be sent messages."""
         return bool(self._words[(self._mapping.header_of(rank) + _CONNECTED) // 4])
 
-    def is_any_connected(self) -> bool:
-        return any(map(self.is_connected, self._others))
-
     def _wait_for(self, rank: int, limit_s: float | None) -> None:
         words, word, turn = self._words, self._count_at[rank] // 4, self.turn
         for _ in range(_SPINS):
@@ -212,6 +202,5 @@ class MeetingPoint:
             if time.monotonic() > deadline:
                 waited = f"waited {timedelta(seconds=timeout_s)} for {name_ranks(missing)}"
                 raise dist.DistNetworkError(f"{waited}, which is the timeout of the call")
-            self.on_nap()
             futex.wait(self._address + self._count_at[rank], seen, nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)

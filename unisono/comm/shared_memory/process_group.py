@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache, wraps
@@ -70,7 +69,6 @@ _OPS = {
     _ReduceOp.BOR: "or",
     _ReduceOp.BXOR: "xor",
 }
-_groups: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
 
 
 def register() -> None:
@@ -167,12 +165,10 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(mapping.rank, mapping.size)
         self._store, self._timeout = store, timeout
         self.here = MeetingPoint(mapping, timeout)
-        self.here.on_nap = _connect_where_peers_have
         self._blocks = Blocks(mapping, self.here)
         self._gloo: Any = None
         self._creating_gloo = threading.Lock()
         self._name = self._description = ""
-        _groups.add(self)
 
     @_in_any_form(AllreduceOptions)
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
@@ -394,7 +390,6 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
             self.here.check_presence(rank)
             if time.monotonic() > deadline:
                 raise dist.DistNetworkError(f"waited {self._timeout} for rank {rank} to connect")
-            _connect_where_peers_have()
             time.sleep(_POLL_S)
         return gloo
 
@@ -409,19 +404,9 @@ class SharedMemoryGroup(_ProcessGroup):  # type: ignore[misc]
                 self.here.note_connected()
         return self._gloo
 
-    def connect_if_peers_have(self) -> None:
-        """Create gloo's group if a peer has: it may be waiting for that, to begin what this rank receives later."""
-        if self._gloo is None and not self.here.is_closed and self.here.is_any_connected():
-            self._by_gloo()
-
     def _close_gloo(self) -> None:
         if self._gloo is not None:
             self._gloo.shutdown()
-
-
-def _connect_where_peers_have() -> None:
-    for group in list(_groups):
-        group.connect_if_peers_have()
 
 
 @lru_cache(4096)

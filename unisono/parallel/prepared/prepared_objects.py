@@ -62,16 +62,18 @@ class PreparedObjects:
         bare = {id(each): BareParameter(each) for _, each in given if isinstance(each, torch.Tensor)}
         flat = [(where, bare.get(id(each), each)) for where, each in given]
         modules = [each for _, each in flat if isinstance(each, nn.Module) and not is_metric(each)]
-        places = Places([*self.modules(), *modules])
+        known = self.modules()  # none may be collected meanwhile
+        places = Places([*known, *modules])
         for place, (where, each) in enumerate(flat):
             self._check(where, each, [other for _, other in flat[:place]], [other for _, other in flat], places)
         # Models first: a move may replace the parameters that optimizers hold. Schedulers last: they follow optimizers,
         # which strategy "zero1" replaces.
         made: dict[int, Any] = {id(each): self._add_model(each) for each in modules}
+        moved = [*known, *(made[id(each)].module for each in modules)]
         made.update((key, each.value) for key, each in bare.items())
         for _, each in flat:
             if isinstance(each, Optimizer):
-                places.follow(each, self.modules())
+                places.follow(each, moved)
                 made[id(each)] = self._add_optimizer(each)
         for _, each in flat:
             if is_metric(each):

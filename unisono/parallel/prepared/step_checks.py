@@ -113,6 +113,9 @@ def _check_foreign(optimizer: Optimizer, own: Sequence[torch.Tensor]) -> None:
     hand = world.state.part(by_hand.ByHand)
     if not hand.trainers or optimizer in hand.agreed:
         return
+    # Within the step of a prepared one, as ZeRO-1's for the rank's part, whose parameters are others on each rank.
+    if any(each.world is world and id(each.optimizer) in stepping for each in alive(steppers)):
+        return
     count = hand.foreign[optimizer] = hand.foreign.get(optimizer, 0) + 1
     if count not in _COMPARED_AT:
         return

@@ -29,7 +29,7 @@ from unisono.torch_private import (
     STEP_PRE_HOOKS,
     STORAGE_ADDRESS,
 )
-from unisono.tree import tensors, tree_map
+from unisono.tree import objects, tree_map
 
 Hooks = tuple[Any, Any]
 """The dictionaries of a tensor's hooks of both kinds; None where it has none."""
@@ -46,9 +46,9 @@ class Part(DTensor):
         cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        parts = [each for each in tensors((args, kwargs)) if isinstance(each, Part)]
+        parts = [each for each in objects((args, kwargs)) if isinstance(each, Part)]
         places, names = _written(operation)
-        written = tensors([[args[each] for each in places if each < len(args)], [kwargs.get(each) for each in names]])
+        written = objects([[args[each] for each in places if each < len(args)], [kwargs.get(each) for each in names]])
         if any(isinstance(each, _Copied) for each in written):
             raise RuntimeError(_LOST)
         memories = {_memory(each) for each in parts if not isinstance(each, _Copied)}
@@ -64,7 +64,7 @@ class Part(DTensor):
                 if MIXED in str(error):
                     raise RuntimeError(f"{operation} got {MIXED}: {_MET}") from error
                 raise
-        for each in tensors(result):
+        for each in objects(result):
             if type(each) is DTensor:
                 each.__class__ = _Copied if operation.is_view and _memory(each) not in memories else Part
         return result
