@@ -110,6 +110,12 @@ class Step:
             counted.setdefault(each.microbatch, each)
         return sum(1 if each.batch is None else each.batch.dealt for each in counted.values())
 
+    def per_device_step(self) -> float:
+        """The number of microbatches that make a step of one device: k, or this step's, if the user steps by hand."""
+        if 1 < self.every < math.inf:
+            return self.every
+        return self.count if len(self.visits) > 1 else 1
+
     def place(self) -> str:
         """Describe where this rank is: equal on all ranks, unless they have lost step."""
         batches = list(filter(None, map(attrgetter("batch"), self.visits)))

@@ -171,6 +171,31 @@ def test_a_schedule_counts_what_it_is_told_to_also_where_steps_accumulate(mode: 
     assert found == [pytest.approx([plain[place] for place in counted[unit]], abs=1e-12)] * mode.ranks
 
 
+@MODES
+def test_microbatches_that_a_script_counts_itself_are_one_step_of_a_device(mode: Mode) -> None:
+    def body() -> list[float]:
+        accelerator = Accelerator(schedule_unit="device_step")
+        network = model()
+        optimizer, loader = sgd(network.parameters()), loader_of(SAMPLES, BATCH)
+        scheduler = BUILT["cosine"](optimizer, EPOCHS * BATCHES // 2)
+        network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
+        rates = []
+        for _ in range(EPOCHS):
+            for number, (inputs, _, _) in enumerate(loader, 1):
+                accelerator.backward(network(inputs).sum() / 2)
+                if number % 2 == 0:
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    total = EPOCHS * BATCHES // 2
+    plain = plain_rates(lambda optimizer: BUILT["cosine"](optimizer, total), total)
+    expected = [plain[end // 2] for end in ends_of_steps(mode.ranks, 2)]
+    assert mode.run(body) == [pytest.approx(expected, abs=1e-12)] * mode.ranks
+
+
 UNKNOWN = {
     "no length": (lambda optimizer, _: StepLR(optimizer, 5), {}),
     "an epoch's batches, or twice its steps": (lambda optimizer, _: CosineAnnealingLR(optimizer, 16), {}),

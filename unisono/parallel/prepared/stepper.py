@@ -321,7 +321,7 @@ class Stepper:
     def _count_step(self) -> None:
         steps, batches, device_steps = self.taken
         dealt = self._steps.step.num_dealt()
-        device_steps += math.ceil(dealt / self._steps.step.every)  # so many microbatches make a step of one device
+        device_steps += math.ceil(dealt / self._steps.step.per_device_step())
         self.taken = _taken((steps + 1, batches + dealt, device_steps))
 
     def _refuse_inside_backward(self) -> None:
