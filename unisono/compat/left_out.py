@@ -81,6 +81,7 @@ _ADVICE = {
     "active_dataloader|dataloader_references|remainder": (
         "a loader's own loop knows: loader.valid_samples, loader.epoch, loader.state_dict()"
     ),
+    "step": "accelerator.sync_gradients says whether optimizer.step() takes a step; count batches by enumerate(loader)",
     "lomo_backward|has_lomo_optimizer": "prepare() takes optimizers of torch's kind: a step after the backward pass",
     "test_utils": "it has the tests of the original; examples/accelerate_style.py is a script that is tested here",
 }

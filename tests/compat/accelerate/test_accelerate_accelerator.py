@@ -6,7 +6,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from modes import PROCESSES_2, SOLO, THREADS_2, Mode, fitting, hearing
@@ -20,7 +19,6 @@ from unisono.compat.accelerate import Accelerator, DistributedType, PartialState
 from unisono.compat.accelerate.local_sgd import LocalSGD
 from unisono.compat.accelerate.scheduler import AcceleratedScheduler
 from unisono.compat.accelerate.state import AcceleratorState, GradientState
-from unisono.compat.accelerate.tracking import GeneralTracker
 from unisono.strategies import FSDP
 
 ALL = pytest.mark.parametrize("mode", fitting(SOLO, THREADS_2, PROCESSES_2), ids=str)
@@ -156,65 +154,6 @@ def test_a_scheduler_that_does_not_follow_the_optimizer_counts_each_call_and_is_
     assert restored.get_last_lr() == [0.125]
 
 
-class Own(GeneralTracker):
-    name, requires_logging_directory, tracker = "own", False, None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tracker: list[Any] = []
-
-    def start(self) -> None:
-        self.tracker.append("start")
-
-    def store_init_configuration(self, values: Any) -> None:
-        self.tracker.append(values)
-
-    def log(self, values: Any, step: int | None, **options: Any) -> None:
-        self.tracker.append((values, step))
-
-    def finish(self) -> None:
-        self.tracker.append("finish")
-
-
-def test_a_tracker_of_the_scripts_own_gets_its_calls(tmp_path: Path) -> None:
-    own = Own()
-    accelerator = Accelerator(log_with=own, project_dir=str(tmp_path))
-    accelerator.log({"loss": 0.5})  # before a run it goes nowhere
-    accelerator.init_trackers("run", {"lr": 1})
-    assert accelerator.trackers == [own]
-    assert accelerator.get_tracker("own", unwrap=True) is own.tracker
-    accelerator.log({"loss": 1.0}, step=2)
-    with pytest.raises(ValueError, match=r"log with the library's own object, accelerator.get_tracker\(name, unwrap"):
-        accelerator.log({"loss": 1.0}, log_kwargs={"own": {"x": 1}})
-    accelerator.end_training()
-    assert own.tracker == ["start", {"lr": 1}, ({"loss": 1.0}, 2), "finish"]
-    with pytest.raises(NotImplementedError, match="GeneralTracker has no name, requires_logging_directory, tracker"):
-        GeneralTracker()
-
-
-def test_trackers_write_to_the_logging_directory(tmp_path: Path) -> None:
-    config = utils.ProjectConfiguration(project_dir=str(tmp_path / "project"), logging_dir=str(tmp_path / "logs"))
-    accelerator = Accelerator(project_config=config)
-    accelerator.init_trackers("run")
-    accelerator.end_training()
-    assert (accelerator.logging_dir, accelerator.project_dir) == (str(tmp_path / "logs"), str(tmp_path / "project"))
-    assert [each.name for each in tmp_path.rglob("*.jsonl")] == ["metrics.jsonl"]
-    assert (tmp_path / "logs" / "run" / "metrics.jsonl").is_file()
-
-
-def test_the_tracker_of_tensorboard_has_its_writer_as_diffusers_scripts_use_it(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    accelerator = Accelerator(log_with="tensorboard", project_dir=str(tmp_path))
-    accelerator.init_trackers("run")
-    for tracker in accelerator.trackers:
-        assert tracker.name == "tensorboard"
-        tracker.writer.add_images("validation", np.zeros((1, 8, 8, 3), "uint8"), 1, dataformats="NHWC")
-        tracker.log({"loss": 1.0}, step=1)
-    assert accelerator.get_tracker("tensorboard").writer is accelerator.get_tracker("tensorboard", unwrap=True)
-    accelerator.end_training()
-    assert len([*tmp_path.rglob("events.out.tfevents.*")]) == 1
-
-
 def test_wrappers_of_torch_are_unwrapped_as_well() -> None:
     accelerator, inner = Accelerator(), nn.Linear(1, 1)
     assert accelerator.unwrap_model(nn.DataParallel(inner)) is inner
@@ -250,7 +189,8 @@ def test_what_an_accelerator_has_been_given_is_found_on_it() -> None:
     assert accelerator.ddp_handler is accelerator.parallelism_config is accelerator.deepspeed_plugin is None
     assert (accelerator.rng_types, accelerator.log_with, accelerator.device_placement) == (["generator"], [], True)
     assert handlers[0].to_kwargs() == {"enabled": False}
-    for name, words in {"tensor_parallel_rank": "one axis", "deepspeed_engine_wrapped": "DeepSpeed, Megatron"}.items():
+    absent = {"tensor_parallel_rank": "one axis", "deepspeed_engine_wrapped": "DeepSpeed, Megatron"}
+    for name, words in {**absent, "step": "accelerator.sync_gradients says"}.items():
         with pytest.raises(AttributeError, match=f"Accelerator.{name} is deliberately not supported: .*{words}"):
             getattr(accelerator, name)
     with pytest.raises(AttributeError, match="'Accelerator' object has no attribute 'prepair'"):
@@ -301,6 +241,18 @@ def test_reduce_is_the_sum_and_gather_takes_what_requires_grad(mode: Mode) -> No
         return accelerator.reduce(torch.ones(())).item(), gathered.tolist()
 
     assert mode.run(body) == [(mode.ranks, [2.0, 2.0, 4.0, 4.0][: 2 * mode.ranks])] * mode.ranks
+
+
+@ALL
+def test_rows_are_padded_by_the_names_of_accelerates_arguments(mode: Mode) -> None:
+    def body() -> list[int]:
+        accelerator = Accelerator()
+        own = torch.ones(accelerator.process_index + 1, dtype=torch.int64, device=accelerator.device)
+        padded = accelerator.pad_across_processes(tensor=own, dim=0, pad_index=7, pad_first=True)
+        found: list[int] = padded.tolist()
+        return found
+
+    assert mode.run(body) == ([[1]] if mode.ranks == 1 else [[7, 1], [1, 1]])
 
 
 @ALL

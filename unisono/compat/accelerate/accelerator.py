@@ -263,6 +263,10 @@ class Accelerator(Native):
         """Like the native one, but the default is the sum."""
         return other.reduce(tensor, reduction, scale, self.world)
 
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Like the native one."""
+        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
     def join_uneven_inputs(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """There is nothing to join: all ranks take the same number of steps."""
         return nullcontext()
