@@ -141,7 +141,7 @@ class Engine:
     def _fingerprint(self) -> int:
         """Of the trained parameters, and of the states of their optimizers (which "zero1" keeps elsewhere)."""
         states = [each.state for each in self.optimizers()]
-        kept = [state.get(each, {}) for state in states for each in self.members.trained()]
+        kept = [state.get(each) or {} for state in states for each in self.members.trained()]
         held = [each for state in kept for _, each in sorted(state.items()) if isinstance(each, torch.Tensor)]
         return int(fingerprint(readable([*self.members.trained(), *held], self._world)))
 
