@@ -139,9 +139,9 @@ class Engine:
             self._before_load = self._fingerprint()
 
     def _fingerprint(self) -> int:
-        """Of the trained parameters, and of the states of their optimizers (which "zero1" keeps elsewhere)."""
-        states = [each.state for each in self.optimizers()]
-        kept = [state.get(each) or {} for state in states for each in self.members.trained()]
+        """Of the trained parameters, and of the states of their optimizers (but of "zero1", of which each rank has a part)."""
+        states = [each.state for each in self.optimizers() if not hasattr(each, "consolidate_state_dict")]
+        kept = [state.get(each, {}) for state in states for each in self.members.trained()]
         held = [each for state in kept for _, each in sorted(state.items()) if isinstance(each, torch.Tensor)]
         return int(fingerprint(readable([*self.members.trained(), *held], self._world)))
 
