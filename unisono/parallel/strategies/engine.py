@@ -139,7 +139,7 @@ class Engine:
             self._before_load = self._fingerprint()
 
     def _fingerprint(self) -> int:
-        """Of the trained parameters, and of their optimizers' states, but those of "zero1", which ranks have parts of."""
+        """Of the trained parameters, and of the optimizers' states, but those of "zero1", which ranks have parts of."""
         states = [each.state for each in self.optimizers() if not hasattr(each, "consolidate_state_dict")]
         kept = [state.get(each, {}) for state in states for each in self.members.trained()]
         held = [each for state in kept for _, each in sorted(state.items()) if isinstance(each, torch.Tensor)]
