@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from step_programs import SEEDS, Loss, Machine, Outcome, Program, data, networks, optimizers
+from step_programs import SEEDS, Loss, Machine, Outcome, Program, data, decay, networks, optimizers
 
 NO_LOADER: Any = "no loader"  # stands for the batch, and for the loop, of data from elsewhere
 FLAW = 1e-9  # relative
@@ -86,20 +86,20 @@ class Step:
 class Plain(Machine):
     """
     Attributes:
-        states: the parameters before each operation, and at the end.
+        states: the parameters before each operation, and at the end; None while the ranks have states of their own.
         stop: why the program has no end.
     """
 
-    def __init__(self, program: Program, ranks: int) -> None:
+    def __init__(self, program: Program, ranks: int, is_sharded: bool) -> None:
         super().__init__(program.setup)
-        self.ranks, self.is_mean = ranks, program.setup.every > 1
+        self.is_sharded, self.ranks, self.is_mean = is_sharded, ranks, program.setup.every > 1
         self.positions = {"a": 0, "b": 0}  # in the last loop; 0 if it has ended
         self.starts = {"a": 0, "b": 0}  # where the next loop begins
         self.open: dict[Any, Batch] = {}  # the last batch of each open loop; the loop that delivered last is the last
         self.left: set[Any] = set()  # loops that were
         self.over: set[Any] = set()  # these, and those that have ended, in this run of the script
         self.used: set[Any] = set()  # batches that a forward pass was computed from
-        self.states: list[list[torch.Tensor]] = []
+        self.states: list[list[torch.Tensor] | None] = []
         self.stop: Exception | None = None
         self.prepare()
         try:
@@ -108,7 +108,7 @@ class Plain(Machine):
             self.stop = end
 
     def prepare(self) -> None:
-        self.models = networks(self.setup)
+        self.models = networks(self.setup, is_sparse=False)
         self.optimizers = optimizers(self.setup, self.models)
         self.parameters = [each for model in self.models.values() for each in model.parameters()]
         self.owner = {each: name for name, one in self.optimizers.items() for each in one.param_groups[0]["params"]}
@@ -125,10 +125,11 @@ class Plain(Machine):
         self.is_pending = False  # whether there is a forward pass since the last pass or request
         self.last: Batch | None = None  # of the last forward pass since the last request
         self.skips = dict.fromkeys(self.optimizers, False)
+        self.is_apart = False  # whether the ranks have loaded several states
         self.shared: Any = None  # the visit of an accumulate() block
 
     def note(self) -> None:
-        self.states.append([each.detach().clone() for each in self.parameters])
+        self.states.append(None if self.is_apart else [each.detach().clone() for each in self.parameters])
         self.clock += 1
 
     # Batches.
@@ -159,6 +160,7 @@ class Plain(Machine):
 
     def forward(self, kind: str) -> None:
         count = len(self.losses)
+        self.check_rows()
         super().forward(kind)
         if len(self.losses) > count:
             self.last, self.is_pending = self.meant(self.hand, self.hand.is_computed or kind == "copied"), True
@@ -195,7 +197,16 @@ class Plain(Machine):
         pass
 
     def failing(self, where: str) -> None:
+        self.check_rows()
         self.is_pending = True
+
+    def check_rows(self) -> None:
+        if self.setup.net == "norm" and self.hand is not None and len(self.hand.tensors[0]) < 2:
+            raise Unsaid("statistics of one row")
+
+    def erase_grad(self, row: str) -> None:
+        super().erase_grad(row)
+        self.mean[self.models["f"][-1].weight][int(row)].zero_()
 
     # Passes.
 
@@ -229,8 +240,7 @@ class Plain(Machine):
     def decay(self) -> None:
         if self.setup.every > 1 and self.last is None:
             raise Unsaid("a penalty of no batch")
-        value = sum(each.pow(2).sum() for each in self.models["f"].parameters())
-        self.passed(Loss(((value, self.last or Batch((), NO_LOADER)),)), "plain")  # type: ignore[arg-type]
+        self.passed(Loss(((decay(self.models["f"]), self.last or Batch((), NO_LOADER)),)), "plain")  # type: ignore[arg-type]
 
     def arrive(self, parts: Sequence[tuple[dict[Any, torch.Tensor], Batch]], weight: float | None) -> None:
         """A backward pass leaves gradients of the means over these batches."""
@@ -339,6 +349,8 @@ class Plain(Machine):
             return
         is_due, self.is_pending, self.is_own = self.is_due(name), False, False
         self.asked[name], self.last = self.clock, None
+        if is_due and self.is_apart:
+            raise Refused("states of their own")
         if is_due and name in self.assigned:
             raise Refused("gradients that were assigned while microbatches accumulate")
         if is_due:
@@ -359,6 +371,8 @@ class Plain(Machine):
     def zero_model(self, name: str, how: str) -> None:
         if name in self.models:
             parameters = list(self.models[name].parameters())
+            if name == "f" and "t" in self.models:
+                parameters += self.models["t"].parameters()
             self.give_up({self.owner[each] for each in parameters}, parameters, how)
 
     def give_up(self, names: set[str], parameters: Sequence[Any], how: str) -> None:
@@ -418,6 +432,15 @@ class Plain(Machine):
         known = {"sync": self.is_due_now(), "every": self.setup.every, "skipped": any(self.skips.values())}
         self.seen.append(known[what])
 
+    def keep_state(self) -> Any:
+        return copy.deepcopy(self.models["f"].state_dict())
+
+    def load_kept(self) -> None:
+        first = self.bests[0]
+        self.models["f"].load_state_dict(first)
+        others = [] if self.is_sharded else [self.kept_by(rank) for rank in range(self.ranks)]
+        self.is_apart = any(not torch.equal(state[name], first[name]) for state in others for name in first)
+
     def save(self) -> None:
         now = self.now
         if now.state == "final" or (now.state == "taken" and now.held - now.stepped):
@@ -464,7 +487,7 @@ class Verdict(NamedTuple):
 
 def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded: bool = False) -> Verdict:
     """Compare what the ranks have with what one device has."""
-    plain = Plain(program, ranks)
+    plain = Plain(program, ranks, is_sharded)
     end = len(program.ops) + 1 if plain.stop is None else plain.at
     if len(outcomes) < ranks and not any(each.error for each in outcomes):
         return Verdict("different", f"only {len(outcomes)} ranks of {ranks} came to an end")
@@ -478,6 +501,8 @@ def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded:
         if outcome.error is None and at > failed_at:
             continue  # with no further collective, it came to its end after another rank's error, which is the run's
         expected = plain.states[at]
+        if expected is None:
+            continue
         if is_sharded:  # but for what is gathered at the moment
             expected = [
                 whole if own.shape == whole.shape else _part(whole, ranks, rank)
@@ -505,10 +530,14 @@ def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded:
         return Verdict("different", f"not worded: {strange[0]}") if strange else Verdict("refused", str(first[0].error))
     if any(each.error for each in outcomes):
         return Verdict("different", f"no first cause: {outcomes[0].error}")
-    if not is_sharded and any(
-        not torch.equal(one, other)
-        for each in outcomes
-        for one, other in zip(each.state, outcomes[0].state, strict=True)
+    if (
+        not is_sharded
+        and plain.states[-1] is not None
+        and any(
+            not torch.equal(one, other)
+            for each in outcomes
+            for one, other in zip(each.state, outcomes[0].state, strict=True)
+        )
     ):
         return Verdict("different", "the ranks have other bits")
     return Verdict("exact")

@@ -9,6 +9,7 @@ operand is not there does nothing, on either: every list of operations is a prog
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pickle
 import tempfile
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unisono import Accelerator, SampleGenerator, backward, current_world, optimizer_step
 from unisono.errors import BrokenWorldError
+from unisono.strategies import DDP, FSDP, ZeRO1
 
 NOT_IN_GRAPH = "torch.autograd.grad finds no parameter in the graph of the loss"
 
@@ -39,6 +41,9 @@ class Setup(NamedTuple):
         layout: "one": a model f and its optimizer; "two": another one, g; "halves": two optimizers for the halves of f.
         optimizer: "sgd" (with momentum) or "adam".
         is_same: whether loader a delivers the same tensors again and again, one batch per rank as often as it can.
+        net: what f begins with: "plain", a layer; "sparse", one with a table, whose gradients are sparse; "routed", two
+            layers, of which each sample goes through one; "norm", one with batch normalisation.
+        is_bare: whether a parameter of no model is trained, by the optimizer of f.
     """
 
     samples: int = 11
@@ -48,6 +53,8 @@ class Setup(NamedTuple):
     layout: str = "one"
     optimizer: str = "sgd"
     is_same: bool = False
+    net: str = "plain"
+    is_bare: bool = False
 
 
 class Program(NamedTuple):
@@ -70,12 +77,56 @@ def data(samples: int, seed: int) -> TensorDataset:
 SEEDS = {"a": 1, "b": 2, "c": 3}  # of the loaders; c's is evaluated only
 
 
-def networks(setup: Setup) -> dict[str, nn.Module]:
-    """f, and g, which also takes f's outputs."""
+class Looked(nn.Module):
+    """A layer, and a row of a table for each sample."""
+
+    def __init__(self, is_sparse: bool) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(3, 4), nn.Embedding(4, 4, sparse=is_sparse)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
+        return self.layer(inputs) + self.table(rows)
+
+
+class Routed(nn.Module):
+    """Each sample goes through one of two layers; one that gets none is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 4) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = inputs.new_zeros(len(inputs), 4)
+        for number, expert in enumerate(self.experts):
+            rows = ((inputs[:, 0] > 0).long() == number).nonzero().flatten()
+            if len(rows):
+                outputs = outputs.index_copy(0, rows, expert(inputs[rows]))
+        return outputs
+
+
+class Bare(nn.Module):
+    """Holds a parameter that is prepared without a module."""
+
+    def __init__(self, value: nn.Parameter) -> None:
+        super().__init__()
+        self.value = value
+
+
+def networks(setup: Setup, is_sparse: bool = True) -> dict[str, nn.Module]:
+    """f; g, which also takes f's outputs; and t, the bare parameter."""
     numbers = torch.Generator().manual_seed(4)
-    made = {"f": nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()}
+    first: dict[str, Callable[[], Sequence[nn.Module]]] = {
+        "plain": lambda: [nn.Linear(3, 4)],
+        "sparse": lambda: [Looked(is_sparse)],
+        "routed": lambda: [Routed()],
+        "norm": lambda: [nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)],
+    }
+    made: dict[str, nn.Module] = {"f": nn.Sequential(*first[setup.net](), nn.Tanh(), nn.Linear(4, 3)).double()}
     if setup.layout == "two":
         made["g"] = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    if setup.is_bare:
+        made["t"] = Bare(nn.Parameter(torch.zeros(2))).double()
     with torch.no_grad():
         for network in made.values():
             for each in network.parameters():
@@ -86,18 +137,22 @@ def networks(setup: Setup) -> dict[str, nn.Module]:
 def optimizers(setup: Setup, models: dict[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:
     """By the name that an operation calls it: f, g; of halves f has the first."""
     groups = {name: list(model.parameters()) for name, model in models.items()}
+    groups["f"] += groups.pop("t", [])
     if setup.layout == "halves":
         groups = {"f": groups["f"][:2], "g": groups["f"][2:]}
     if setup.optimizer == "adam":
         return {name: torch.optim.Adam(group, lr=0.05) for name, group in groups.items()}
-    return {name: torch.optim.SGD(group, lr=0.1, momentum=0.9, weight_decay=0.01) for name, group in groups.items()}
+    decay = 0 if setup.net == "sparse" else 0.01  # which torch does not have for sparse gradients
+    return {name: torch.optim.SGD(group, lr=0.1, momentum=0.9, weight_decay=decay) for name, group in groups.items()}
 
 
 def rows_of_loss(kind: str, models: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
     """A loss for each sample; None if the set-up has no such loss."""
-    f, g = models["f"], models.get("g")
+    f, g, t = models["f"], models.get("g"), models.get("t")
     if kind in ("fit", "tokens"):
         return (f(inputs)[:, :2] - targets).pow(2).mean(1)
+    if kind == "scaled":  # by the bare parameter
+        return None if t is None else ((f(inputs)[:, :2] - targets).pow(2) * (-t.value).exp() + t.value).mean(1)
     if kind == "square":
         return f(inputs).pow(2).mean(1)
     if kind in ("penalty", "copied"):  # on the gradient for the batch itself, or for a copy of it
@@ -110,6 +165,11 @@ def rows_of_loss(kind: str, models: Any, inputs: torch.Tensor, targets: torch.Te
     if kind == "other":
         return (g(inputs) - targets).pow(2).mean(1)
     return g(f(inputs)).pow(2).mean(1)  # "through"
+
+
+def decay(model: nn.Module) -> torch.Tensor:
+    """A penalty on the parameters of f, but for its table, whose gradients stay sparse."""
+    return sum(each.pow(2).sum() for name, each in model.named_parameters() if "table" not in name)  # type: ignore
 
 
 class Loss(NamedTuple):
@@ -154,6 +214,7 @@ class Machine:
         self.queues: dict[str, list[Any]] = {"a": [], "b": []}
         self.loops: dict[str, Iterator[Any]] = {}
         self.losses: list[Loss] = []
+        self.bests: list[Any] = []
         self.block.close()
 
     def run(self, ops: Sequence[str]) -> None:
@@ -250,6 +311,31 @@ class Machine:
     def unfreeze(self, layer: str) -> None:
         self._module("f")[int(layer)].requires_grad_(True)
 
+    def hook(self, row: str) -> None:
+        """A row of the last weight gets no gradient from now on."""
+        mask = torch.ones(3, 1, dtype=torch.float64)
+        mask[int(row)] = 0
+        self._module("f")[-1].weight.register_hook(lambda gradient: gradient * mask.to(gradient.device))
+
+    def erase(self, row: str) -> None:
+        with torch.no_grad():
+            self._module("f")[-1].weight[int(row)].zero_()
+
+    def erase_grad(self, row: str) -> None:
+        if (gradient := self._module("f")[-1].weight.grad) is not None:
+            gradient[int(row)].zero_()
+
+    def best(self) -> None:
+        """Each rank keeps its first, second, ... state, or the last one before, as by a loss of its own."""
+        self.bests.append(self.keep_state())
+
+    def load_best(self) -> None:
+        if self.bests:
+            self.load_kept()
+
+    def kept_by(self, rank: int) -> Any:
+        return self.bests[min(rank, len(self.bests) - 1)]
+
     def resume(self) -> None:
         """A new run of the script loads what was saved."""
         if self.has_saved:
@@ -281,10 +367,12 @@ class Ranked(Machine):
 
     def prepare(self) -> None:
         setup = self.setup
+        kinds = {"ddp": DDP, "zero1": ZeRO1, "fsdp": FSDP}
         self.accelerator = Accelerator(
             gradient_accumulation_steps=setup.every,
-            strategy=self.strategy,  # type: ignore[arg-type]
+            strategy=kinds[self.strategy](find_unused_parameters=setup.net == "routed"),
             project_dir=self.directory,
+            sync_batchnorm=setup.net == "norm",
         )
         models = networks(setup)
         steppers = optimizers(setup, models)
@@ -297,8 +385,9 @@ class Ranked(Machine):
             repeated = {which: SampleGenerator(batch, setup.samples // setup.batch) for which in "ac"}
             self.loaders.update(repeated)  # type: ignore[arg-type]
         count = len(models) + len(steppers)
-        prepared = self.accelerator.prepare(*models.values(), *steppers.values(), *self.loaders.values())
-        self.models = dict(zip(models, prepared, strict=False))
+        trained = [each.value if isinstance(each, Bare) else each for each in models.values()]
+        prepared = self.accelerator.prepare(*trained, *steppers.values(), *self.loaders.values())
+        self.models = {name: Bare(one) if name == "t" else one for name, one in zip(models, prepared, strict=False)}
         self.optimizers = dict(zip(steppers, prepared[len(models) :], strict=False))
         self.loaders = dict(zip(self.loaders, prepared[count:], strict=True))
 
@@ -355,7 +444,7 @@ class Ranked(Machine):
 
     def decay(self) -> None:
         """A penalty on the parameters, with a backward pass of its own."""
-        self.accelerator.backward(sum(each.pow(2).sum() for each in self.models["f"].parameters()))
+        self.accelerator.backward(decay(self.models["f"]))
 
     def step(self, name: str) -> None:
         if name in self.optimizers:
@@ -369,8 +458,9 @@ class Ranked(Machine):
             self.optimizers[name].zero_grad(set_to_none=how == "none")
 
     def zero_model(self, name: str, how: str) -> None:
-        if name in self.models:
-            self.models[name].zero_grad(set_to_none=how == "none")
+        for each in (name, "t" if name == "f" else name):
+            if each in self.models:
+                self.models[each].zero_grad(set_to_none=how == "none")
 
     def clip(self, way: str) -> None:
         norm = None
@@ -394,9 +484,11 @@ class Ranked(Machine):
         self.block.enter_context(self.accelerator.accumulate())
 
     def evaluate(self, count: str) -> None:
+        self.models["f"].eval()
         with torch.no_grad():
             for inputs, *_ in islice(self.loaders["c"], int(count)):
                 self.models["f"](inputs)
+        self.models["f"].train()
 
     def save(self) -> None:
         self.accelerator.save_state()
@@ -405,6 +497,17 @@ class Ranked(Machine):
     def restore(self) -> None:
         self.prepare()
         self.accelerator.load_state()
+
+    def keep_state(self) -> Any:
+        if self.strategy == "fsdp":
+            return copy.deepcopy(self.accelerator.state_dict(self.models["f"]))
+        return copy.deepcopy(self.models["f"].state_dict())
+
+    def load_kept(self) -> None:
+        if self.strategy == "fsdp":  # rank zero's
+            self.accelerator.load_state_dict(self.models["f"], self.bests[0])
+        else:
+            self.models["f"].load_state_dict(self.kept_by(current_world().rank))
 
     def _module(self, name: str) -> Any:
         return self.accelerator.unwrap_model(self.models[name])
@@ -434,6 +537,9 @@ LOOPS = (
     "draw a; forward fit; backward accelerator; draw a; forward fit; backward accelerator; step f; zero f none",
     "draw a; evaluate 2; forward fit; backward accelerator; read sync; step f; read sync; zero f none",
     "draw a; forward fit; backward accelerator; step f; zero f none; save",
+    "draw a; forward fit; backward accelerator; erase_grad 1; step f; zero f none; erase 0",
+    "draw a; forward fit; backward accelerator; step f; zero f none; best",
+    "load_best; draw a; forward fit; backward accelerator; step f; zero f none",
     # With two models.
     "draw a; zero f none; forward through; backward accelerator; step f; zero g none; forward other; "
     "backward accelerator; step g",
@@ -452,6 +558,7 @@ LINES = tuple(
         "enter_block, leave_block, step f, step g, zero f none, zero f zeros, zero g none, zero_model f none",
         "zero_model f zeros, clip accelerator, clip torch, read sync, read every, read skipped, freeze 0, unfreeze 0",
         "evaluate 1, fail forward, fail backward, save, resume",
+        "hook 0, hook 2, erase 1, erase_grad 0, best, load_best",
     )
     for line in group.split(", ")
 )
@@ -469,12 +576,18 @@ def any_program(choose: Choose) -> Program:
         every=every,
         layout=choose(["one", "one", "two", "halves"]),
         optimizer=choose(["sgd", "adam"]),
+        net=choose(["plain", "plain", "sparse", "routed", "norm"]),
+        is_bare=choose([False, False, True]),
     )
+    if setup.net == "sparse":  # torch's Adam takes no sparse gradients
+        setup = setup._replace(optimizer="sgd")
     ops = ["draw a", "keep", "draw a", "keep", *choose([["leave a"], []])]
     for _ in range(choose([1, 1, 2, 3])):
         body = choose(LOOPS if setup.layout == "two" else LOOPS[:-3]).split("; ")
         if "step g" not in body and setup.layout != "one":  # train the other one as well
             body += ["forward other", "backward plain"] * (setup.layout == "two") + ["step g", "zero g none"]
+        if setup.is_bare:
+            body = [choose([line, line.replace("fit", "scaled")]) for line in body]
         for _ in range(choose([0, 0, 1, 2, 3])):
             place = choose(range(len(body)))
             if choose([True, True, False]):
@@ -482,6 +595,8 @@ def any_program(choose: Choose) -> Program:
             elif len(body) > 1 and not body[place].startswith(("forward", "backward")):  # a step needs gradients
                 body.pop(place)
         ops += body * choose([1, 2, 3, 5])
+    if setup.net == "sparse":  # whose norm torch does not compute
+        ops = [op.replace("clip torch", "clip accelerator") for op in ops]
     return Program(setup, tuple(ops))
 
 
@@ -513,15 +628,18 @@ def run_here(program: Program, strategy: str, directory: str) -> Outcome:
     Raises:
         Exception: what ended it, with its outcome as the attribute `outcome`.
     """
-    machine = Ranked(program.setup, strategy, directory)
+    machine: Ranked | None = None
     try:
+        machine = Ranked(program.setup, strategy, directory)
         machine.run(program.ops)
     except Exception as error:
         frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         error.outcome = Outcome(  # type: ignore[attr-defined]
-            machine.at,
-            machine.state(),
-            machine.seen,
+            machine.at if machine else 0,
+            machine.state()
+            if machine
+            else [each for one in networks(program.setup).values() for each in one.parameters()],
+            machine.seen if machine else [],
             f"{type(error).__name__}: {error}",
             f"{os.sep}unisono{os.sep}" in frames[-1] or str(error) == NOT_IN_GRAPH,
             isinstance(error, BrokenWorldError | DistError),  # of DDP's own reduction, in a plain loss.backward()
@@ -529,7 +647,8 @@ def run_here(program: Program, strategy: str, directory: str) -> Outcome:
         )
         raise
     finally:
-        machine.begin()  # no loop stays open
+        if machine is not None:
+            machine.begin()  # no loop stays open
     return Outcome(machine.at, machine.state(), machine.seen, rank=current_world().rank)
 
 

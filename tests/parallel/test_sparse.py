@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +134,36 @@ def test_the_weights_are_those_of_one_device_in_every_mode(mode: Mode, accumulat
 
 def test_they_are_so_where_the_optimizers_state_is_divided() -> None:
     compare(PROCESSES_2, STAYING, strategy="zero1")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_step_that_was_saved_unfinished_continues_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    """With four microbatches; two of them on two ranks, the others on `ranks`."""
+
+    def lines(accelerator: Any, of: int, first: int, last: int) -> State:
+        network = words()
+        loader = loader_of(24, 6 // of)
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
+        if first:
+            accelerator.load_state()
+        for number, batch in enumerate(loader, first):
+            accelerator.backward(loss_of(network, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == last:
+                break
+        if not first:
+            accelerator.save_state()
+        return network.state_dict()
+
+    def body(of: int, first: int, last: int) -> State:
+        return lines(Accelerator(gradient_accumulation_steps=4, project_dir=tmp_path), of, first, last)
+
+    THREADS_2.run(lambda: body(2, 0, 1))
+    expected = SOLO.run(
+        lambda: lines(Accelerator(gradient_accumulation_steps=4, project_dir=tmp_path / "one"), 1, 0, 3)
+    )
+    assert_all_are(Mode("threads", ranks).run(lambda: body(ranks, 2, 3)), expected[0])
 
 
 def test_rows_are_not_compressed() -> None:

@@ -88,6 +88,24 @@ FOUND = [
     (THREADS_2, Setup(others=4, batch=3), "draw a; forward fit; draw b; forward square; add; backward named; step f"),
     (
         THREADS_2,
+        Setup(samples=8, batch=1, every=4, net="sparse"),
+        "draw a; forward fit; backward accelerator; step f; save; resume; draw a; forward fit; backward accelerator; "
+        "step f; draw a; forward fit; backward accelerator; step f; draw a; forward fit; backward accelerator; step f",
+    ),
+    (
+        THREADS_2,
+        Setup(samples=8),
+        "best; draw a; forward fit; backward accelerator; step f; zero f none; best; load_best; draw a; forward fit; "
+        "backward accelerator; step f",
+    ),
+    (
+        THREADS_2,
+        Setup(samples=8, batch=3, is_bare=True, net="norm"),
+        "hook 1; draw a; forward scaled; backward accelerator; step f; zero f none; draw a; forward scaled; "
+        "backward accelerator; erase_grad 0; step f",
+    ),
+    (
+        THREADS_2,
         Setup(every=3),
         "draw a; forward copied; decay; step f; forward copied; draw a; forward copied; decay; backward accelerator; "
         "step f",
