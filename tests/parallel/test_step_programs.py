@@ -105,6 +105,18 @@ FOUND = [
         "backward accelerator; erase_grad 0; step f",
     ),
     (
+        PROCESSES_2,
+        Setup(others=4, batch=1, every=2, net="routed"),
+        "draw a; forward penalty; backward accelerator; step f; draw a; forward fit; backward accelerator; draw b; "
+        "forward fit; backward accelerator; step f",
+    ),
+    (
+        PROCESSES_2,
+        Setup(net="sparse"),
+        "draw a; forward fit; backward accelerator; step f; zero f none; draw a; forward fit; draw b; forward square; "
+        "backward accelerator; backward accelerator; step f",
+    ),
+    (
         THREADS_2,
         Setup(every=3),
         "draw a; forward copied; decay; step f; forward copied; draw a; forward copied; decay; backward accelerator; "

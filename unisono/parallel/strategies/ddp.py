@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.comm.selection import begin_average
 from unisono.comm.shutdown import free_reducer
 from unisono.parallel.agreement import broadcast_together
-from unisono.parallel.gradients import scale_in_place
+from unisono.parallel.gradients import is_sparse, scale_in_place
 from unisono.parallel.parameter_names import listed
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
@@ -127,7 +127,9 @@ class DDPEngine(Engine):
         # DDP waits for each gradient once. One that has arrived in this pass already, at a parameter that the outputs
         # do not depend on, would never come; and a parameter frozen since the forward pass would be given one.
         is_frozen = not all(map(attrgetter("requires_grad"), self._names))
-        self._is_late = reduces and (is_frozen or self.gradients.arrivals.count() != self._at_forward)
+        is_late = is_frozen or self.gradients.arrivals.count() != self._at_forward
+        # And what DDP finds unused it leaves as it is, also where an earlier reduction's result is to be multiplied.
+        self._is_late = reduces and (is_late or (self._finds_unused and self.gradients.is_divided))
         if reduces and not self._is_late:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self.place()}")
@@ -139,7 +141,10 @@ class DDPEngine(Engine):
 
     def complete(self) -> None:
         if self._is_late:
+            sparse = [each for each in self.members.trained() if is_sparse(each.grad)]
             self.reduce_late()
+            for each in sparse:  # as in other steps: an optimizer's state may be sparse
+                each.grad = each.grad.to_sparse(1)  # type: ignore[union-attr]
             return
         # Those that were frozen with a gradient, which DDP does not know.
         if self._frozen and (held := [each for each in self._frozen if each.grad is not None]):

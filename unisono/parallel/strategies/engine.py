@@ -202,6 +202,7 @@ class Engine:
             # gathered, it adds to what is reduced.
             factor = steps.factor() / reduced_by if self.gathers else 1 / (reduced_by * size)
             scale_gradients(self.reduced(), factor)
+            held.is_divided = True
         held.note_pass()
         for each in self.trainers:
             each.has_zeroed = False

@@ -118,6 +118,7 @@ class HeldGradients:
         passed: the step of the last counted backward pass through the model, and its time (`Steps.now`); None if the
             gradients are zero.
         reduced_by: the factor by which they were reduced over the ranks; None if they are not.
+        is_divided: whether they are what a reduction has left, and the next one is to multiply again.
         known: of each trained parameter, the gradient that passes have left, and torch's count of writes to it; None
             if torch.autograd.grad was not asked for others since the last step.
     """
@@ -126,6 +127,7 @@ class HeldGradients:
         self.arrivals = Arrivals()
         self.passed: tuple[Step, int] | None = None
         self.reduced_by: float | None = None
+        self.is_divided = False
         self._members, self._steps = members, steps
         self._is_alone = world.comm.size == 1
         self._noticed = 0  # the number of arrivals up to the last reduction
@@ -149,7 +151,7 @@ class HeldGradients:
     def note_reduction(self, factor: float) -> None:
         """Note that they were reduced, by that factor."""
         self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
-        self._noticed = self.arrivals.count()
+        self._noticed, self.is_divided = self.arrivals.count(), False
         if self.known is not None:
             self.look_again()
 
@@ -180,7 +182,7 @@ class HeldGradients:
     def forget(self) -> None:
         """Note that they are zero."""
         self.passed = self.reduced_by = None
-        self._noticed = self.arrivals.count()
+        self._noticed, self.is_divided = self.arrivals.count(), False
         if self.known is not None:
             self.look_again()
 
