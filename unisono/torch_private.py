@@ -54,7 +54,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "from_tls": ("torch._C._get_obj_in_tls", "finds the world of a backward pass in autograd's thread"),
     "BACKWARD_HOOKS": ("torch.Tensor._backward_hooks", "keeps hooks of parameters with fsdp"),
     "POST_GRADIENT_HOOKS": ("torch.Tensor._post_accumulate_grad_hooks", "keeps hooks of parameters with fsdp"),
-    "SEQUENCE_NUMBER": ("torch.autograd.graph.Node._sequence_nr", "sees what a loss was computed from"),
+    "SEQUENCE_NUMBER": ("torch._C._FunctionBase._sequence_nr", "sees what a loss was computed from"),
     # Many tensors in one call.
     "foreach_copy_": ("torch._foreach_copy_", "copies gradients and buffers"),
     "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),
