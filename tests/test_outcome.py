@@ -201,11 +201,12 @@ def misspell(kind: str) -> Any:
 @pytest.mark.parametrize(("kind", "meant"), [("name", "learning_rate"), ("attribute", "approx")])
 def test_what_python_suggests_arrives_and_is_copied_and_is_told_once(kind, meant):
     outcome = Outcome.capture(misspell, kind)
+    outcome.error.add_note("rank 0 of 2")
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         sys.__excepthook__(type(outcome.error), copy_error(outcome.error), outcome.error.__traceback__)
     assert f"Did you mean: '{meant}'?\n" in printed.getvalue()
     arrived = Outcome.from_bytes(outcome.to_bytes()).error
-    assert arrived.__notes__ == [f"Did you mean: '{meant}'?"]
+    assert arrived.__notes__ == ["rank 0 of 2", f"Did you mean: '{meant}'?"]
     assert arrived.__cause__.text.count("Did you mean") == 1
     assert str(arrived) not in arrived.__cause__.shown  # Python shows it, after its cause
     again = Outcome.from_bytes(Outcome.failure(arrived).to_bytes()).error

@@ -213,7 +213,7 @@ def traceback_of(error: BaseException) -> str:
     _note_suggestions(error)
     was_raised = error.__traceback__ or error.__cause__ or error.__context__
     text = "".join(traceback.format_exception(error)) if was_raised else ""
-    return re.sub(rf"\. ({_SUGGESTION})\n(?=\1\n)", "\n", text)
+    return re.sub(rf"\. ({_SUGGESTION})\n(?=(?:.*\n)*\1\n)", "\n", text)
 
 
 def _note_suggestions(error: BaseException) -> None:
