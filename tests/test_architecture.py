@@ -22,8 +22,8 @@ ROOT = Path(unisono.__file__).parent
 
 # A part is a module or a folder directly under the package. Imports go down only.
 FLOORS = (
-    "errors protocols pickling stacks preemption outcome randomness tree timeline storages rows foreign_names "
-    "strategies arguments terminal torch_private",
+    "errors protocols pickling stacks preemption outcome evaluations randomness tree timeline storages rows "
+    "foreign_names strategies arguments terminal torch_private",
     "deliveries backends comm",
     "world report",
     "loaders parallel launch precision placement tracking",

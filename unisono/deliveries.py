@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from unisono.evaluations import Evaluations
 from unisono.storages import StorageMap
 from unisono.torch_private import VERSION
 from unisono.tree import tensors
@@ -122,6 +123,7 @@ class Loop:
         begins_ahead: whether several batches were delivered before the first pass with gradients.
         lags: whether an earlier batch was used since the last one was delivered, and that one was not.
         kinds: the first batch with each of the different counts and numbers of rows.
+        num_met: that of `Evaluations` when it began.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Loop:
         self.rows = LoopRows()
         self.is_evaluation = self.is_open = True
         self.is_exhausted = self.begins_ahead = self.lags = False
-        self.num_used = 0
+        self.num_used = self.num_met = 0
         self.last: Batch | Any = None
         self.kinds: dict[Any, Batch] = {}
 
@@ -159,9 +161,14 @@ class Loop:
 
 
 class Deliveries:
-    """The loops of one rank."""
+    """The loops of one rank.
+
+    Attributes:
+        evaluations: those without gradients.
+    """
 
     def __init__(self) -> None:
+        self.evaluations = Evaluations()
         self._loops: list[Loop] = []  # the open ones, and the last that have ended, in the order of their last batches
         # By memory: the batches in it, the latest last.
         self._by_memory: StorageMap[list[Batch]] = StorageMap(lambda held: not all(each.is_used for each in held))
@@ -272,6 +279,7 @@ class Deliveries:
 
     def use(self, batch: Batch) -> None:
         """Note that a pass with gradients is computed from a batch."""
+        self.evaluations.settle()
         if not batch.is_used:
             batch.is_used, loop = True, batch.loop
             loop.begins_ahead = loop.begins_ahead or (not loop.num_used and loop.num_batches > 1)

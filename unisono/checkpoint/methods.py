@@ -232,7 +232,7 @@ class CheckpointMethods:
                 stepped for a prepared model was neither prepared nor registered.
             TypeError: a state is not plain data.
         """
-        with self.world.timeline.loop().named(SAVE):
+        with self.world.timeline.loop().named(SAVE), self.world.state.deliveries.evaluations.aside():
             return self._states.save(output_dir, score, is_async)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *, must_exist: bool = True) -> Loaded | None:

@@ -123,12 +123,15 @@ class ProcessCommunicator:
         watch = self._watch
         return f"the device's work since {self._last}" if watch is not None and watch.is_behind else None
 
+    def num_begun(self) -> int:
+        """A number that grows with each collective begun in this process, by any caller."""
+        return self.num_calls + num_begun()
+
     @property
     def progress(self) -> int:
-        """A number that grows with each collective begun in this process, by any caller, and with those that devices
-        finish."""
+        """`num_begun`, and the number of those that devices have finished."""
         watch = self._watch
-        return self.num_calls + num_begun() + (0 if watch is None else watch.num_done)
+        return self.num_begun() + (0 if watch is None else watch.num_done)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         check_reduction(tensor, op)

@@ -36,6 +36,7 @@ class ThreadCommunicator:
         self.size = meeting.size
         self._meeting = meeting
         self._purpose = ""  # of the next call
+        self._num_begun = 0
         self._streams: tuple[Backend, torch.device] | None = None
 
     @classmethod
@@ -109,6 +110,10 @@ class ThreadCommunicator:
     def announce(self, purpose: str) -> None:
         self._purpose = purpose
 
+    def num_begun(self) -> int:
+        """How many collectives this rank has begun."""
+        return self._num_begun
+
     def abort(self, cause: BaseException) -> None:
         self._meeting.abort(cause, self.rank)
 
@@ -118,6 +123,7 @@ class ThreadCommunicator:
 
     def meet(self, call: Call, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Contribute `value`, and return the last thread's combination of all values: see `Meeting.exchange`."""
+        self._num_begun += 1
         if self._purpose:
             call, self._purpose = replace(call, purpose=self._purpose), ""
         marked = None

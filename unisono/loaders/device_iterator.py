@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from unisono.comm.selection import innermost
 from unisono.deliveries import Loop
 from unisono.errors import UnisonoError
+from unisono.evaluations import Evaluations
 from unisono.loaders.channel import EndOfChannel
 from unisono.loaders.pipeline import Delivery, Lane
 from unisono.loaders.sharding import Claim
@@ -53,6 +55,10 @@ class DeviceIterator:
         self._receive = receive
         self._state = state
         self._deliveries = world.state.deliveries
+        self._evaluations: Evaluations | None = None
+        if world.rank == 0 < world.world_size - 1:  # one rank tells
+            self._evaluations = self._deliveries.evaluations
+            self._evaluations.follow(getattr(innermost(world.comm), "num_begun", None))
         self._loop: LoopTiming | None = None
         self._received: Loop | None = None
         self._ahead = deque[Outcome[Delivery]]()  # received to know whether the loop ends
@@ -67,6 +73,24 @@ class DeviceIterator:
         return len(self._parent)
 
     def __next__(self) -> Any:
+        evaluations = self._evaluations
+        if evaluations is None or (torch.is_grad_enabled() and not evaluations.is_awaited):
+            return self._draw()
+        received = self._received
+        with evaluations.aside():
+            try:
+                batch = self._draw()
+            except StopIteration:
+                if received is not None and not received.is_trained:
+                    evaluations.end(received.num_met)
+                raise
+            if received is None and self._received is not None:
+                self._received.num_met = evaluations.num_met
+        if torch.is_grad_enabled():
+            evaluations.settle()
+        return batch
+
+    def _draw(self) -> Any:
         lane = self._lane
         track = lane.timeline.loop()
         loop, received = self._loop, self._received  # another thread may close this iterator, and end both

@@ -203,7 +203,7 @@ def barrier(world: World | None = None) -> None:
         BrokenWorldError, CollectiveMismatchError: as for `all_reduce`.
     """
     world = world or current_world()
-    with world.timeline.loop().span(REDUCE):
+    with world.timeline.loop().span(REDUCE), world.state.deliveries.evaluations.aside():
         world.comm.barrier()
 
 

@@ -350,6 +350,8 @@ def _replica_body(
     def body() -> T:
         try:
             result = call_as_caller(play)
+            if result is None:  # else the caller may count
+                world.state.deliveries.evaluations.settle()
             # Replicas that still wait for this one, in a collective that it never reaches, fail instead of hanging.
             world.comm.leave()
             return result

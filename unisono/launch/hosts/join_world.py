@@ -73,8 +73,7 @@ def join_world(
             set_process_world(world)
             take(place)
             free_reducers_before_groups()
-            # With the exception that ended the script, if there was one.
-            atexit.register(lambda: depart(world, getattr(sys, "last_value", None)))
+            atexit.register(_depart, world)
             return world
     return given_world() or current_world()
 
@@ -101,6 +100,8 @@ def run_announced(
     try:
         with within():
             result = preemption.call(fn, world.rank, *args)
+        if result is None:  # else the caller may count
+            world.state.deliveries.evaluations.settle()
         world.comm.announce("the end of fn")
         # A result that cannot be sent is an error that names it, on every rank.
         gathered: list[bytes] = world.comm.all_gather_object(Outcome(value=result).to_bytes())
@@ -137,3 +138,10 @@ def _initialise_family(original: Callable[..., None], asked: dict[str, Any]) -> 
             original(**asked)  # the script has destroyed our group
         elif not dist.is_initialized():
             original("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def _depart(world: World) -> None:
+    error = getattr(sys, "last_value", None)  # the exception that ended the script, if there was one
+    if error is None:
+        world.state.deliveries.evaluations.settle()
+    depart(world, error)
