@@ -34,10 +34,10 @@ from torch.optim import Optimizer
 
 from unisono.comm.selection import raise_translated
 from unisono.parallel import claims
-from unisono.parallel.claims import Claim, Crossings, Origin, check_counts, find_origin, named_origin, refuse_crossed
+from unisono.parallel.claims import Claim, Crossings, Origin, find_origin
 from unisono.parallel.finiteness import LOSS, Finiteness
 from unisono.parallel.gradients import scaled
-from unisono.parallel.losses import LossWatch
+from unisono.parallel.losses import LossWatch, warn_of_unprepared
 from unisono.parallel.steps import COLLECTING, Steps, Visit
 from unisono.parallel.strategies.engine import Engine, WeakList, is_left_at, weak_method
 from unisono.parallel.strategies.sharded import is_distributed
@@ -166,7 +166,8 @@ class Passes:
             )
         if not self._is_checked:
             self._is_checked = True
-            self._warn_if_unprepared()
+            if not self._engines():
+                warn_of_unprepared(self._world)
         if self._losses.left and self.steps.every > 1:
             self._losses.begin()
         timeline = self._world.timeline
@@ -175,7 +176,7 @@ class Passes:
         self._call = weight, None
         try:
             if batch is not None:
-                self._call = weight, named_origin(batch, self._world)
+                self._call = weight, claims.named_origin(batch, self._world)
             if weight is not None or batch is not None:
                 for engine in self._engines():
                     engine.scale_leaves()
@@ -194,16 +195,6 @@ class Passes:
 
     def _trained(self) -> list[torch.Tensor]:
         return [each for engine in self._engines() for each in engine.members.trained()]
-
-    def _warn_if_unprepared(self) -> None:
-        """Warn of a loss of no prepared model."""
-        if self._world.comm.size > 1 and self._world.rank == 0 and not self._engines():
-            logger.warning(
-                "accelerator.backward() is called, and no model is prepared: nothing reduces its gradients, and each "
-                "of the %d ranks trains a model of its own; model, optimizer, loader = accelerator.prepare(model, "
-                "optimizer, loader)",
-                self._world.comm.size,
-            )
 
     def _look(self, loss: torch.Tensor) -> None:
         """Say why the loss of a pass that begins is no mean over the samples, if it is none."""
@@ -232,7 +223,7 @@ class Passes:
             if not self.steps.is_recent():
                 self._count_late(origin, engine)
             if origin.part != 1:
-                raise _bypassed(engine)
+                raise claims.bypassed(engine.name)
         engine.reduce()
 
     def forget(self, zeroed: Collection[Engine]) -> None:
@@ -349,7 +340,7 @@ class Passes:
             if visit.claim.uncut is not None:  # the loss is that of all ranks, also where this rank's batch repeats
                 visit.claim = Claim(*visit.claim.uncut, True)
                 run.part = visit.claim.part(self._world.comm.size)
-            refuse_crossed(run.part)
+            claims.refuse_crossed(run.part)
         return scaled(self.steps.scale(run.counted.visit) * run.part, gradient)
 
     @staticmethod
@@ -365,7 +356,7 @@ class Passes:
         if self._bypassing(model).part == 1:
             self._run(model, None)
         elif any(each.requires_grad and is_left_at(each) for each in model.leaves()):
-            raise _bypassed(model)
+            raise claims.bypassed(model.name)
 
     def _run(self, engine: Engine, origin: Origin | None) -> _Run:
         """Return the current backward pass through that model; begin it when it reaches the model, by an output that
@@ -419,7 +410,7 @@ class Passes:
                 self._check_named(engine, run.origin)
             origin = named or run.origin or self._bypassing(engine)
             if engine.may_be_bypassed and not is_named:  # by a part of the loss that is of another batch
-                self._check_latest(origin)
+                claims.check_latest(origin, self._world)
             visit = self.steps.count(origin, weight, is_named, partial(self._reached, engine))
             part = visit.claim.part(self._world.comm.size) if is_named else None
             counted = self._running[run.task] = _Pass(origin, visit, part, self.steps.step.state != COLLECTING)
@@ -429,7 +420,7 @@ class Passes:
         if origin.batch is not counted.origin.batch and counted.part is None:
             self._join_origin(engine, origin)
         if not engine.is_called and counted.part is None:
-            self._check_alike(engine, counted.origin)
+            claims.check_alike(engine.name, self._claims, counted.origin, self.steps.step.every > 1, self._world)
         if engine.graphs and counted.part is None:
             # These gradients may be in this pass, and bypass the outputs, where they could be scaled by themselves.
             if any(each.part != run.part for each in engine.graphs):
@@ -454,21 +445,6 @@ class Passes:
         reduces = counted.reduces and origin.syncs
         counted.engines.append((ref(engine), origin.syncs, reduces))
         engine.begin(reduces)
-
-    def _check_latest(self, origin: Origin) -> None:
-        """Check that a part of the loss that no output shows counts alike, of whichever batch it is."""
-        latest = (each.last for each in self._world.state.deliveries.open_loops())
-        check_counts([*dict.fromkeys([*origin.candidates, *latest])], self._world, False)
-
-    def _check_alike(self, engine: Engine, origin: Origin) -> None:
-        """Check that whatever a bare parameter gets in this pass counts alike: its gradient is one sum of it."""
-        totals = {each.total for each in self._claims if self.steps.step.every > 1}
-        if len(self._parts()) > 1 or len(totals) > 1:
-            raise ValueError(
-                f"the {engine.name}, which was prepared by itself, may get gradients of several batches that count "
-                "differently in one backward pass; call accelerator.backward(loss, batch=batch) for the loss of each"
-            )
-        self._check_latest(origin)
 
     def _parts(self) -> set[float]:
         return {each.part(self._world.comm.size) for each in self._claims}
@@ -518,11 +494,3 @@ class Passes:
             kept = [each() for each, syncs, reduces in ended.engines if reduces or not syncs]
             for engine in [each for each in self._engines() if each not in kept]:
                 engine.follow()
-
-
-def _bypassed(engine: Engine) -> ValueError:
-    return ValueError(
-        f"a backward pass has reached parameters of the {engine.name} and none of its outputs, so that it is not known "
-        "of which batch it is, and this rank has an uneven part of the current one; call the model itself, or a method "
-        "after model.mark_forward_method(name), or name the batch, accelerator.backward(loss, batch=batch)"
-    )

@@ -186,6 +186,33 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
         )
 
 
+def check_latest(origin: Origin, world: World) -> None:
+    """Check that a part of the loss that no output shows counts alike, of whichever batch it is."""
+    latest = (each.last for each in world.state.deliveries.open_loops())
+    check_counts([*dict.fromkeys([*origin.candidates, *latest])], world, False)
+
+
+def check_alike(name: str, claims: Collection[Claim], origin: Origin, is_mean: bool, world: World) -> None:
+    """Check that whatever a bare parameter gets in a pass counts alike: its gradient is one sum of it."""
+    parts, totals = {each.part(world.comm.size) for each in claims}, {each.total for each in claims}
+    if len(parts) > 1 or (is_mean and len(totals) > 1):
+        raise ValueError(
+            f"the {name}, which was prepared by itself, may get gradients of several batches that count differently in "
+            "one backward pass; call accelerator.backward(loss, batch=batch) for the loss of each"
+        )
+    check_latest(origin, world)
+
+
+def bypassed(name: str) -> ValueError:
+    """The error for a backward pass whose batch is not known, where that matters."""
+    return ValueError(
+        f"a backward pass has reached parameters of the {name} and none of its outputs, so that it is not known of "
+        "which batch it is, and this rank has an uneven part of the current one; call what prepare() has returned, or "
+        "a method of it after model.mark_forward_method(name), or name the batch, accelerator.backward(loss, "
+        "batch=batch)"
+    )
+
+
 def check_repeated(batches: Sequence[Batch | None], weight: float | torch.Tensor) -> None:
     """Check that all batches that may be meant count, or none: whatever its weight, one that only repeats weighs 0."""
     if len({each is not None and each.is_repeated for each in batches}) > 1 and checked_weight(weight):

@@ -12,6 +12,7 @@ not show what a compiled graph or a user-defined Function computes.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 
 from unisono.torch_private import SEQUENCE_NUMBER, output_size, saved
 from unisono.world import World, given_world
+
+logger = logging.getLogger(__name__)
 
 _LOOKS = 4  # backward passes: a batch without padding says nothing
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -133,6 +136,17 @@ class LossWatch:
 
     def _changes(self, kind: str, ratio: float) -> bool:
         return abs(self._ratios.setdefault(kind, ratio) - ratio) > 1e-6 * abs(ratio)
+
+
+def warn_of_unprepared(world: World) -> None:
+    """Warn of a loss in an Accelerator of several ranks that has prepared no model."""
+    if world.comm.size > 1 and world.rank == 0:
+        logger.warning(
+            "accelerator.backward() is called, and no model is prepared: nothing reduces its gradients, and each of "
+            "the %d ranks trains a model of its own; model, optimizer, loader = accelerator.prepare(model, optimizer, "
+            "loader)",
+            world.comm.size,
+        )
 
 
 _SUM = "the loss was computed with reduction='sum', or as a sum by hand" + _ENDING.format(
