@@ -224,18 +224,7 @@ class Steps:
             known = None
         if known is None and step.state == TAKEN:
             step = Step(step.number + bool(step.visits), every=self.every)
-        if len(origin.candidates) > 1:
-            if weight is None:
-                check_counts(origin.candidates, self.world, step.every > 1)
-            else:
-                check_repeated(origin.candidates, weight)
-        if 1 < step.every < math.inf and not is_named:
-            self._check_microbatch(origin)
-        if weight is None and batch is not None and batch.is_guess and (self._size > 1 or step.every > 1):
-            raise ValueError(
-                "it is not known how many rows this batch has, which a collate_fn has made; let it return tensors with "
-                "the rows along their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
-            )
+        self._check_origin(origin, weight, is_named, step.every)
         claim = origin.claim if weight is None else claim_of(batch, weight, self.world)
         self.origin = None
         if batch is not None and 1 < step.every < math.inf:
@@ -261,6 +250,21 @@ class Steps:
         step.latest[source] = visit
         self._note_batch(batch)
         return visit
+
+    def _check_origin(self, origin: Origin, weight: float | torch.Tensor | None, is_named: bool, every: float) -> None:
+        """Check that the pass has a known claim, in a step of so many microbatches."""
+        if len(origin.candidates) > 1:
+            if weight is None:
+                check_counts(origin.candidates, self.world, every > 1)
+            else:
+                check_repeated(origin.candidates, weight)
+        if 1 < every < math.inf and not is_named:
+            self._check_microbatch(origin)
+        if weight is None and origin.batch is not None and origin.batch.is_guess and (self._size > 1 or every > 1):
+            raise ValueError(
+                "it is not known how many rows this batch has, which a collate_fn has made; let it return tensors with "
+                "the rows along their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
+            )
 
     def _note_batch(self, batch: Batch | None) -> None:
         """Make the step final, if the batch of its latest visit ends it."""
