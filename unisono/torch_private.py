@@ -125,6 +125,8 @@ NAMES = {  # ours: (torch's, what we do by it)
     "share_memory_map": ("torch.storage._share_memory_map", "forks loader workers from a process with threads"),
     "INITIALIZATION_LOCK": ("torch.cuda._initialization_lock", "forks loader workers from a process with threads"),
     # Process groups.
+    "OBJECT_TO_TENSOR": (f"{_GROUPS}._object_to_tensor", "signs objects that ranks of several machines send"),
+    "TENSOR_TO_OBJECT": (f"{_GROUPS}._tensor_to_object", "loads no objects that are not signed"),
     "default_store": (f"{_GROUPS}._get_default_store", "meets the other ranks in their store"),
     "abort_process_group": (f"{_GROUPS}._abort_process_group", "ends a group whose collectives hang"),
     "GET_BACKEND": ("torch.distributed.ProcessGroup._get_backend", "sees collectives go on"),

@@ -47,7 +47,7 @@ from unisono.comm.operations import (
     mismatch_error,
     name_ranks,
 )
-from unisono.comm.sealing import seal, unseal
+from unisono.comm.sealing import seal, tensor_of, unseal
 from unisono.comm.shared_memory.meeting_point import MeetingPoint
 from unisono.comm.shared_memory.process_group import SharedMemoryGroup
 from unisono.comm.shutdown import end_group
@@ -105,6 +105,8 @@ class ProcessCommunicator:
         self._has_left = False
         self._last = Call("", purpose="its first collective")
         self._is_inside = False
+        self.name = ""  # of this world, once all ranks have agreed on one, where messages are signed
+        self._num_sent = 0
         self._comparison = _Comparison(self.gather_bytes)
         self.num_calls = 0  # collectives that this rank has entered
         self._own_here = here
@@ -223,7 +225,7 @@ class ProcessCommunicator:
         if self._broken is None:
             self._broken = (f"rank {self.rank} failed with {type(cause).__name__}: {cause}", cause)
             if self._store is not None:
-                reason = seal(Outcome.failure(cause, f"rank {self.rank}").to_bytes())
+                reason = Outcome.failure(cause, f"rank {self.rank}").to_bytes()
                 # The store keeps the first failure of all ranks; a later one is a consequence of it.
                 self._store.compare_set(_FAILURE, "", reason)  # type: ignore[arg-type]  # annotated as str, takes bytes
             self._end(is_broken=True)
@@ -357,7 +359,7 @@ class ProcessCommunicator:
     def _failure_of_a_peer(self) -> tuple[str, BaseException] | None:
         with contextlib.suppress(RuntimeError):  # the store's own server may be gone with the peer
             if self._store is not None and self._store.check([_FAILURE]):
-                peer = Outcome.from_bytes(unseal(self._store.get(_FAILURE)))
+                peer = Outcome.from_bytes(self._store.get(_FAILURE))
                 if peer.error is not None:
                     return f"{peer.where} failed with {type(peer.error).__name__}: {peer.error}", peer.error
         return None
@@ -377,22 +379,30 @@ class ProcessCommunicator:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of all ranks, whose signatures are checked. A collective that is not announced."""
-        own = self._on_host(_tensor_of(seal(data)))
+        place = self._next_place()
+        own = self._on_host(tensor_of(seal(data, place.format(self.rank))))
         sizes = [torch.empty(1, dtype=torch.int64, device=own.device) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(own)], device=own.device))
         counts = [int(each) for each in sizes]
         received = [own.new_empty(max(counts)) for _ in range(self.size)]
         dist.all_gather(received, torch.nn.functional.pad(own, (0, max(counts) - len(own))))
-        return [_bytes_of(each[:count]) for each, count in zip(received, counts, strict=True)]
+        found = [each[:count].cpu().numpy().tobytes() for each, count in zip(received, counts, strict=True)]
+        return [unseal(each, place.format(rank)) for rank, each in enumerate(found)]
 
     def _broadcast_bytes(self, data: bytes, root: int) -> bytes:
         empty = torch.empty(0, dtype=torch.uint8, device=HOST)
-        own = self._on_host(_tensor_of(seal(data)) if self.rank == root else empty)
+        place = self._next_place().format(root)
+        own = self._on_host(tensor_of(seal(data, place)) if self.rank == root else empty)
         size = torch.tensor([len(own)], device=own.device)
         dist.broadcast(size, root)
         sent = own if self.rank == root else own.new_empty(int(size))
         dist.broadcast(sent, root)
-        return _bytes_of(sent)
+        return unseal(sent.cpu().numpy().tobytes(), place)
+
+    def _next_place(self) -> str:
+        """Where a message stands, but for its rank; all ranks send the same number of them."""
+        self._num_sent += 1
+        return f"message {self._num_sent} of rank {{}} in world {self.name}"
 
     def _end(self, is_broken: bool = False) -> None:
         watch, self._watch = self._watch, None
@@ -434,14 +444,6 @@ class _Comparison:
             found = self._gather(dumps((action, place or describe_call(own_frames()))))
             actions, places = zip(*map(pickle.loads, found), strict=True)
             raise mismatch_error(dict(enumerate(actions)), dict(enumerate(places)))
-
-
-def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return unseal(tensor.cpu().numpy().tobytes())
 
 
 def is_of_transport(error: BaseException) -> bool:

@@ -1,5 +1,9 @@
-"""What the processes of a run on several machines send one another as pickles: signed with the run's secret, if it has
-one, and not loaded otherwise. A pickle runs code when it is loaded, and the network may have other users.
+"""What the processes of a run on several machines send one another by a store or as pickles: signed with the run's
+secret, if it has one, and not believed otherwise. The network may have other users, who reach the store; a pickle runs
+code when it is loaded, and an address leads to whoever listens there.
+
+A signature is of the place, too: the key of a store, or the sender, the number and the world of a message. So what was
+sent once is not believed in another place.
 
 *Threads:* any; the secret is set before the first message.
 """
@@ -7,8 +11,15 @@ one, and not loaded otherwise. A pickle runs code when it is loaded, and the net
 from __future__ import annotations
 
 import hmac
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from unisono.errors import UnisonoError
+from unisono.torch_private import OBJECT_TO_TENSOR, TENSOR_TO_OBJECT
 
 _MARK = b"unisono signed "
 _SIZE = len(_MARK) + 32
@@ -30,25 +41,100 @@ def has_secret() -> bool:
     return bool(_secret)
 
 
-def tag(data: bytes) -> bytes:
-    """The signature of some bytes: their HMAC, by SHA-256."""
-    return hmac.digest(_secret, data, "sha256")
+def tag(data: bytes, place: str) -> bytes:
+    """The signature of some bytes in a place: their HMAC, by SHA-256."""
+    return hmac.digest(_secret, place.encode() + b"\0" + data, "sha256")
 
 
-def seal(data: bytes) -> bytes:
+def seal(data: bytes, place: str) -> bytes:
     """The bytes with their signature, if there is a secret."""
-    return _MARK + tag(data) + data if _secret else data
+    return _MARK + tag(data, place) + data if _secret else data
 
 
-def unseal(data: bytes) -> bytes:
-    """The bytes that were sealed; UnsignedError, if they are not signed with the secret of this process."""
+def unseal(data: bytes, place: str) -> bytes:
+    """The bytes that were sealed; UnsignedError, if they are not signed for that place with the secret of this
+    process."""
     if not _secret and not data.startswith(_MARK):
         return data
     if not _secret:
         raise UnsignedError("the run has a secret, and this process has none; leave out --rdzv-insecure")
-    if not hmac.compare_digest(_MARK + tag(data[_SIZE:]), data[:_SIZE]):
+    if not hmac.compare_digest(_MARK + tag(data[_SIZE:], place), data[:_SIZE]):
         raise UnsignedError(
-            "what came by the network is not signed with the secret of this run, and was not loaded; all machines need "
-            "the same --rdzv-secret-file, UNISONO_RDZV_SECRET or ~/.unisono-secret, and the same --rdzv-id"
+            f"what came by the network ({place}) is not signed with the secret of this run, and was not loaded; all "
+            "machines need the same --rdzv-secret-file, UNISONO_RDZV_SECRET or ~/.unisono-secret, and the same "
+            "--rdzv-id; if they have, somebody else writes to the ports of this run"
         )
     return data[_SIZE:]
+
+
+def sealed_store(store: Any) -> Any:
+    """The store, if there is no secret; else one that signs its values. Keep it as long as any group that uses it: the
+    groups hold only the part of it that is in C++."""
+    return SealedStore(store) if _secret else store
+
+
+class SealedStore(Store):
+    """Signs the values of another store, each for its key, those of torch's groups among them: the addresses at which
+    ranks connect. A key is written once, or by one process; the numbers of `add` are not signed."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, seal(_bytes_of(value), key))  # type: ignore[arg-type]  # annotated as str, takes bytes
+
+    def get(self, key: str) -> bytes:
+        return unseal(self._store.get(key), key)
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        expected, desired = (seal(_bytes_of(each), key) if each else b"" for each in (expected_value, desired_value))
+        return unseal(self._store.compare_set(key, expected, desired), key)  # type: ignore[arg-type]
+
+    # Functions of this class, since torch calls no others from C++.
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait(keys, *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 # as C++ calls them
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+
+def _bytes_of(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def seal_objects(world: str) -> None:
+    """Sign what torch's collectives of objects send in this world, and load nothing else. Once in a process."""
+    to_tensor, to_object = (getattr(dist.distributed_c10d, name) for name in (OBJECT_TO_TENSOR, TENSOR_TO_OBJECT))
+
+    def encode(value: Any, device: torch.device, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        data, _ = to_tensor(value, device, *others)
+        sealed = tensor_of(seal(data.cpu().numpy().tobytes(), world))
+        return sealed.to(device), torch.tensor([len(sealed)]).to(device)
+
+    def decode(data: torch.Tensor, size: Any, *others: Any) -> Any:
+        opened = tensor_of(unseal(data.cpu().numpy().tobytes()[: int(size)], world))
+        return to_object(opened, len(opened), *others)
+
+    setattr(dist.distributed_c10d, OBJECT_TO_TENSOR, encode)
+    setattr(dist.distributed_c10d, TENSOR_TO_OBJECT, decode)
+
+
+def tensor_of(data: bytes) -> torch.Tensor:
+    """The bytes as a tensor in main memory."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

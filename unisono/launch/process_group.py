@@ -8,6 +8,7 @@ zero does; so it exits last, since otherwise the reason of a failure would be lo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from unisono.comm.sealing import UnsignedError, has_secret, tag, use_secret
+from unisono.comm.sealing import UnsignedError, has_secret, seal_objects, sealed_store, tag, use_secret
 from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
 from unisono.launch.hosts.endpoint import address_towards, interface_of, quieten_store, serve_store
 from unisono.launch.hosts.environment import RankPlace
@@ -31,6 +32,7 @@ _CLOSE_S = 10.0  # how long it waits for the last rank to leave
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 _kept: dist.distributed_c10d.Store | None = None  # the store that ends with rank zero, as seen from this rank
+_signed: Any = None  # the store, as long as this process lives
 
 
 def join(
@@ -84,12 +86,14 @@ def join(
 
 def _check_peers(comm: Communicator) -> None:
     """Check that whoever is connected as a rank knows the secret, by which each signs what all of them have just
-    thought of: torch's own functions load what it sends. UnsignedError: a rank does not."""
+    thought of, and name the world after it. UnsignedError: a rank does not."""
     inner: Any = innermost(comm)
     asked = b"".join(inner.gather_bytes(os.urandom(16)))
-    for rank, answer in enumerate(inner.gather_bytes(tag(asked + bytes(str(comm.rank), "ascii")))):
-        if answer != tag(asked + bytes(str(rank), "ascii")):
+    for rank, answer in enumerate(inner.gather_bytes(tag(asked, f"rank {comm.rank}"))):
+        if answer != tag(asked, f"rank {rank}"):
             raise UnsignedError(f"rank {rank} does not know the secret of this run")
+    inner.name = hashlib.sha256(asked).hexdigest()
+    seal_objects(f"objects of world {inner.name}")
 
 
 def depart(world: World, error: BaseException | None = None) -> None:
@@ -128,7 +132,7 @@ def _name_interface(place: RankPlace) -> None:
 
 
 def _store_of(place: RankPlace, timeout: timedelta) -> dist.distributed_c10d.Store:
-    global _kept
+    global _kept, _signed
     if not place.address:
         return dist.FileStore(place.store, place.world_size)  # type: ignore[attr-defined] # torch re-exports it silently
     quieten_store()
@@ -142,7 +146,8 @@ def _store_of(place: RankPlace, timeout: timedelta) -> dist.distributed_c10d.Sto
     # torchrun's store outlives a restart, and still contains the addresses of dead ranks. On one machine all ranks
     # count restarts alike; on several each agent has its own count, so our agents give each start of the ranks a name.
     prefix = place.store or (f"unisono/{place.restart_count}" if is_on_one_machine else "unisono")
-    store = dist.PrefixStore(prefix, server)  # type: ignore[attr-defined]
+    store: dist.distributed_c10d.Store = sealed_store(dist.PrefixStore(prefix, server))  # type: ignore[attr-defined]
+    _signed = store
     if not place.store:
         _kept = store
     return store

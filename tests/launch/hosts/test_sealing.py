@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from agents import agent, free_port
 from faults import Script, until
 
@@ -60,20 +62,46 @@ def no_secret() -> Iterator[None]:
     sealing.use_secret("")
 
 
-def test_what_is_sealed_is_opened_by_the_secret_alone(no_secret: None) -> None:
-    assert sealing.unseal(sealing.seal(b"plain")) == b"plain"
+def test_what_is_sealed_is_opened_by_the_secret_alone_and_in_its_place(no_secret: None) -> None:
+    assert sealing.unseal(sealing.seal(b"plain", "here"), "there") == b"plain"
     sealing.use_secret("one" * 10)
-    sealed = sealing.seal(b"data")
-    assert sealing.unseal(sealed) == b"data"
+    sealed = sealing.seal(b"data", "here")
+    assert sealing.unseal(sealed, "here") == b"data"
     for other in (b"data", sealed[:-1], sealed[:-1] + b"b", pickle.dumps("data"), b""):
         with pytest.raises(sealing.UnsignedError, match="not signed with the secret of this run"):
-            sealing.unseal(other)
+            sealing.unseal(other, "here")
+    for place in ("there", "here\0", ""):
+        with pytest.raises(sealing.UnsignedError, match="not signed with the secret of this run"):
+            sealing.unseal(sealed, place)
     sealing.use_secret("two" * 10)
     with pytest.raises(sealing.UnsignedError, match="not signed"):
-        sealing.unseal(sealed)
+        sealing.unseal(sealed, "here")
     sealing.use_secret("")
     with pytest.raises(sealing.UnsignedError, match="this process has none; leave out --rdzv-insecure"):
-        sealing.unseal(sealed)
+        sealing.unseal(sealed, "here")
+
+
+def test_a_store_believes_no_value_that_is_not_signed_for_its_key(no_secret: None) -> None:
+    plain = dist.HashStore()
+    assert sealing.sealed_store(plain) is plain
+    sealing.use_secret("one" * 10)
+    store = sealing.sealed_store(plain)
+    group = dist.PrefixStore("group", store)  # as torch's groups use it, from C++
+    group.set("address", b"10.0.0.1")
+    assert group.get("address") == b"10.0.0.1"
+    assert plain.get("group/address") != b"10.0.0.1"
+    assert store.compare_set("reason", "", "first") == b"first"
+    assert store.compare_set("reason", "", "second") == b"first"
+    assert store.compare_set("reason", "first", "third") == b"third"
+    assert [group.add("count", 2), group.add("count", 3)] == [2, 5]
+    assert group.check(["address"])
+    assert not group.check(["nothing"])
+    group.wait(["address"], timedelta(seconds=1))
+    assert group.delete_key("count")
+    for value in (b"10.0.0.2", plain.get("reason")):
+        plain.set("group/address", value)
+        with pytest.raises(sealing.UnsignedError, match=r"\(group/address\) is not signed .* somebody else writes"):
+            group.get("address")
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from unisono.comm.sealing import UnsignedError, seal, unseal, use_secret
+from unisono.comm.sealing import UnsignedError, seal, sealed_store, unseal, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
 from unisono.launch.group import Group
@@ -134,8 +134,9 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         use_secret(options.secret)
         parameters = _parameters(options)
         backend, store = create_backend(parameters)
+        store = sealed_store(store)
         log_directory = None if log_dir is None else make_log_directory(log_dir, _agreed_name(store, options))
-        handler = create_handler(store, SealedBackend(backend), parameters)
+        handler = create_handler(store, SealedBackend(backend, options.run_id), parameters)
         spec = WorkerSpec(
             role="worker",
             local_world_size=job.place.local_world_size,
@@ -428,11 +429,15 @@ def _quieten() -> None:
 
 class SealedBackend(RendezvousBackend):
     """Signs the state of the agents' rendezvous (`comm/sealing.py`), which torch loads as a pickle, and restores what
-    somebody without the secret has overwritten. UnsignedError, from both methods: what is there first is not signed."""
+    somebody without the secret has overwritten. UnsignedError, from both methods: what is there first is not signed.
 
-    def __init__(self, backend: RendezvousBackend) -> None:
+    States are numbered, so that an older one that somebody has written again is not believed."""
+
+    def __init__(self, backend: RendezvousBackend, run_id: str) -> None:
         self._backend = backend
+        self._place = f"rendezvous {run_id}"
         self._known: bytes | None = None  # the latest state that was signed
+        self._number = 0  # of it
 
     @property
     def name(self) -> str:
@@ -443,18 +448,24 @@ class SealedBackend(RendezvousBackend):
         return None if found is None else (found[0], found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        found: tuple[bytes, Any, bool] | None = self._open(self._backend.set_state(seal(state), token))
+        found: tuple[bytes, Any, bool] | None = self._open(self._backend.set_state(self._seal(state), token))
         return found
 
     def _open(self, found: tuple[bytes, Any] | tuple[bytes, Any, bool] | None) -> Any:
         if found is None:
             return None
         try:
-            self._known = unseal(found[0])
+            numbered = unseal(found[0], self._place)
+            if (number := int.from_bytes(numbered[:8])) < self._number:
+                raise UnsignedError("an older one was written again by somebody else")
+            self._number, self._known = number, numbered[8:]
         except UnsignedError as error:
             if self._known is None:
                 raise
             logger.warning("the state of the rendezvous: %s; it is restored", error)
-            found = self._backend.set_state(seal(self._known), found[1]) or found
-            return (unseal(found[0]), found[1], False)
+            found = self._backend.set_state(self._seal(self._known), found[1]) or found
+            return (unseal(found[0], self._place)[8:], found[1], False)
         return (self._known, *found[1:])
+
+    def _seal(self, state: bytes) -> bytes:
+        return seal((self._number + 1).to_bytes(8) + state, self._place)

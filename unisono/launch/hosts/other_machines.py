@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm.sealing import UnsignedError, seal, unseal
+from unisono.comm.sealing import UnsignedError, sealed_store
 from unisono.errors import UnisonoError
 from unisono.launch.hosts.endpoint import split_endpoint
 from unisono.outcome import Outcome
@@ -187,7 +187,7 @@ class OtherMachines:
 
     def _exchange_reports(self) -> None:
         host, port = self._endpoint
-        store = dist.TCPStore(host, port, None, False, wait_for_workers=False)  # type: ignore[attr-defined] # torch re-exports it silently
+        store = sealed_store(dist.TCPStore(host, port, None, False, wait_for_workers=False))  # type: ignore[attr-defined] # torch re-exports it silently
         is_over = False
         while not is_over:
             self._has_news.wait(self._beat_s)
@@ -197,7 +197,7 @@ class OtherMachines:
             if (current := self._round) is not None:
                 with self._lock:
                     current.own = replace(current.own, beats=current.own.beats + 1)
-                report: Any = seal(pickle.dumps(current.own))  # annotated as str, but accepts bytes
+                report: Any = pickle.dumps(current.own)  # annotated as str, but accepts bytes
                 store.set(f"{current.name}/{current.own.machine}", report)
                 self._listen(store, current)
             # Reached only if the store has answered.
@@ -208,11 +208,14 @@ class OtherMachines:
             key = f"{current.name}/{number}"
             # `get` alone would wait until the key exists.
             try:
-                report = pickle.loads(unseal(store.get(key))) if store.check([key]) else None
+                report = pickle.loads(store.get(key)) if store.check([key]) else None
             except UnsignedError as error:
                 logger.warning("machine %d: %s", number, error)
                 continue
             before, _ = current.heard.get(number, (None, 0.0))
+            if report is not None and before is not None and report.beats < before.beats:
+                logger.warning("machine %d: an older report was written again by somebody else", number)
+                continue
             if report != before or number not in current.heard:
                 current.heard[number] = (report, time.monotonic())
                 if report is not None and (before is None or report != replace(before, beats=report.beats)):
