@@ -481,12 +481,20 @@ def test_a_breakpoint_of_a_worker_without_a_terminal_names_the_ways_out(run, scr
     name = script("breakpoint()\nprint('went on')")
     code, output, errors = run("-n", "2", "--backend", "cpu", name)
     assert (code, output) == (1, "")
-    assert "a worker, which has no terminal to read commands from; run a single worker" in errors
+    assert "a worker has no terminal to read from; run a single worker" in errors
     assert "`unisono run -n 1 script.py`" in errors
     assert "PYTHONBREAKPOINT=0" in errors
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
     code, output, errors = run("-n", "2", "--backend", "cpu", "--no-prefix", name)
     assert (code, output) == (0, 2 * "went on\n"), errors
+
+
+@pytest.mark.parametrize("line", ["import pdb; pdb.set_trace(); print(1)", "input()"])
+def test_so_does_whatever_else_reads_from_a_terminal(run, script, line):
+    code, _, errors = run("-n", "2", "--backend", "cpu", script(line))
+    assert code == 1
+    assert errors.count("a worker has no terminal to read from; run a single worker") == 1
+    assert "`unisono run -n 1 script.py`" in errors
 
 
 ON_NEW_TERMINAL = """

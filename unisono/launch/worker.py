@@ -19,6 +19,7 @@ import pickle
 import signal
 import sys
 import threading
+from bdb import BdbQuit
 from dataclasses import replace
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
@@ -53,6 +54,10 @@ from unisono.world import World, set_process_world
 TELL_STACKS = getattr(signal, "SIGRTMIN", 28) + 7  # asks a worker for its stacks, also inside C++; USR2 is the user's
 
 _MAX_SOCKET_PATH = 104  # bytes: the smallest limit of any Unix
+_NO_TERMINAL = (
+    "a worker has no terminal to read from; run a single worker, in the process that has the terminal: "
+    "`unisono run -n 1 script.py` without --log-dir and --max-restarts, or spawn(nprocs=1)"
+)
 _LEAVE_S = 5  # seconds that a worker that has sent its outcome may take to leave the world
 
 _is_loading = False  # while the call is being unpickled, which imports modules
@@ -132,6 +137,9 @@ def _in_callers_terms(outcome: Outcome[Any], rank: int, world: World | None) -> 
     if world is not None:
         error = translate_error(error, world.comm)
     add_limit_note(error)
+    # Raised by input(), and by pdb.set_trace() and its like.
+    if str(error) == "EOF when reading a line" or (isinstance(error, BdbQuit) and not _has_terminal()):
+        error.add_note(_NO_TERMINAL)
     return replace(outcome, error=error, where=where, is_secondary=is_secondary)
 
 
@@ -228,13 +236,13 @@ def _adopt_caller(caller: Caller, place: RankPlace, directory: str) -> None:
 
 def _break(*args: Any, **kwargs: Any) -> Any:
     """What `breakpoint()` calls: the debugger that PYTHONBREAKPOINT names, or pdb if fn has opened a terminal."""
-    if os.environ.get("PYTHONBREAKPOINT") or (sys.stdin is not None and sys.stdin.isatty()):
+    if os.environ.get("PYTHONBREAKPOINT") or _has_terminal():
         return sys.__breakpointhook__(*args, **kwargs)
-    raise UnisonoError(
-        "breakpoint() was called in a worker, which has no terminal to read commands from; run a single worker, in the "
-        "process that has the terminal: `unisono run -n 1 script.py` without --log-dir and --max-restarts, or "
-        "spawn(nprocs=1); PYTHONBREAKPOINT=0 ignores breakpoint()"
-    )
+    raise UnisonoError(f"breakpoint() was called, and {_NO_TERMINAL}; PYTHONBREAKPOINT=0 ignores breakpoint()")
+
+
+def _has_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _keep_sockets_in(directory: str) -> None:
