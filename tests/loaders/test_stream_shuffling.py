@@ -20,6 +20,7 @@ from streams import COUNT, ByEpoch, Sharded, Stream, all_of, loader_of, passes, 
 from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader, rank
+from unisono.errors import CollectiveMismatchError
 
 
 class AsksTooLate(Stream):
@@ -92,8 +93,8 @@ def later() -> Stream:
 )
 def test_streams_that_differ_wherever_they_do_are_refused(dataset, mode, workers):
     errors = refused(mode, dataset, None, workers=workers)
-    assert [type(error) for error in errors] == [RuntimeError] * mode.ranks
-    words = r"the ranks or loader workers read different streams.*\(num_workers=1\).*pass already_sharded=True"
+    assert [type(error) for error in errors] == [CollectiveMismatchError] * mode.ranks
+    words = r"the ranks or loader workers read different streams.* DeviceLoader\(loader, already_sharded=True\);.*=1\)$"
     assert all(re.match(words, str(error)) for error in errors)
 
 
@@ -112,7 +113,7 @@ def test_who_cuts_itself_by_rank_and_worker_is_cut_once():
     by_rank = PROCESSES_2.run(body)
     assert sorted(sample for found, _, _ in by_rank for sample in found) == list(range(COUNT))
     for _, error, ranks in by_rank:
-        assert "pass already_sharded=True" in error
+        assert "pass DeviceLoader(loader, already_sharded=True)" in error
         assert ranks == 2
 
 

@@ -30,6 +30,7 @@ from streams import (
 from torch.utils.data import get_worker_info
 
 from unisono import DeviceLoader, ParallelLoader, current_world, rank
+from unisono.errors import CollectiveMismatchError
 
 
 class OneFile(Sharded):
@@ -294,7 +295,7 @@ def test_so_do_processes_whatever_makes_their_streams_differ():
 @stand_ins()
 def test_several_ranks_refuse_what_loader_workers_choose_by_their_number_alone(count, size):
     errors = refused(THREADS_2, lambda: ById(count), None, workers=2, size=size)
-    assert [type(error) for error in errors] == [RuntimeError] * 2
+    assert [type(error) for error in errors] == [CollectiveMismatchError] * 2
     assert all("read different streams" in str(error) for error in errors)
 
 

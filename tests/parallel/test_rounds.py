@@ -51,8 +51,9 @@ def steps(loader) -> int:
     ],
 )
 def test_ranks_that_read_in_different_orders_are_told(make, words):
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(RuntimeError, match=words) as caught:
         PROCESSES_2.run(lambda: steps(DeviceLoader(make())))
+    assert not any("cannot be read" in note for note in caught.value.__notes__), "of no batch"
 
 
 class OwnAugmentation(OwnStream):

@@ -45,12 +45,11 @@ _ADVICE_ON_LOOPS = (
     "that is not prepared"
 )
 WAY_OUT = (
-    "read the same data (no shard of it; random_split with a seeded generator) in the same order (shuffled by the "
-    "epoch, or with one seed) on all ranks; let torch's DataLoader read a dataset that cuts itself; or pass "
-    "DeviceLoader(loader, already_sharded=True) if each rank reads a part of its own, already_sharded=False if only "
-    "random augmentation differs"
+    "if each rank reads a part of its own, pass DeviceLoader(loader, already_sharded=True); if only random augmentation "
+    "differs, DeviceLoader(loader, already_sharded=False); otherwise read the same data on all ranks (random_split with "
+    "a seeded generator), in the same order (shuffled by the epoch, or with one seed)"
 )
-_RULE_OF_DATA = f"read the same batches, of which this loader gives it a part; {WAY_OUT}"
+_RULE_OF_DATA = f"read the same batches, of which the loader gives it a part; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"
 """What a rank announces, begins so."""
 LOADED = "load_state_dict()"

@@ -19,6 +19,7 @@ from types import FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple
 
 from unisono.comm.operations import WAY_OUT
+from unisono.errors import CollectiveMismatchError
 from unisono.loaders.sharding import glimpse, mark_of
 from unisono.tree import PLAIN, is_array
 from unisono.world import World
@@ -37,7 +38,7 @@ class Make(NamedTuple):
 
 
 def has_parts(dataset: Any, world: World, look: Callable[[bool], int | None]) -> bool:
-    """Compare the ranks' datasets; return whether each of them is its rank's part. RuntimeError, on all ranks, if they
+    """Compare the ranks' datasets; return whether each of them is its rank's part. CollectiveMismatchError, on all ranks, if they
     differ and do not know it. A collective, of one exchange where they are made alike. `look(know_ranks)` returns a
     mark of what a single rank would read first: 0 if that is random, None if reading it would have a consequence."""
     makes: list[Make] = world.comm.all_gather_object(make_of(dataset, world.rank, world.world_size))
@@ -52,7 +53,7 @@ def has_parts(dataset: Any, world: World, look: Callable[[bool], int | None]) ->
     if None in looks or (is_random and not know_ranks) or (not is_random and len(set(looks)) == 1):
         return False
     if not know_ranks or is_random:
-        raise RuntimeError(
+        raise CollectiveMismatchError(
             f"the ranks' datasets, of class {type(dataset).__name__}, begin with different samples, so cutting them "
             f"again would lose some and repeat others; {WAY_OUT}"
         )

@@ -38,7 +38,7 @@ def is_sharded(loader: Any, rank: int, ranks: int) -> bool:
                 raise ValueError(
                     f"the loader's {type(sampler).__name__} cuts the data for rank {sampler.rank} of "
                     f"{sampler.num_replicas}, but this is rank {rank} of {ranks}; leave the sharding to this loader (a "
-                    "plain sampler), or pass already_sharded=True if this is what you want"
+                    "plain sampler), or pass DeviceLoader(loader, already_sharded=True) if this is what you want"
                 )
             return True
     return False

@@ -41,9 +41,9 @@ Cutter = Literal["caller", "dataset", "worker", "stride"]  # `streams.py` says w
 _REMEMBERED = 1024  # positions; more than one reader is ahead of another
 _ALIKE = 8  # samples whose integers are the same: those of the whole stream may well be
 _DIFFERENT = (
-    "the ranks or loader workers read different streams, so cutting them by stride would lose and repeat samples; "
-    "shuffle by the epoch (set_epoch), or with the global generators in loader workers (num_workers=1); or let the "
-    "dataset cut itself (get_worker_info(), shard(num_shards, index)); or pass already_sharded=True if each has a part"
+    "the ranks or loader workers read different streams, so that taking turns in them would lose and repeat samples; "
+    "if the dataset gives each rank a part of its own, pass DeviceLoader(loader, already_sharded=True); if it shuffles, "
+    "do so by the epoch (set_epoch), or with the global generators in one loader worker (num_workers=1)"
 )
 
 
@@ -159,13 +159,13 @@ class StreamProgress:
         self._marks: dict[tuple[int, int], Position] = {}  # by the row's first part and the number; the latest last
 
     def add(self, reads: Iterable[Read]) -> None:
-        """Count what batches have left; RuntimeError if another reader has seen another stream."""
+        """Count what batches have left; CollectiveMismatchError if another reader has seen another stream."""
         for read in reads:
             first = self.position.here.row_of(read.by, read.part).start
             for position in (*read.earlier, read.position):
                 seen = position if position.taken >= _ALIKE else position._replace(rest=0)
                 if self._marks.setdefault((first, seen.taken), seen).is_of_another(seen):
-                    raise RuntimeError(_DIFFERENT)
+                    raise CollectiveMismatchError(_DIFFERENT)
             while len(self._marks) > _REMEMBERED:
                 del self._marks[next(iter(self._marks))]
         self.position = self.position.after(reads)
@@ -176,7 +176,7 @@ class StreamProgress:
         taken = [each.taken for each in self.position.here.parts]
         is_in_turn = taken == sorted(taken, reverse=True) or self._slack > 1
         if self.position.by == "stride" and not (is_in_turn and max(taken) - min(taken) <= self._slack):
-            raise RuntimeError(_DIFFERENT)
+            raise CollectiveMismatchError(_DIFFERENT)
 
 
 class _Offer(NamedTuple):
@@ -202,7 +202,7 @@ class Lockstep:
 
     def receive(self) -> Delivery:
         """Return the next batch, or a repeated sample; as `Lane.receive`. EndOfChannel if no rank has more; otherwise
-        an error is that of `_check_offers`, or RuntimeError if the ranks read different streams."""
+        an error is that of `_check_offers`, or CollectiveMismatchError if the ranks read different streams."""
         if self._end is not None:
             raise copy_error(self._end)
         try:

@@ -308,7 +308,8 @@ class AskedInfo(SimpleNamespace):
         if self.is_late:
             raise RuntimeError(
                 f"the {type(self.dataset).__name__} asks get_worker_info() for the number of workers only after it has "
-                "yielded samples; let it ask before the first, or pass already_sharded=True"
+                "yielded samples; let it ask before the first, or pass DeviceLoader(loader, "
+                "already_sharded=True)"
             )
         self.was_asked = True
         return int(self.row)

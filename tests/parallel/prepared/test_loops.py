@@ -314,3 +314,20 @@ def test_what_is_left_of_a_loop_that_is_not_prepared_is_told_of(
     found = [each.message for each in caplog.records if "gradient_accumulation_steps=2" in each.message]
     assert len(found) == (not in_blocks)
     assert all("prepare(loader)" in each and "accumulate():" in each for each in found)
+
+
+@PAIRS
+def test_noise_of_a_fixed_size_is_an_error_of_which_each_way_out_counts_the_batch(mode: Mode) -> None:
+    def train(rows: int | None, is_named: bool) -> float:
+        accelerator, (maker, critic) = Accelerator(), gan()
+        maker, critic, optimizer, loader = accelerator.prepare(maker, critic, sgd(maker.parameters()), loader_of(5, 4))
+        for batch in loader:
+            optimizer.zero_grad()
+            fake = maker(torch.ones(rows or len(batch[0]), 5, dtype=torch.double, device=accelerator.device))
+            accelerator.backward(F.softplus(-critic(fake)).mean(), **({"batch": batch} if is_named else {}))
+            optimizer.step()
+        return float(whole(maker)["weight"].sum())
+
+    with pytest.raises(ValueError, match=r"as noise is.*torch\.randn\(len\(batch\), .*backward\(loss, batch=batch\)"):
+        mode.run(lambda: train(4, False))
+    assert mode.run(lambda: train(None, False)) == pytest.approx(mode.run(lambda: train(4, True)))

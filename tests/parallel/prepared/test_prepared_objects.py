@@ -77,9 +77,13 @@ def test_a_parameter_of_no_prepared_model_is_an_error_that_says_where():
     accelerator, network, other = Accelerator(), model(), model(1)
     optimizer = sgd(network.parameters())
     optimizer.add_param_group({"params": other[2].bias})
-    with pytest.raises(ValueError, match=r"parameter 0 of group 1 of the SGD at position 1, shape \[2\], belongs"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 of the SGD at position 1, shape \[2\], belongs") as caught:
         accelerator.prepare(network, optimizer)
+    assert "model, optimizer = accelerator.prepare(model, optimizer)" in str(caught.value)
+    assert "parameter, optimizer = accelerator.prepare(parameter, optimizer)" in str(caught.value)
     accelerator.prepare(other, network, optimizer)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter, optimizer = accelerator.prepare(parameter, sgd([parameter]))
 
 
 def test_a_scheduler_whose_optimizer_is_not_prepared_is_an_error():

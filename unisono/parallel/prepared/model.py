@@ -179,7 +179,7 @@ class PreparedModel(nn.Module):
             error.add_note(
                 f"the prepared {self.engine.name} is on {placed}, where prepare() has put it, as the batches of "
                 "prepared loaders: leave .cuda() and .to() out, or use accelerator.device; convert a model before "
-                "prepare(); accelerator.unwrap_model(model) is the module itself"
+                "prepare(); accelerator.unwrap_model(model) is your module, as it is without prepare()"
             )
             raise
 

@@ -219,8 +219,8 @@ class Stepper:
         if added and (self.world.comm.size > 1 or self._steps.every > 1):
             raise ValueError(
                 f"a group was added to the {type(self.optimizer).__name__} with a parameter of shape "
-                f"{list(added[0].shape)} that belongs to no prepared model; prepare its model, or itself if it is of "
-                "none, before add_param_group()"
+                f"{list(added[0].shape)} that belongs to no prepared model; before add_param_group(), call "
+                "accelerator.prepare(model) with its model, or accelerator.prepare(parameter) if it is of none"
             )
 
     def _warn_of_scheduler(self) -> None:
