@@ -69,6 +69,11 @@ class Batch:
         """Whether it only repeats rows of others, or has none: then it weighs 0, whatever its loss is the mean over."""
         return not self.samples
 
+    def samples_of_epoch(self) -> range:
+        """The numbers of samples that an epoch may have, if its last batch alone is smaller; none if it is unknown."""
+        batches, size = (self.loop.lengths() or (0, 0))[0], (self.total or 0) // self.dealt
+        return range((batches - 1) * size + 1, batches * size + 1) if batches > 1 else range(0)
+
     @property
     def counted(self) -> tuple[int, int | None]:
         """The number of its rows that count, and of all its rows."""

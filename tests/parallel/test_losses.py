@@ -67,8 +67,13 @@ PLAIN: dict[str, tuple[torch.Tensor, Loss]] = {
     "smoothed": (TARGETS, lambda model, x, y: entropy(model, x, y, label_smoothing=0.1)),
     "a sum over samples / their number": (TARGETS, lambda model, x, y: entropy(model, x, y, reduction="sum") / len(x)),
     "a sum / all targets": (TARGETS, lambda model, x, y: entropy(model, x, y, reduction="sum") / y.numel()),
+    "a sum of as many features as samples": (TARGETS, lambda model, x, y: model(x).square().sum() / 64),
     "half a mean by hand": (TARGETS, halved),
     "with a penalty": (TARGETS, lambda model, x, y: entropy(model, x, y) + penalty(model)),
+    "with a penalty by all samples": (
+        TARGETS,
+        lambda model, x, y: entropy(model, x, y) + penalty(model) / len(INPUTS),
+    ),
     "sums of features": (TARGETS, lambda model, x, y: model(x).square().sum(1).mean()),
     "a sum of means": (TARGETS, lambda model, x, y: model(x).square().mean(0).sum()),
     "several": (TARGETS, lambda model, x, y: torch.stack([entropy(model, x, y), model(x).mean()]).sum()),
@@ -107,6 +112,16 @@ OTHERS: dict[str, tuple[str, torch.Tensor, Loss]] = {
     "sum": (SUM, TARGETS, lambda model, x, y: entropy(model, x, y, reduction="sum")),
     "sum of errors": (SUM, TARGETS, lambda model, x, y: F.mse_loss(model(x), x[..., :3], reduction="sum")),
     "sum by hand": (SUM, TARGETS, lambda model, x, y: model(x).square().sum() + penalty(model)),
+    "by all samples": (
+        "a sum, divided by 64, the samples of an epoch; .* write the mean over this batch's$",
+        TARGETS,
+        lambda model, x, y: model(x).square().mean((1, 2)).sum() / len(INPUTS),
+    ),
+    "sum of errors, by all samples": (
+        "the samples of an epoch",
+        TARGETS,
+        lambda model, x, y: F.mse_loss(model(x).mean((1, 2)), x.mean((1, 2)), reduction="sum") / len(INPUTS),
+    ),
     "masked": ("is a sum, divided by .* weight=divisor", PADDED, masked),
     "chosen targets": (
         "of 8 samples; gradients .* weight=",

@@ -200,7 +200,10 @@ class Passes:
         """Say why the loss of a pass that begins is no mean over the samples, if it is none."""
         weight, named = self._call or (None, None)
         batch = (named or self.origin).batch
-        if weight is None and (said := self._losses.describe(loss, None if batch is None else batch.rows)):
+        if weight is not None:
+            return
+        rows, epoch = (None, range(0)) if batch is None else (batch.rows, batch.samples_of_epoch())
+        if said := self._losses.describe(loss, rows, epoch):
             logger.warning(said)
 
     def adopt(self, engine: Engine) -> None:

@@ -60,13 +60,18 @@ class LossWatch:
             self.left -= 1
             self._look(loss)
 
-    def describe(self, loss: torch.Tensor, rows: int | None) -> str | None:
-        """Why a loss of so many rows is no mean over them, and what to write; None if nothing says so."""
+    def describe(self, loss: torch.Tensor, rows: int | None, epoch: range) -> str | None:
+        """Why a loss of so many rows is no mean over them, and what to write; None if nothing says so. An epoch has one
+        of these numbers of samples."""
         if loss.numel() != 1 or loss.grad_fn is None or not _is_after(loss.grad_fn, self.begun):
             return None
         for node, divisor in _scalars(loss.grad_fn):
             if node.name().startswith("NllLoss"):
                 said = self._describe_targets(node, divisor, rows)
+            elif (
+                divisor in epoch and rows and _count(node) < epoch.start and _passed(node, self.begun, rows) is not None
+            ):
+                said = _OF_EPOCH.format(divisor)
             elif saved(node, "reduction") == 2:
                 said = _SUM if divisor == 1 else None
             else:
@@ -152,6 +157,7 @@ def warn_of_unprepared(world: World) -> None:
 _SUM = "the loss was computed with reduction='sum', or as a sum by hand" + _ENDING.format(
     "a mean, or accelerator.backward(loss / count, weight=count)"
 )
+_OF_EPOCH = "the loss is a sum, divided by {:g}, the samples of an epoch" + _ENDING.format("the mean over this batch's")
 _watching: WeakSet[LossWatch] = WeakSet()
 _backward = torch.autograd.backward
 
@@ -165,6 +171,14 @@ def _looking(tensors: Any, *args: Any, **kwargs: Any) -> None:
     if not _watching and torch.autograd.backward is _looking:
         torch.autograd.backward = _backward
     _backward(tensors, *args, **kwargs)
+
+
+def _count(node: Any) -> float:
+    """The number of terms of a sum."""
+    if node.name().startswith("SumBackward"):
+        return float(math.prod(saved(node, "self_sym_sizes") or [math.inf]))
+    terms = saved(node, "self") if saved(node, "reduction") == 2 else None
+    return math.inf if terms is None else float(terms.numel())
 
 
 def _scalars(root: Any) -> Iterator[tuple[Any, float | None]]:

@@ -307,7 +307,9 @@ def test_a_group_that_is_added_needs_a_prepared_parameter(mode: Mode) -> None:
         [batch, _] = loader
         optimizer.add_param_group({"params": [added]})
         (mean_loss(network, batch) * added).backward()
-        with pytest.raises(ValueError, match=r"no prepared model; before add_param_group\(\), .* accelerator\.prepare\(par"):
+        with pytest.raises(
+            ValueError, match=r"no prepared model; before add_param_group\(\), .* accelerator\.prepare\(par"
+        ):
             optimizer.step()
         optimizer.zero_grad()
         accelerator.prepare(later := bare(0.1))

@@ -77,7 +77,9 @@ def test_a_parameter_of_no_prepared_model_is_an_error_that_says_where():
     accelerator, network, other = Accelerator(), model(), model(1)
     optimizer = sgd(network.parameters())
     optimizer.add_param_group({"params": other[2].bias})
-    with pytest.raises(ValueError, match=r"parameter 0 of group 1 of the SGD at position 1, shape \[2\], belongs") as caught:
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of group 1 of the SGD at position 1, shape \[2\], belongs"
+    ) as caught:
         accelerator.prepare(network, optimizer)
     assert "model, optimizer = accelerator.prepare(model, optimizer)" in str(caught.value)
     assert "parameter, optimizer = accelerator.prepare(parameter, optimizer)" in str(caught.value)
