@@ -45,9 +45,9 @@ _ADVICE_ON_LOOPS = (
     "that is not prepared"
 )
 WAY_OUT = (
-    "if each rank reads a part of its own, pass DeviceLoader(loader, already_sharded=True); if only random augmentation "
-    "differs, DeviceLoader(loader, already_sharded=False); otherwise read the same data on all ranks (random_split with "
-    "a seeded generator), in the same order (shuffled by the epoch, or with one seed)"
+    "if each rank reads a part of its own, pass DeviceLoader(loader, already_sharded=True); if only random "
+    "augmentation differs, DeviceLoader(loader, already_sharded=False); otherwise read the same data on all ranks "
+    "(random_split with a seeded generator), in the same order (shuffled by the epoch, or with one seed)"
 )
 _RULE_OF_DATA = f"read the same batches, of which the loader gives it a part; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"

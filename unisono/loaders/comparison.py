@@ -38,9 +38,10 @@ class Make(NamedTuple):
 
 
 def has_parts(dataset: Any, world: World, look: Callable[[bool], int | None]) -> bool:
-    """Compare the ranks' datasets; return whether each of them is its rank's part. CollectiveMismatchError, on all ranks, if they
-    differ and do not know it. A collective, of one exchange where they are made alike. `look(know_ranks)` returns a
-    mark of what a single rank would read first: 0 if that is random, None if reading it would have a consequence."""
+    """Compare the ranks' datasets; return whether each of them is its rank's part. CollectiveMismatchError, on
+    all ranks, if they differ and do not know it. A collective, of one exchange where they are made alike.
+    `look(know_ranks)` returns a mark of what a single rank would read first: 0 if that is random, None if reading
+    it would have a consequence."""
     makes: list[Make] = world.comm.all_gather_object(make_of(dataset, world.rank, world.world_size))
     if len({each.mark for each in makes}) == 1:
         return False

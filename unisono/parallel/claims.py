@@ -179,10 +179,11 @@ def check_counts(batches: Sequence[Batch | None], world: World, is_mean: bool = 
     if differ:
         shown = " or ".join(dict.fromkeys(map(_describe, batches)))
         raise ValueError(
-            f"the loss may be the mean over {shown}, and nothing shows which: its inputs were made in the loop, as noise "
-            "is, or computed from a batch; make noise with as many rows as the batch has, torch.randn(len(batch), ...); "
-            "or name the batch, accelerator.backward(loss, batch=batch) (by hand: unisono.backward(loss, batch=batch) "
-            "instead of loss.backward()), or the number of samples, weight=; or say that it is no loader's, batch=()"
+            f"the loss may be the mean over {shown}, and nothing shows which: its inputs were made in the loop, as "
+            "noise is, or computed from a batch; make noise with as many rows as the batch has, "
+            "torch.randn(len(batch), ...); or name the batch, accelerator.backward(loss, batch=batch) (by hand: "
+            "unisono.backward(loss, batch=batch) instead of loss.backward()), or the number of samples, weight=; or "
+            "say that it is no loader's, batch=()"
         )
 
 

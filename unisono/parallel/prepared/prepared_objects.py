@@ -304,8 +304,8 @@ class Places:
                     raise ValueError(
                         f"parameter {place} of group {number} of the {type(optimizer).__name__} at position {where}, "
                         f"shape {list(parameter.shape)}, belongs to no prepared model; prepare its model with the "
-                        "optimizer, model, optimizer = accelerator.prepare(model, optimizer), or, if it is of no model, "
-                        "itself: parameter, optimizer = accelerator.prepare(parameter, optimizer)"
+                        "optimizer, model, optimizer = accelerator.prepare(model, optimizer), or, if it is of no "
+                        "model, itself: parameter, optimizer = accelerator.prepare(parameter, optimizer)"
                     )
 
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
