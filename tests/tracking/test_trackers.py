@@ -91,6 +91,7 @@ def test_numbers_texts_and_tensors_of_one_element_are_logged_as_plain_values(tmp
         "text": "best",
         "nan": float("nan"),
         "low": -float("inf"),
+        "unknown yet": None,  # diffusers' `ema_model.cur_decay_value` before the first optimizer step
     }
     accelerator.log(values, torch.tensor(4))
     accelerator.end_training()
@@ -98,6 +99,7 @@ def test_numbers_texts_and_tensors_of_one_element_are_logged_as_plain_values(tmp
     expected = {"tensor": 1.0, "whole": 3, "half": 0.5, "flag": True, "float32": 0.25, "bool": False, "array": 2}
     assert {key: plain[key] for key in expected} == expected
     assert {type(each) for each in plain.values()} == {float, int, bool, str}
+    assert "unknown yet" not in plain
     assert (plain["text"], step, type(step)) == ("best", 4, int)
     _, line = records(tmp_path / "digits")
     assert line["values"] == {**expected, "text": "best", "nan": "NaN", "low": "-Infinity"}

@@ -37,9 +37,12 @@ def name_of(tracker: Tracker) -> str:
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Value]:
-    """The values as a tracker gets them; tensors are copied to the host. Raises the errors of `Accelerator.log`."""
+    """The values as a tracker gets them; tensors are copied to the host, and None is left out: it is a value not yet known.
+
+    Raises the errors of `Accelerator.log`.
+    """
     check_type(values, "values", "pass a mapping from names to values", Mapping)
-    return {key: _plain(key, value) for key, value in values.items()}
+    return {key: _plain(key, value) for key, value in values.items() if value is not None}
 
 
 def plain_step(step: Any) -> int | None:

@@ -107,7 +107,7 @@ class Tracked:
         """Pass values to all trackers. Only rank zero's values are used; those of other ranks are ignored.
 
         Args:
-            values: numbers, tensors of one element, and strings, by name.
+            values: numbers, tensors of one element, and strings, by name; None is left out.
             step: the training step; None leaves it to the tracker.
 
         Raises:
