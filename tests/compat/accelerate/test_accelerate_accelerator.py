@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -158,6 +158,9 @@ def test_wrappers_of_torch_are_unwrapped_as_well() -> None:
     accelerator, inner = Accelerator(), nn.Linear(1, 1)
     assert accelerator.unwrap_model(nn.DataParallel(inner)) is inner
     assert accelerator.unwrap_model(inner) is inner
+    for wrapped in (inner, nn.DataParallel(inner), accelerator.prepare(inner)):
+        compiled = cast(nn.Module, torch.compile(wrapped, backend="eager"))
+        assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is inner
 
 
 def test_a_placement_of_single_objects_is_refused_with_a_way_out() -> None:

@@ -328,7 +328,9 @@ def extract_model_from_parallel(
     from unisono.torch_private import ORIGINAL  # here: it may import the compiler
 
     wrappers = (PreparedModel, nn.DataParallel, nn.parallel.DistributedDataParallel)
-    module: Any = model.module if isinstance(model, wrappers) else model
+    # `torch.compile` may be around the wrapper, or inside of it.
+    outer: Any = model if keep_torch_compile else getattr(model, ORIGINAL, model)
+    module: Any = outer.module if isinstance(outer, wrappers) else outer
     plain: nn.Module = module if keep_torch_compile else getattr(module, ORIGINAL, module)
     return plain
 
