@@ -37,7 +37,7 @@ def name_of(tracker: Tracker) -> str:
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Value]:
-    """The values as a tracker gets them; tensors are copied to the host, and None is left out: it is a value not yet known.
+    """The values as a tracker gets them: tensors are copied to the host; None, a value not yet known, is left out.
 
     Raises the errors of `Accelerator.log`.
     """
