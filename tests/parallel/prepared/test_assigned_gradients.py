@@ -196,7 +196,7 @@ def test_by_hand_the_advice_is_one_too(mode: Mode) -> None:
                 optimizer.zero_grad()
 
     for said in mode.told(lambda: body(assign), ValueError):
-        assert "call unisono.backward(loss, batch=batch) instead" in said
+        assert "unisono.backward(loss, batch=batch) instead" in said
     mode.run(lambda: body(lambda network, batch: backward(mean_loss(network, batch))))
 
 
