@@ -27,7 +27,9 @@ def main() -> int:
         if len(failed) > MOST:
             return exit_code
         print(f"once more, alone: {', '.join(failed)}", flush=True)
-        again = subprocess.call([*command, "--last-failed", "--last-failed-no-failures=none", "--numprocesses=0"])
+        # Whichever marks they have: those of a collection of few tests may be others.
+        command += ["--last-failed", "--last-failed-no-failures=none", "--numprocesses=0", "-m", ""]
+        again = subprocess.call(command)
     if again == 0:
         FLAKY.parent.mkdir(exist_ok=True)
         with FLAKY.open("a") as file:
