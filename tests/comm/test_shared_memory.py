@@ -377,3 +377,22 @@ def test_long_texts_that_differ_behind_the_cut_are_told_apart_and_harm_no_other_
     found = first.find_difference()
     assert found[0] != found[1]
     assert found[0].startswith("called xxx")
+
+
+@pytest.mark.parametrize("kind", ["a path", "a file", "another name", "another size", "a pipe"])
+def test_no_file_is_opened_that_is_no_memory_of_a_rank_whatever_the_store_says(kind: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(before := b"\0" * 16 + b"of another program")
+    read, write = os.pipe()
+    files = {"a file": os.open(victim, os.O_RDWR), "a pipe": read}
+    for name, memory in (("another name", "theirs"), ("another size", "unisono-blocks")):
+        files[name] = os.memfd_create(memory)
+        os.ftruncate(files[name], 4096)
+    place = f"../../../../..{victim}" if kind == "a path" else str(files[kind])
+    store = dist.HashStore()
+    store.set("place", f"{os.getpid()} {place} {'00' * 16} {os.readlink('/proc/self/ns/net')}")
+    assert map_together(store, 1, 2, 4096, timedelta(seconds=10)) is None
+    assert store.get("refused") == b"1"
+    assert victim.read_bytes() == before
+    for each in {*files.values(), write}:
+        os.close(each)

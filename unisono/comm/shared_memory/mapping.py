@@ -34,6 +34,7 @@ PAGE = 4096
 _JOINED = 8  # offset in the header where a rank reports that it has joined
 _TOKEN = 16  # bytes at the beginning of the file that identify it
 _PLACE, _REFUSED = "place", "refused"
+_NAME = "unisono-blocks"
 _NETWORK = "/proc/self/ns/net"
 _POLL_S = 0.002
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
@@ -93,7 +94,7 @@ def map_together(store: Store, rank: int, size: int, num_bytes: int, timeout: ti
 
 def _create(store: Store, size: int, num_bytes: int) -> Mapping:
     token = secrets.token_bytes(_TOKEN)
-    file = os.memfd_create("unisono-blocks", os.MFD_CLOEXEC)
+    file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     os.ftruncate(file, PAGE * (size + 1) + num_bytes)
     os.pwrite(file, token, 0)
     mapping = Mapping(file, 0, size, num_bytes)
@@ -109,13 +110,24 @@ def _open(store: Store, rank: int, size: int, num_bytes: int) -> Mapping | None:
             return None
         time.sleep(_POLL_S)
     pid, number, token, network = store.get(_PLACE).decode().split()
-    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    path = f"/proc/{pid}/fd/{number}"
+    # Whoever reaches the store may have written this: it leads to no file but one of ours.
+    if not (pid.isdecimal() and number.isdecimal() and _is_ours(path)):
+        raise FileNotFoundError(f"{path} is no memory of a rank")
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    found = os.fstat(file)
+    is_whole = found.st_uid == os.geteuid() and found.st_size == PAGE * (size + 1) + num_bytes
     # On another machine, or in another container, the same path is a different file; and messages between two ranks go
     # over the loopback, which is another one in another network.
-    if os.pread(file, _TOKEN, 0).hex() != token or os.readlink(_NETWORK) != network:
+    is_that_one = is_whole and _is_ours(f"/proc/self/fd/{file}") and os.pread(file, _TOKEN, 0).hex() == token
+    if not is_that_one or os.readlink(_NETWORK) != network:
         os.close(file)
         raise FileNotFoundError("it is another file, or in another network")
     return Mapping(file, rank, size, num_bytes)
+
+
+def _is_ours(path: str) -> bool:
+    return os.readlink(path).startswith(f"/memfd:{_NAME} ")
 
 
 @cache
