@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,12 @@ STAYING = {**LINES, "two optimizers": with_two_optimizers}  # one of which takes
 
 
 class Beside(nn.Module):
-    """A table whose rows are added to what a layer computes: both get one gradient from the sum. No rows at 0."""
+    """A table whose rows are added to what a layer computes: both get one gradient from the sum, in the same memory,
+    unless torch copies the table's because of a row for padding."""
 
-    def __init__(self, first: str) -> None:
+    def __init__(self, first: str, padding: int | None) -> None:
         super().__init__()
-        layers = {"layer": nn.Linear(5, 2), "table": nn.Embedding(9, 2, sparse=True, padding_idx=0)}
+        layers = {"layer": nn.Linear(5, 2), "table": nn.Embedding(9, 2, sparse=True, padding_idx=padding)}
         for name in sorted(layers, reverse=first == "table"):  # the pass begins with what was called last
             self.add_module(name, layers[name])
         self.first = first
@@ -99,9 +101,9 @@ class Beside(nn.Module):
         return torch.tanh(self.layer(inputs)) + self.table(rows)
 
 
-def beside(first: str, tokens: bool = False) -> Lines:
+def beside(first: str, padding: int | None, tokens: bool = False) -> Lines:
     def lines(accelerator: Any, loader: Any) -> State:
-        network = seeded(Beside(first).double())
+        network = seeded(Beside(first, padding).double())
         network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader)
         for batch in loader:
             optimizer.zero_grad()
@@ -120,7 +122,8 @@ def beside(first: str, tokens: bool = False) -> Lines:
 def test_a_layer_whose_output_is_added_to_rows_of_a_table_is_exact(
     mode: Mode, strategy: str, samples: int, batch: int
 ) -> None:
-    lines = {f"{first} first, {tokens=}": beside(first, tokens) for first in ("layer", "table") for tokens in (0, 1)}
+    forms = product([("layer", None), ("table", None), ("layer", 0)], [False, True])
+    lines = {f"{form}, {tokens=}": beside(*form, tokens) for form, tokens in forms}
     for accumulate in (1, 2):
         options = {} if mode is not PROCESSES_2 else {"strategy": strategy}
         compare(mode, lines, samples, batch, gradient_accumulation_steps=accumulate, **options)
