@@ -76,12 +76,15 @@ class Mode:
 
 
 def told(call: Callable[[], Any], error: type[Exception] = Exception) -> str:
-    """What it raises, with its cause; and what it returns, where it should not."""
+    """What it raises, with its notes and its cause; and what it returns, where it should not."""
     try:
         return f"returned {call()}"
     except error as raised:
-        cause = raised.__cause__
-        return f"{type(raised).__name__}: {raised}" + (f" <- {type(cause).__name__}: {cause}" if cause else "")
+        cause, shown = (
+            raised.__cause__,
+            "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", ())]),
+        )
+        return shown + (f" <- {type(cause).__name__}: {cause}" if cause else "")
 
 
 SOLO = Mode("solo", 1)

@@ -205,6 +205,8 @@ class Plain(Machine):
             raise Unsaid("statistics of one row")
 
     def erase_grad(self, row: str) -> None:
+        if self.is_sharded and self.setup.every > 1 and self.now.state == "collecting":
+            raise Unsaid("a write to gradients that are not sharded yet")
         super().erase_grad(row)
         self.mean[self.models["f"][-1].weight][int(row)].zero_()
 
@@ -372,7 +374,9 @@ class Plain(Machine):
         if name in self.models:
             parameters = list(self.models[name].parameters())
             if name == "f" and "t" in self.models:
-                parameters += self.models["t"].parameters()
+                bare = list(self.models["t"].parameters())
+                self.clear(bare, how)  # by hand, also between two microbatches
+                parameters += bare
             self.give_up({self.owner[each] for each in parameters}, parameters, how)
 
     def give_up(self, names: set[str], parameters: Sequence[Any], how: str) -> None:
@@ -391,15 +395,18 @@ class Plain(Machine):
                 return
             if now.held - names:
                 raise Unsaid("a step that one of two optimizers gives up")
-        for each in parameters:
-            each.grad = None if how == "none" or each.grad is None else torch.zeros_like(each)
-            self.mean[each].zero_()
+        self.clear(parameters, how)
         now.held -= names
         self.assigned -= names
         if is_held and not now.held:
             self.ended -= now.ended
             self.restart()
             self.visits.clear()
+
+    def clear(self, parameters: Sequence[Any], how: str) -> None:
+        for each in parameters:
+            each.grad = None if how == "none" or each.grad is None else torch.zeros_like(each)
+            self.mean[each].zero_()
 
     def clip(self, way: str) -> None:
         if self.is_ahead():
@@ -439,7 +446,8 @@ class Plain(Machine):
         first = self.bests[0]
         self.models["f"].load_state_dict(first)
         others = [] if self.is_sharded else [self.kept_by(rank) for rank in range(self.ranks)]
-        self.is_apart = any(not torch.equal(state[name], first[name]) for state in others for name in first)
+        trained = [name for name, _ in self.models["f"].named_parameters()]  # all ranks get rank zero's buffers
+        self.is_apart = any(not torch.equal(state[name], first[name]) for state in others for name in trained)
 
     def save(self) -> None:
         now = self.now
@@ -528,8 +536,10 @@ def judge(program: Program, ranks: int, outcomes: Sequence[Outcome], is_sharded:
     if first:
         strange = [each.error for each in first if not each.is_worded]
         return Verdict("different", f"not worded: {strange[0]}") if strange else Verdict("refused", str(first[0].error))
-    if any(each.error for each in outcomes):
-        return Verdict("different", f"no first cause: {outcomes[0].error}")
+    if found := [each.error for each in outcomes if each.error is not None]:
+        if isinstance(plain.stop, Refused):  # a rank alone has noticed it, and the others are at their end
+            return Verdict("refused", found[0])
+        return Verdict("different", f"no first cause: {found[0]}")
     if (
         not is_sharded
         and plain.states[-1] is not None

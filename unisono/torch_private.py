@@ -158,6 +158,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "push_rebuilt_parameters": ("torch.distributed.Reducer._push_all_rebuilt_params", "fixes the order of additions"),
     "FSDP_CONTEXT": ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx", "outlives failed passes"),
     "rebuild_buckets": ("torch.distributed.Reducer._rebuild_buckets", "fixes the order of additions"),
+    "reset_reducer": ("torch.distributed.Reducer._reset_state", "finds parameters unused after zero_grad()"),
     "GradBucket": ("torch._C._distributed_c10d.GradBucket", "weights gradients in torch's communication hooks"),
     "FSDP_STATE": ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "goes on after a forward pass that failed"),
 }

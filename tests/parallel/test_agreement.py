@@ -253,3 +253,25 @@ def test_ranks_that_load_states_of_their_own_are_named_at_the_next_step(mode, st
         assert f"the gradients of step {8 // accumulated // 2 + 1} (" in shown
         assert "after load_state_dict() with bits" in shown
         assert "load one state on all ranks: accelerator.load_state_dict(model, state) takes rank zero's, and" in shown
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("load", [load_own, load_on_one_rank, load_one])
+def test_they_are_named_at_a_step_whose_gradients_were_reduced_before_and_after_which_none_follows(mode, load):
+    def body():
+        accelerator = Accelerator()
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in accelerator.prepare(DataLoader(torch.ones(4, 3), batch_size=2)):
+            model(batch).sum().backward()
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        load(accelerator, model, optimizer, copy.deepcopy(model.state_dict()))
+        optimizer.step()
+
+    if load is load_one:
+        mode.run(body)
+        return
+    shown = " ".join(mode.told(body))
+    assert "after load_state_dict() with bits" in shown or "this rank steps from a state that it has loaded" in shown
+    assert "load one state on all ranks: accelerator.load_state_dict(model, state) takes rank zero's, and" in shown

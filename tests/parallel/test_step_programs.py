@@ -117,6 +117,39 @@ FOUND = [
         "backward accelerator; backward accelerator; step f",
     ),
     (
+        PROCESSES_2,
+        Setup(every=3, net="routed"),
+        "draw b; forward fit; backward accelerator; zero f none; draw b; forward square; backward accelerator; step f",
+    ),
+    (
+        PROCESSES_2,
+        Setup(net="sparse", is_bare=True),
+        "draw a; forward scaled; backward accelerator; step f; forward other; backward plain; clip accelerator; "
+        "forward scaled; backward accelerator; step f",
+    ),
+    (
+        PROCESSES_2,
+        Setup(every=2, is_bare=True),
+        "draw a; forward scaled; backward accelerator; step f; forward scaled; zero_model f none; "
+        "backward accelerator; step f",
+    ),
+    (
+        PROCESSES_2,
+        Setup(net="routed"),
+        "draw a; forward fit; freeze 0; draw a; forward fit; backward accelerator; backward accelerator; step f",
+    ),
+    (
+        PROCESSES_2,
+        Setup(batch=3, every=2, net="routed"),
+        "draw a; forward fit; backward accelerator; draw a; freeze 0; forward fit; backward accelerator; step f",
+    ),
+    (
+        THREADS_2,
+        Setup(),
+        "draw b; forward copied; forward fit; backward accelerator; draw b; forward square; add; backward accelerator; "
+        "step f",
+    ),
+    (
         THREADS_2,
         Setup(every=3),
         "draw a; forward copied; decay; step f; forward copied; draw a; forward copied; decay; backward accelerator; "

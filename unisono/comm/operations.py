@@ -54,7 +54,7 @@ LOOP, END = "a loop over", "the end of its function"
 """What a rank announces, begins so."""
 LOADED = "load_state_dict()"
 """What a rank announces contains it if it steps from a state that it has loaded since its last step."""
-_ADVICE_ON_STATES = (
+ADVICE_ON_STATES = (
     "; load one state on all ranks: accelerator.load_state_dict(model, state) takes rank zero's, and "
     "accelerator.reduce(loss) gives all ranks one loss to choose the best weights by"
 )
@@ -202,7 +202,7 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
         rule = _RULE_OF_DATA
     elif any(map(is_of_loop, groups)):
         rule += _ADVICE_ON_LOOPS
-    rule += _ADVICE_ON_STATES if has_loaded else ""
+    rule += ADVICE_ON_STATES if has_loaded else ""
     odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
 

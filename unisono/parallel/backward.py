@@ -298,6 +298,8 @@ class Passes:
         factor = part / run.part * size
         if factor == 1:
             return None
+        if origin.is_differentiated:  # what bypasses this output would not be scaled
+            raise claims.penalized()
         if origin.is_chained:
             raise ValueError(
                 f"one backward pass has losses of several batches, of which this rank has different parts, and the "
@@ -386,7 +388,9 @@ class Passes:
             elif engine.gathers:  # it reduces as they arrive, and they may come in a pass inside of this one
                 engine.scale_leaves()
             if torch.is_grad_enabled():  # a pass through these gradients may bypass the outputs
-                engine.graphs.append(origin or self.origin)
+                known = origin or self.origin
+                known.is_differentiated = True
+                engine.graphs.append(known)
                 engine.scale_leaves()
             engine.pass_by()
             return run
@@ -427,11 +431,7 @@ class Passes:
         if engine.graphs and counted.part is None:
             # These gradients may be in this pass, and bypass the outputs, where they could be scaled by themselves.
             if any(each.part != run.part for each in engine.graphs):
-                raise ValueError(
-                    "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of "
-                    "another one, of which this rank has a different part; call accelerator.backward(loss, "
-                    "batch=batch) for each of them"
-                )
+                raise claims.penalized()
             engine.graphs.clear()
         held = engine.gradients
         is_weighed = self.steps.step.every > 1 or run.part != 1

@@ -92,11 +92,15 @@ class Origin:
         is_computed: whether the inputs share no memory with a batch.
         may_lag: whether they may be computed from the batch before, which was used last.
         is_chained: whether the inputs were computed with gradients, for example by another model.
+        is_differentiated: whether gradients through the outputs have a graph (create_graph=True), for a penalty.
         syncs: whether the backward pass may reduce.
         optimizers: returns those of the model.
     """
 
-    __slots__ = ("batch", "candidates", "claim", "is_chained", "is_computed", "may_lag", "optimizers", "part", "syncs")
+    __slots__ = (
+        *("batch", "candidates", "claim", "is_chained", "is_computed", "is_differentiated", "may_lag", "optimizers"),
+        *("part", "syncs"),
+    )
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class Origin:
     ) -> None:
         self.candidates, self.batch = candidates, candidates[0]
         self.is_computed, self.syncs, self.optimizers = is_computed, syncs, optimizers
-        self.is_chained = self.may_lag = False
+        self.is_chained = self.is_differentiated = self.may_lag = False
         self.claim = claim = claim_of(self.batch, None, world)
         self.part = claim.samples * world.comm.size / claim.total if claim.total else 0.0
 
@@ -211,6 +215,14 @@ def bypassed(name: str) -> ValueError:
         "which batch it is, and this rank has an uneven part of the current one; call what prepare() has returned, or "
         "a method of it after model.mark_forward_method(name), or name the batch, accelerator.backward(loss, "
         "batch=batch)"
+    )
+
+
+def penalized() -> ValueError:
+    """The error for a pass whose penalty on gradients may be of another batch than its loss, where that matters."""
+    return ValueError(
+        "one backward pass may have a loss of one batch, and a penalty on gradients (create_graph=True) of another, "
+        "of which this rank has a different part; call accelerator.backward(loss, batch=batch) for each of them"
     )
 
 

@@ -57,6 +57,10 @@ def asked_device(cpu: bool = False) -> str | None:
     return CPU if cpu or parse_flag_from_env("ACCELERATE_USE_CPU") else os.environ.get("ACCELERATE_TORCH_DEVICE")
 
 
+def _keep(*_: Any) -> None:
+    """There is no state to reset; the device was bound, and the world is left, where the rank was started."""
+
+
 class PartialState(RankView):
     """The facts about a rank, whose `world` it is a view of: that of its last Accelerator, or the caller's.
 
@@ -126,11 +130,7 @@ class PartialState(RankView):
         if self.is_local_main_process:
             print(*values, **options)
 
-    @staticmethod
-    def _reset_state(*_: Any) -> None:
-        """There is no state to reset; the device was bound, and the world is left, where the rank was started."""
-
-    set_device = destroy_process_group = _reset_state
+    _reset_state = set_device = destroy_process_group = staticmethod(_keep)
 
     def __repr__(self) -> str:
         return (
@@ -176,7 +176,7 @@ class GradientState:
     AttributeError."""
 
     initialized = sync_with_dataloader = adjust_scheduler = True
-    _reset_state = PartialState._reset_state
+    _reset_state = staticmethod(_keep)
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         joined_world()

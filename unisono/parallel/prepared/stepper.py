@@ -241,6 +241,8 @@ class Stepper:
         """
         is_alone = self.world.comm.size == self._steps.step.every == 1  # nothing is reduced or scaled
         for engine in () if is_alone else self._engines:
+            if engine.before_load is not None:
+                engine.announce_load()
             if self._steps.step.every > 1 and engine.gradients.is_changed():
                 self._refuse_assigned()
             if engine.gradients.is_own:

@@ -8,9 +8,9 @@ broadcast after a step. So a forward pass has no collective, and one rank alone 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from unisono.comm.selection import begin_average
 from unisono.comm.shutdown import free_reducer
@@ -30,7 +31,7 @@ from unisono.parallel.agreement import broadcast_together
 from unisono.parallel.gradients import is_sparse, scale_in_place
 from unisono.parallel.parameter_names import listed
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.engine import Engine
+from unisono.parallel.strategies.engine import Engine, is_left_at
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.strategies import DDP
 from unisono.timeline import REDUCE, Timeline
@@ -42,6 +43,7 @@ from unisono.torch_private import (
     overrides,
     push_rebuilt_parameters,
     rebuild_buckets,
+    reset_reducer,
 )
 from unisono.tree import tensors
 from unisono.world import World
@@ -76,7 +78,7 @@ class DDPEngine(Engine):
         self._finds_unused = options.find_unused_parameters
         self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
         self._unsent: set[int] = set()  # not empty while DDP reduces, until the last bucket is sent
-        self._is_late, self._at_forward = False, 0
+        self._is_late, self._is_zeroed_in_part, self._at_forward = False, False, 0
         self._wrap()
 
     def _wrap(self, fills: bool = True) -> None:
@@ -120,6 +122,9 @@ class DDPEngine(Engine):
         # DDP's forward pass lets the parameters arrive of outputs that the loss leaves out.
         result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
         found = [each for each in tensors(result) if each.requires_grad]
+        for each in found if method is None else ():
+            if each.grad_fn is not None:  # torch's function there holds the DDP weakly, and `adapt` replaces it
+                each.register_hook(partial(_keep, self._replicated))
         self._outputs = [*self._outputs[1 - _FORWARD_PASSES :], found]
         return result
 
@@ -128,26 +133,38 @@ class DDPEngine(Engine):
         # do not depend on, would never come; and a parameter frozen since the forward pass would be given one.
         is_frozen = not all(map(attrgetter("requires_grad"), self._names))
         is_late = is_frozen or self.gradients.arrivals.count() != self._at_forward
-        # And what DDP finds unused it leaves as it is, also where an earlier reduction's result is to be multiplied.
-        self._is_late = reduces and (is_late or (self._finds_unused and self.gradients.is_divided))
+        outputs, self._outputs = list(chain.from_iterable(self._outputs)), []
+        self._is_late = reduces and (is_late or (self._finds_unused and self._may_misread(outputs)))
         if reduces and not self._is_late:
             # Ranks that are not at the same place get an error here, where DDP would hang or mix gradients.
             self._world.comm.announce(f"the gradients of {self.place()}")
             # From these outputs DDP finds the unused parameters. Without `find_unused_parameters` it gets none, and
             # waits for all.
-            self._replicated.reducer.prepare_for_backward(list(chain.from_iterable(self._outputs)))
+            self._replicated.reducer.prepare_for_backward(outputs)
             self._unsent.add(0)
-        self._outputs = []
+
+    def _may_misread(self, outputs: list[torch.Tensor]) -> bool:
+        """Whether DDP would leave out, or wait for, what it must not, where it looks for unused parameters.
+
+        It leaves what it finds unused as it is, also where an earlier reduction's result is to be multiplied. It takes
+        for used what has arrived since its last reduction, though it was zeroed, and what an output depends on whose
+        own pass is still to come.
+        """
+        return self.gradients.is_divided or self._is_zeroed_in_part or not outputs or not all(map(is_left_at, outputs))
+
+    def forget(self, optimizer: Optimizer | None = None) -> bool:
+        is_zero = super().forget(optimizer)
+        self._is_zeroed_in_part = not is_zero
+        if is_zero and self._finds_unused:
+            reset_reducer(self._replicated.reducer)  # it would take what has arrived before for used
+        return is_zero
 
     def complete(self) -> None:
         if self._is_late:
-            sparse = [each for each in self.members.trained() if is_sparse(each.grad)]
             self.reduce_late()
-            for each in sparse:  # as in other steps: an optimizer's state may be sparse
-                each.grad = each.grad.to_sparse(1)  # type: ignore[union-attr]
             return
         # Those that were frozen with a gradient, which DDP does not know.
-        if self._frozen and (held := [each for each in self._frozen if each.grad is not None]):
+        if self._frozen and (held := [each for each in self.with_gradients() if not each.requires_grad]):
             self.reduce_late(held)
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if self._unsent:
@@ -158,6 +175,16 @@ class DDPEngine(Engine):
                 "are unused or frozen, or the loss leaves an output out, pass all outputs to the loss, and Accelerator("
                 "strategy=unisono.strategies.DDP(find_unused_parameters=True))"
             )
+
+    def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        super().reduce_late(parameters)
+        for each in self._replicated.sparse:  # as in other steps, on all ranks: an optimizer's state may be sparse
+            if each.grad is not None and not is_sparse(each.grad):
+                each.grad = each.grad.to_sparse(1)
+
+
+def _keep(_: Any, gradient: torch.Tensor) -> None:
+    """A hook that keeps an object as long as the graph."""
 
 
 class _Ordered(DistributedDataParallel):
@@ -172,6 +199,7 @@ class _Ordered(DistributedDataParallel):
     @overrides(BUILD_PARAMETERS)
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, are_sparse = super()._build_params_for_reducer()
+        self.sparse = list(compress(parameters, are_sparse))
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
 

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm.operations import LOADED
+from unisono.comm.operations import ADVICE_ON_STATES, LOADED
+from unisono.errors import BrokenWorldError
 from unisono.parallel.agreement import (
     broadcast_together,
     check_agreement,
@@ -73,6 +74,7 @@ class Engine:
         may_be_bypassed: whether a loss may come from a submodule, from a method that is not marked, or from an output
             that hides its tensors.
         is_local: whether steps use this rank's own gradients, and the ranks' parameters differ until they are averaged.
+        before_load: a fingerprint of what this rank trained before a state was loaded since the last step, if one was.
     """
 
     gathers: ClassVar[bool] = False
@@ -95,12 +97,13 @@ class Engine:
         self.replaced = WeakTensorKeyDictionary()
         self._world, self._steps = world, steps
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
-        self._before_load: int | None = None
+        self.before_load: int | None = None
         self._agreed: list[torch.Tensor] = []  # the trained parameters that the ranks have compared
         self._shared = 0  # how often buffers were shared
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
         self._trained = self.members.trained()  # in the last forward pass
+        self._left: list[torch.Tensor] = []  # that were frozen in the middle of a step
 
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of its parameters."""
@@ -128,15 +131,26 @@ class Engine:
                 each.groups = optimizer.param_groups  # others, after its state was loaded
             groups += each.groups
         loaded = ""
-        if self._before_load is not None and (now := self._fingerprint()) != self._before_load:
+        if self.before_load is not None and (now := self._fingerprint()) != self.before_load:
             loaded = f" after {LOADED} with bits {now % 2**64:016x}"
         return self._steps.step.place() + loaded + describe_rates(groups)
 
     def note_load(self) -> None:
         """Record what this rank trains, before a state is loaded into it: until the next step, `place` says so if it is
         another one then. A rank may load alone, as for an evaluation, and load back."""
-        if self._before_load is None and self._world.comm.size > 1 and not (self.gathers or self.is_local):
-            self._before_load = self._fingerprint()
+        if self.before_load is None and self._world.comm.size > 1 and not (self.gathers or self.is_local):
+            self.before_load = self._fingerprint()
+
+    def announce_load(self) -> None:
+        """Have the ranks compare what they have loaded, at the step: its gradients may have been reduced before. A
+        collective of the ranks that have loaded another state."""
+        if LOADED in (place := self.place()):
+            self._world.comm.announce(f"the parameters of {place}")
+            try:
+                self._world.comm.barrier()  # no other collective may follow
+            except BrokenWorldError as error:  # where the others have loaded nothing, and are at their end
+                error.add_note(f"this rank steps from a state that it has loaded{ADVICE_ON_STATES}")
+                raise
 
     def _fingerprint(self) -> int:
         """Of the trained parameters, and of the optimizers' states, but those of "zero1", which ranks have parts of."""
@@ -154,6 +168,9 @@ class Engine:
             return
         trained = self.members.trained()
         if list(map(id, trained)) != list(map(id, self._trained)) and not self.members.is_replaced():
+            held = self.gradients
+            if held.passed is not None and held.passed[0] is self._steps.step:
+                self._left += self._trained
             self._trained = trained
             if self._world.comm.size > 1:
                 if new := [each for each in trained if each not in self._known]:
@@ -251,7 +268,7 @@ class Engine:
             pass
         elif self.is_local:
             # No sum over the ranks follows, so the factor is without 1 / R.
-            scale_gradients(self.members.with_gradients(), factor * self._world.comm.size)
+            scale_gradients(self.with_gradients(), factor * self._world.comm.size)
         else:
             reduce()
         self.gradients.note_reduction(factor)
@@ -270,8 +287,18 @@ class Engine:
             if self._agreed is not self._trained and self._world.comm.size > 1:
                 check_agreement(self.members.trained(), self._world)
                 self._agreed = self._trained  # after the comparison: an error leaves it to be repeated
-            reduced = self.members.with_gradients() if parameters is None else parameters
+            reduced = self.with_gradients() if parameters is None else parameters
             reduce_gradients(reduced, self._world, self._steps.factor(), self.place())
+
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The parameters that require gradients, and those that were frozen with a gradient on some rank."""
+        found = self.members.with_gradients()
+        if late := {
+            id(each) for each in (*self._trained, *self._left) if not (each.requires_grad or each.grad is not None)
+        }:
+            known = late.union(map(id, found))
+            return [each for each in self.members.parameters() if id(each) in known]
+        return found
 
     def count_leaves(self) -> None:
         """Count the gradients that arrive at the leaves; again, when others train."""
@@ -322,7 +349,8 @@ class Engine:
         if self.trainers[-1].optimizer() is not optimizer:
             self.trainer(optimizer)
         self._steps.close(optimizer)
-        self.gradients.known = self._before_load = None
+        self.gradients.known = self.before_load = None
+        self._left.clear()
         self.may_be_bypassed = False
         self.graphs.clear()
         if self.hooks and self._steps.every == 1:
@@ -330,6 +358,8 @@ class Engine:
 
     def step_unprepared(self, optimizer: Optimizer) -> None:
         """Record that an optimizer steps that was not prepared, so that no stepper notes it. A collective."""
+        if self.before_load is not None:
+            self.announce_load()
         self._steps.request(optimizer)
         self.note_step(optimizer)
         self.after_step(optimizer)
