@@ -671,8 +671,8 @@ def run_programs(
                 mode.run(_body(programs[len(found) :], strategy, place))
             by_rank = [_read(os.path.join(place, str(rank))) for rank in range(mode.ranks)]
             # Ranks that have not failed are in a later program when they hear of it.
-            ends = [len(each) for each in by_rank if not each or each[-1].error is not None]
-            count = max(min(ends, default=len(programs)), 1)
+            ends = [len(each) for each in by_rank if not each or each[-1].error is not None] or map(len, by_rank)
+            count = max(min(ends), 1)
             found += [[each[number] for each in by_rank if number < len(each)] for number in range(count)]
             note(len(found))
     return found[: len(programs)]
@@ -688,6 +688,7 @@ def _body(programs: Sequence[Program], strategy: str, place: str) -> Callable[[]
                     pickle.dump(in_main_memory(tuple(error.outcome)), file)  # type: ignore[attr-defined]
                     raise
                 pickle.dump(in_main_memory(tuple(outcome)), file)
+                current_world().comm.barrier()  # or a rank whose next program is refused at once ends one that is not
 
     return body
 

@@ -136,23 +136,6 @@ def test_a_loss_that_is_a_sum_is_named_where_the_split_would_change_its_gradient
     assert ("computed with reduction='sum'" in caplog.text) == (reduction == "sum")
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
-def test_a_scheduler_that_was_left_out_is_named_at_the_first_step_of_several_microbatches(caplog, is_prepared) -> None:
-    accelerator = Accelerator(gradient_accumulation_steps=2, schedule_unit="step")
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    loader = DataLoader(torch.ones(4, 2), batch_size=1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    if is_prepared:
-        accelerator.prepare(scheduler)
-    for batch in loader:
-        accelerator.backward(model(batch).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert ("a scheduler of the SGD was not prepared" in caplog.text) != is_prepared
-
-
 @pytest.mark.parametrize(
     ("mode", "strategy"), [(SOLO, "ddp"), (THREADS_2, "ddp"), (PROCESSES_2, "ddp"), (PROCESSES_2, "fsdp")], ids=str
 )

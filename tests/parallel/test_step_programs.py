@@ -150,6 +150,18 @@ FOUND = [
         "step f",
     ),
     (
+        SOLO,
+        Setup(every=2, layout="halves"),
+        "draw a; forward fit; backward accelerator; step g; draw a; forward fit; backward accelerator; step g; "
+        "freeze 0; zero g none; forward fit; backward accelerator; step f",
+    ),
+    (
+        PROCESSES_2,
+        Setup(samples=13, net="sparse"),
+        "draw a; draw a; forward fit; backward accelerator; step f; freeze 0; forward fit; backward accelerator; "
+        "step f",
+    ),
+    (
         THREADS_2,
         Setup(every=3),
         "draw a; forward copied; decay; step f; forward copied; draw a; forward copied; decay; backward accelerator; "

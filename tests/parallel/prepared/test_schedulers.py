@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_3, Mode, fitting, hearing
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
@@ -332,3 +332,33 @@ def test_a_metric_that_differs_between_ranks_is_an_error_on_all_of_them(mode: Mo
 
     for rank, told in enumerate(mode.run(body)):
         assert f"ReduceLROnPlateau got {1 + rank} on rank {rank}, and 1 to {mode.ranks} on all ranks" in told
+
+
+@pytest.mark.parametrize("place", ["after each batch", "after the loop", "nowhere"])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"split_batches": True}], ids=str)
+@MODES
+def test_one_that_was_left_out_is_named_where_one_device_would_step_it_otherwise(mode, options, place) -> None:
+    def body() -> str:
+        accelerator, network = Accelerator(**options, schedule_unit="step"), model()
+        optimizer = sgd(network.parameters())
+        scheduler = StepLR(optimizer, 1)
+        network, optimizer, loader = accelerator.prepare(network, optimizer, loader_of(16, 2))
+        if place == "nowhere":
+            scheduler = accelerator.prepare(scheduler)
+        with hearing("unisono.parallel.prepared.stepper") as said, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of a scheduler that steps where its optimizer does not
+            for _ in range(2):
+                for inputs, targets, *_ in loader:
+                    accelerator.backward((network(inputs) - targets).pow(2).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if place != "after the loop":
+                        scheduler.step()
+                if place == "after the loop":
+                    scheduler.step()
+        return " ".join(said)
+
+    told = mode.run(body)[0]  # threads hear each other
+    is_wrong = place == "after each batch" and (mode.ranks > 1 or options) and not options.get("split_batches")
+    expected = "on every microbatch, 2 of" if "gradient_accumulation_steps" in options else "once in a step of"
+    assert (f"a scheduler of the SGD was not prepared: it advances {expected}" in told) == bool(is_wrong)

@@ -110,6 +110,36 @@ def test_a_write_to_what_ranks_divide_is_that_of_one_device_or_refused(to_gradie
             assert way in refused[0]
 
 
+@pytest.mark.parametrize("when", ["before backward", "before the step", "nothing"])
+def test_a_write_to_what_is_gathered_until_the_backward_pass_is_refused(when: str) -> None:
+    def body() -> str:
+        accelerator = Accelerator(strategy="fsdp")
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+        def step() -> None:
+            loss = model(torch.ones(2, 4)).sum()
+            if when == "before backward":
+                erase()
+            accelerator.backward(loss)
+            if when == "before the step":
+                model(torch.ones(2, 4)).sum()
+                erase()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        @torch.no_grad()
+        def erase() -> None:
+            accelerator.unwrap_model(model)[1].bias[:1].zero_()
+
+        return " ".join([told(step), told(step)])
+
+    for shown in PROCESSES_2.run(body):
+        assert ("'1.bias' of the Sequential was changed between a forward pass and its backward pass" in shown) == (
+            when != "nothing"
+        )
+
+
 def test_layers_that_are_initialised_again_are_those_of_one_device_and_of_rank_zero() -> None:
     def body() -> list[torch.Tensor]:
         found = []

@@ -116,6 +116,7 @@ class Stepper:
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._has_warned = False
+        self._rates: tuple[Loop | None, list[float]] = None, []  # of the last step, and its loop
         self._num_groups = len(optimizer.param_groups)
         self.join: Callable[[Stepper], None] = lambda stepper: None
         self._plain_step, self._plain_zero = step or optimizer.step, optimizer.zero_grad
@@ -169,11 +170,11 @@ class Stepper:
             self._check_added()
         if current_graph_task_id() >= 0:
             self._refuse_inside_backward()
+        if self.taken.steps < 2 and not self.checks and hasattr(self.optimizer.step, STEP_WRAPPED):
+            self._watch_schedule()
         if not self._steps.request(self.optimizer):
             self._skip()
             return None
-        if not self.taken.steps and not self.checks and self._steps.every > 1:
-            self._warn_of_scheduler()
         track, before = self.world.timeline.loop(), self.taken.steps
         self.was_skipped = False
         try:
@@ -223,14 +224,23 @@ class Stepper:
                 "accelerator.prepare(model) with its model, or accelerator.prepare(parameter) if it is of none"
             )
 
-    def _warn_of_scheduler(self) -> None:
-        """Warn of a scheduler that was left out of `prepare`, by torch's mark; a prepared one has left a check here."""
-        if hasattr(self.optimizer.step, STEP_WRAPPED) and self.world.rank == 0:
+    def _watch_schedule(self) -> None:
+        """Warn of a scheduler that was left out of `prepare`, and changes the rates within a loop, not only after it:
+        it has left torch's mark, and no check."""
+        every, size, last = self._steps.every, self.world.comm.size, self._steps.step.last
+        loop = None if last is None else last.loop
+        before, self._rates = self._rates, (loop, [float(each["lr"]) for each in self.optimizer.param_groups])
+        batches, rounds = (None if loop is None else loop.lengths()) or (size, 1)
+        is_wrong = loop is before[0] is not None and before[1] != self._rates[1] and (every > 1 or batches != rounds)
+        when = f"on every microbatch, {every} of which make a step"
+        if every == 1:
+            when = f"once in a step of {size} ranks, where one device takes {batches / rounds:.3g} steps"
+        if is_wrong and self.world.rank == 0:
             logger.warning(
-                "a scheduler of the %s was not prepared: it advances on every microbatch, %d of which make a step; "
-                "pass it to accelerator.prepare()",
+                "a scheduler of the %s was not prepared: it advances %s; pass it to accelerator.prepare(), and, if its "
+                "schedule counts the steps of this run, Accelerator(schedule_unit='step')",
                 type(self.optimizer).__name__,
-                self._steps.every,
+                when,
             )
 
     def reduce(self) -> None:

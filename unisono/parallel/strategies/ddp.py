@@ -79,6 +79,7 @@ class DDPEngine(Engine):
         self._outputs: list[list[torch.Tensor]] = []  # of each forward pass since the last backward pass
         self._unsent: set[int] = set()  # not empty while DDP reduces, until the last bucket is sent
         self._is_late, self._is_zeroed_in_part, self._at_forward = False, False, 0
+        self._sparse: dict[torch.Tensor, None] = {}  # parameters that have sparse gradients, also where they are frozen
         self._wrap()
 
     def _wrap(self, fills: bool = True) -> None:
@@ -96,6 +97,7 @@ class DDPEngine(Engine):
         )
         if fills and "broadcast_buffers" in _SYNCS_NO_BUFFERS:  # of an older torch, which sends no first values either
             broadcast_together([*self.module.buffers()], self._world)
+        self._sparse.update(dict.fromkeys(self._replicated.sparse))
         push_rebuilt_parameters(self._replicated.reducer)
         rebuild_buckets(self._replicated.reducer)  # the final ones; with find_unused_parameters torch keeps the first
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
@@ -178,7 +180,7 @@ class DDPEngine(Engine):
 
     def reduce_late(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         super().reduce_late(parameters)
-        for each in self._replicated.sparse:  # as in other steps, on all ranks: an optimizer's state may be sparse
+        for each in self._sparse:  # as in other steps, on all ranks: an optimizer's state may be sparse
             if each.grad is not None and not is_sparse(each.grad):
                 each.grad = each.grad.to_sparse(1)
 

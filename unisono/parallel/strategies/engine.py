@@ -51,8 +51,9 @@ class Trainer:
         self.is_unprepared = self.has_zeroed = False
 
     def is_within(self, parameters: Collection[int]) -> bool:
-        """Whether all that it trains is among these, given by their ids."""
-        return all(id(each) in parameters for group in self.groups for each in group["params"] if each.requires_grad)
+        """Whether all that it trains, or holds gradients of, is among these, given by their ids."""
+        own = [each for group in self.groups for each in group["params"] if each.requires_grad or each.grad is not None]
+        return all(id(each) in parameters for each in own)
 
 
 class Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import compress
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any, NoReturn
 
 import torch
@@ -105,6 +105,7 @@ class FSDPEngine(Engine):
             for name, each in module.named_parameters(recurse=False)
         ]
         self._memory, self._gradients = Rebinding(self._parts), Rebinding(())
+        self._versions = list(map(_version, self._whole))
         self._names = {part: name for name, part in sharded.named_parameters()}
         for whole, part in zip(self._whole, self._parts, strict=True):
             parts.guard(part)
@@ -142,6 +143,7 @@ class FSDPEngine(Engine):
         if not torch.is_grad_enabled():  # else `refresh` has done so
             self._take_flags()
         self._refuse_replaced()
+        self._refuse_written()
         self._announce_forward(self._sharded, method)
         outer, self._is_running = self._is_running, True
         try:
@@ -194,6 +196,17 @@ class FSDPEngine(Engine):
             elif whole.requires_grad != before:
                 part.requires_grad_(whole.requires_grad)
         self._flags = [each.requires_grad for each in self._parts]
+
+    def _refuse_written(self) -> None:
+        """Refuse to go on after a write to what stands in the place of the parameters until the backward pass."""
+        for place, (whole, before) in enumerate(zip(map(_version, self._whole), self._versions, strict=True)):
+            if whole != before:
+                self._versions[place] = whole
+                raise RuntimeError(
+                    f"{self._names[self._parts[place]]!r} of the {self.name} was changed between a forward pass and "
+                    "its backward pass, where strategy='fsdp' uses a gathered copy, so that the change is lost; change "
+                    "it before the forward pass or after optimizer.step(), or use strategy='ddp'"
+                )
 
     def _refuse_replaced(self) -> None:
         """Refuse a pass with other parameters, in whose place FSDP2 would put its own."""
@@ -280,6 +293,7 @@ class FSDPEngine(Engine):
             )
         self._is_reducing = reduces
         self._take_flags()
+        self._refuse_written()
         self._world.comm.announce(f"the backward pass of {self.place()}{self._lacks(reduces)}")
         self._sharded.set_requires_gradient_sync(reduces)
         if reduces:
@@ -374,7 +388,11 @@ class FSDPEngine(Engine):
         super().after_step(optimizer)
         self._memory.check("fsdp")
         self._gradients.check("fsdp", "grad.data")
+        self._refuse_written()
         self._reshard()  # gathered parameters that no backward pass has released are outdated
+
+
+_version = attrgetter("_version")
 
 
 def _note(used: set[int], place: int, gradient: torch.Tensor | None) -> None:
