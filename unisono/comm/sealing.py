@@ -11,6 +11,8 @@ sent once is not believed in another place.
 from __future__ import annotations
 
 import hmac
+import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -118,13 +120,36 @@ def _bytes_of(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
+def check_peers(gather: Callable[[bytes], list[bytes]], rank: int) -> bytes:
+    """Check that whoever is connected as a rank knows the secret, by which each signs what all of them have just
+    thought of; return that. UnsignedError: a rank does not. `gather` returns the bytes of all ranks."""
+    asked = b"".join(gather(os.urandom(16)))
+    for number, answer in enumerate(gather(tag(asked, f"rank {rank}"))):
+        if answer != tag(asked, f"rank {number}"):
+            raise UnsignedError(f"rank {number} does not know the secret of this run")
+    return asked
+
+
+def check_members(group: Any) -> None:
+    """The same for a group that the script has created: who reads the store can connect to it before a rank does. Not
+    for one of a device alone, whose transport connects when it is used."""
+    if _secret and isinstance(group, dist.ProcessGroup) and "cpu:" in dist.get_backend_config(group):
+
+        def gather(data: bytes) -> list[bytes]:
+            found = [b""] * dist.get_world_size(group)
+            dist.all_gather_object(found, data, group=group)
+            return found
+
+        check_peers(gather, dist.get_rank(group))
+
+
 def seal_objects(world: str) -> None:
     """Sign what torch's collectives of objects send in this world, and load nothing else. Once in a process."""
     to_tensor, to_object = (getattr(dist.distributed_c10d, name) for name in (OBJECT_TO_TENSOR, TENSOR_TO_OBJECT))
 
     def encode(value: Any, device: torch.device, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         data, _ = to_tensor(value, device, *others)
-        sealed = tensor_of(seal(data.cpu().numpy().tobytes(), world))
+        sealed = tensor_of(seal(data.cpu().numpy().tobytes(), world)).clone()  # torch resizes it
         return sealed.to(device), torch.tensor([len(sealed)]).to(device)
 
     def decode(data: torch.Tensor, size: Any, *others: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from unisono.comm.sealing import UnsignedError, has_secret, seal_objects, sealed_store, tag, use_secret
+from unisono.comm.sealing import check_peers, has_secret, seal_objects, sealed_store, use_secret
 from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
 from unisono.launch.hosts.endpoint import address_towards, interface_of, quieten_store, serve_store
 from unisono.launch.hosts.environment import RankPlace
@@ -85,14 +85,9 @@ def join(
 
 
 def _check_peers(comm: Communicator) -> None:
-    """Check that whoever is connected as a rank knows the secret, by which each signs what all of them have just
-    thought of, and name the world after it. UnsignedError: a rank does not."""
+    """Check that all ranks know the secret, and name the world after what they have thought of."""
     inner: Any = innermost(comm)
-    asked = b"".join(inner.gather_bytes(os.urandom(16)))
-    for rank, answer in enumerate(inner.gather_bytes(tag(asked, f"rank {comm.rank}"))):
-        if answer != tag(asked, f"rank {rank}"):
-            raise UnsignedError(f"rank {rank} does not know the secret of this run")
-    inner.name = hashlib.sha256(asked).hexdigest()
+    inner.name = hashlib.sha256(check_peers(inner.gather_bytes, comm.rank)).hexdigest()
     seal_objects(f"objects of world {inner.name}")
 
 
@@ -146,8 +141,9 @@ def _store_of(place: RankPlace, timeout: timedelta) -> dist.distributed_c10d.Sto
     # torchrun's store outlives a restart, and still contains the addresses of dead ranks. On one machine all ranks
     # count restarts alike; on several each agent has its own count, so our agents give each start of the ranks a name.
     prefix = place.store or (f"unisono/{place.restart_count}" if is_on_one_machine else "unisono")
-    store: dist.distributed_c10d.Store = sealed_store(dist.PrefixStore(prefix, server))  # type: ignore[attr-defined]
-    _signed = store
+    # Signed with the prefix in the keys: the addresses of an earlier start are not believed in a later one.
+    _signed = sealed_store(server)
+    store: dist.distributed_c10d.Store = dist.PrefixStore(prefix, _signed)  # type: ignore[attr-defined]
     if not place.store:
         _kept = store
     return store

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from unisono.backends import family_names
 from unisono.comm.group_counts import count_group, forget_group
 from unisono.comm.operations import HOST
+from unisono.comm.sealing import check_members
 from unisono.comm.shared_memory.process_group import NAME
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.torch_private import default_store
@@ -69,6 +70,7 @@ def let_scripts_initialise() -> None:
             if asked["store"].add("begun", 1) == asked["world_size"]:
                 asked["store"].set("all_begun", "")
             asked["store"].wait(["all_begun"])
+            check_members(dist.group.WORLD)
         count_group(dist.group.WORLD)
 
     replace_init(initialise)
@@ -88,6 +90,7 @@ def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], Non
 
 def _create_counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     group = original(*args, **kwargs)
+    check_members(group)
     count_group(group)
     return group
 

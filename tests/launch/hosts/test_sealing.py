@@ -19,8 +19,10 @@ from unisono.launch.hosts.secret import secret_of_run
 TRAIN = """
 import sys, time
 from pathlib import Path
-import unisono
+import torch.distributed as dist, unisono
 shared = Path(sys.argv[1])
+dist.all_gather_object(found := [None, None], "x" * unisono.rank(), group=dist.new_group(backend="gloo"))
+assert found == ["", "x"]
 while True:
     ranks = unisono.all_gather_object((unisono.rank(), (shared / "stop").exists()))
     (shared / f"meets-{unisono.rank()}").touch()

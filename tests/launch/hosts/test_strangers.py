@@ -1,0 +1,154 @@
+"""Another user, on the machine of a run or on another one, who reaches its ports and does not know its secret: whatever
+he does, nothing that he sends is believed, no code of his runs, and no file is touched."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from agents import agent, free_port
+from faults import Script, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")]
+
+# Rank 1 is late for a second group: meanwhile the stranger meets rank 0, or writes what rank 1 will read; in the second
+# life, if there is a first one, whose addresses he writes again.
+TRAIN = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist, unisono
+from faults import until
+shared, how = Path(sys.argv[1]), sys.argv[2]
+if how == "repeats" and unisono.current_world().restart_count == 0:
+    dist.new_group(backend="gloo")
+    raise OSError("the end of the first life")
+(shared / f"began-{unisono.rank()}").touch()
+if unisono.rank() == 1:
+    until((shared / "done").exists)
+if how == "connects to a world":
+    dist.init_process_group("gloo")
+else:
+    dist.new_group(backend=None if how == "maps" else "gloo")
+found = [None, None]
+dist.all_gather_object(found, "x" * unisono.rank())
+print("found", found)
+"""
+STRANGER = """
+import ctypes, os, sys
+descriptor = os.open("/run/netns/{network}", os.O_RDONLY)
+assert ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000) == 0
+from datetime import timedelta
+import torch, torch.distributed as dist
+from faults import until
+os.setgroups([])
+os.setresgid(12345, 12345, 12345)
+os.setresuid(12345, 12345, 12345)
+for file in "{secret}", "/proc/{pid}/environ":
+    try:
+        open(file)
+        raise AssertionError(file)
+    except PermissionError:
+        pass
+how = "{how}"
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch {owned}",)
+
+class Stolen(dist.Store):  # what his gloo takes for the store of the group
+    def get(self, key):
+        return own if key.endswith("/1") else store.get(address)[-size:]  # without the signature
+
+    def set(self, key, value):
+        global own, size
+        own, size = value, len(value)
+        if how == "listens":
+            store.set(address, value)
+            tell()
+
+    def wait(self, keys, *timeout):
+        if how == "listens":
+            sys.exit()
+
+    def check(self, keys):
+        return True
+
+def tell():
+    print("done", flush=True)
+
+def keys_of(ending):
+    return [key for key in store.list_keys() if "unisono/ranks/" in key and key.endswith(ending)]
+
+os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+store = dist.TCPStore("10.77.0.1", {port}, None, False, timedelta(seconds=20), wait_for_workers=False)
+ending = {{"maps": "/place", "connects to a world": "group/1/0//cpu//0/0"}}.get(how, "/0//1//cpu//0/0")
+until(lambda: len(keys_of(ending)) == {{"maps": 3, "repeats": 2}}.get(how, 1))
+if how == "maps":
+    for key in keys_of(ending):
+        store.set(key, "1 ../../../../../..{file} " + "00" * 16 + " " + os.readlink("/proc/self/ns/net"))
+    tell()
+elif how == "repeats":
+    one, other = keys_of(ending)
+    values = store.get(one), store.get(other)
+    store.set(one, values[1])
+    store.set(other, values[0])
+    tell()
+elif how == "overwrites":
+    import pickle
+    for key in store.list_keys():
+        store.set(key, pickle.dumps(Code()))
+    tell()
+else:
+    address, = keys_of(ending)
+    rank = 0 if how == "listens" else 1
+    dist.init_process_group("gloo", store=Stolen(), rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    tell()
+    try:
+        while True:
+            dist.all_gather_object([None, None], Code())
+    except RuntimeError:  # rank 0 has ended
+        pass
+"""
+REFUSED = {
+    "listens": r"what came by the network \(\S+/0//1//cpu//0/0\) is not signed with the secret of this run",
+    "connects": r"what came by the network \(objects of world \w+\) is not signed with the secret of this run",
+    "connects to a world": r"what came by the network \(objects of world \w+\) is not signed with the secret",
+    "maps": r"what came by the network \(\S+/place\) is not signed with the secret of this run",
+    "repeats": r"what came by the network \(\S+/0//1//cpu//0/0\) is not signed with the secret of this run",
+    "overwrites": r"what came by the network \(\S+\) is not signed with the secret of this run",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_nothing_that_another_user_sends_is_believed(how: str, networks: tuple[str, str], tmp_path: Path) -> None:
+    for name, text in [("train.py", TRAIN), (".unisono-secret", "secret" * 10), ("file", before := "\0" * 4096)]:
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    (tmp_path / "3").mkdir()
+    port = free_port()
+    arguments = ["run", "--nnodes", "2", "-n", "1", "--backend", "cpu", "--rdzv-endpoint", f"10.77.0.1:{port}"]
+    arguments += ["--max-restarts", str(int(how == "repeats")), "--hang-timeout", "30"]
+    arguments += [str(tmp_path / "train.py"), str(tmp_path), how]
+    with (
+        agent(tmp_path / "1", *arguments, network=networks[0]) as first,
+        agent(tmp_path / "2", *arguments, network=networks[1]) as second,
+    ):
+        until(lambda: len([*tmp_path.glob("began-?")]) == 2)
+        # Where he connects, rank 0 does, too, unless its address is the greater one.
+        network = networks[how.startswith("connects")]
+        names = {"secret": tmp_path / ".unisono-secret", "pid": first.process.pid, "owned": tmp_path / "owned"}
+        source = STRANGER.format(how=how, network=network, port=port, file=tmp_path / "file", **names)
+        with Script(source, tmp_path / "3", "file") as stranger:
+            assert stranger.process.stdout is not None
+            assert stranger.process.stdout.readline() == "done\n", stranger.end()
+            (tmp_path / "done").touch()
+            ends = [each.end() for each in (first, second)]
+    for code, output, errors in ends:
+        assert (code, "found" in output) == (1, False), errors
+        if how != "overwrites":  # with what one machine tells the other of its end
+            assert re.search(REFUSED[how], errors), errors
+    assert re.search(REFUSED[how], ends[0][2] + ends[1][2]), ends
+    assert not (tmp_path / "owned").exists()
+    assert (tmp_path / "file").read_text() == before
