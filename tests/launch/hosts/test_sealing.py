@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from agents import agent, free_port
 from faults import Script, until
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from unisono.comm import sealing
+from unisono.launch.hosts.agent import SealedBackend
 from unisono.launch.hosts.secret import secret_of_run
 
 TRAIN = """
@@ -104,6 +108,36 @@ def test_a_store_believes_no_value_that_is_not_signed_for_its_key(no_secret: Non
         plain.set("group/address", value)
         with pytest.raises(sealing.UnsignedError, match=r"\(group/address\) is not signed .* somebody else writes"):
             group.get("address")
+
+
+class Backend(RendezvousBackend):
+    """A state in this process."""
+
+    name = "here"
+    state: bytes | None = None
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        return None if self.state is None else (self.state, None)
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        self.state = state
+        return state, None, True
+
+
+def test_an_agent_that_has_left_writes_no_state_that_is_not_signed(
+    no_secret: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    sealing.use_secret("one" * 10)
+    sealed = SealedBackend(backend := Backend(), "run")
+    assert sealed.set_state(b"first") == (b"first", None, True)
+    signed = backend.state
+    sealed.close()
+    sealing.use_secret("")
+    for act in (sealed.get_state, lambda: sealed.set_state(b"second")):  # as torch's thread does
+        with pytest.raises(RendezvousClosedError):
+            act()
+    assert backend.state == signed
+    assert not caplog.records
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from unisono.comm.sealing import UnsignedError, seal, sealed_store, unseal, use_secret
@@ -136,7 +136,9 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         backend, store = create_backend(parameters)
         store = sealed_store(store)
         log_directory = None if log_dir is None else make_log_directory(log_dir, _agreed_name(store, options))
-        handler = create_handler(store, SealedBackend(backend, options.run_id), parameters)
+        sealed = SealedBackend(backend, options.run_id)
+        stack.callback(sealed.close)
+        handler = create_handler(store, sealed, parameters)
         spec = WorkerSpec(
             role="worker",
             local_world_size=job.place.local_world_size,
@@ -438,6 +440,11 @@ class SealedBackend(RendezvousBackend):
         self._place = f"rendezvous {run_id}"
         self._known: bytes | None = None  # the latest state that was signed
         self._number = 0  # of it
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Write nothing more: torch's thread that keeps this machine alive outlives the secret."""
+        self._is_closed = True
 
     @property
     def name(self) -> str:
@@ -448,7 +455,7 @@ class SealedBackend(RendezvousBackend):
         return None if found is None else (found[0], found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        found: tuple[bytes, Any, bool] | None = self._open(self._backend.set_state(self._seal(state), token))
+        found: tuple[bytes, Any, bool] | None = self._open(self._write(state, token))
         return found
 
     def _open(self, found: tuple[bytes, Any] | tuple[bytes, Any, bool] | None) -> Any:
@@ -462,10 +469,13 @@ class SealedBackend(RendezvousBackend):
         except UnsignedError as error:
             if self._known is None:
                 raise
+            found = self._write(self._known, found[1]) or found
             logger.warning("the state of the rendezvous: %s; it is restored", error)
-            found = self._backend.set_state(self._seal(self._known), found[1]) or found
             return (unseal(found[0], self._place)[8:], found[1], False)
         return (self._known, *found[1:])
 
-    def _seal(self, state: bytes) -> bytes:
-        return seal((self._number + 1).to_bytes(8) + state, self._place)
+    def _write(self, state: bytes, token: Any) -> Any:
+        sealed = seal((self._number + 1).to_bytes(8) + state, self._place)
+        if self._is_closed:  # looked at later: what was sealed before is signed
+            raise RendezvousClosedError
+        return self._backend.set_state(sealed, token)
