@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -51,7 +53,7 @@ def program(index: int, how: str) -> Place:
     if how == "stop":
         while not should_stop(is_first and steps == 3):
             steps += 1
-    if how == "wait":
+    if how.startswith("wait"):
         should_stop()
         Path(f"waits-{index}").touch()
         while not should_stop():
@@ -83,9 +85,19 @@ def train(how: str) -> int:
     return steps
 
 
+def fork_child() -> None:
+    while not Path("waits-0").exists():
+        time.sleep(0.1)
+    if os.fork() == 0:
+        time.sleep(1000)
+        os._exit(0)
+
+
 if __name__ == "__main__":
     engine, how, nprocs = eval(sys.argv[1], vars(unisono.engines)), sys.argv[2], int(sys.argv[3])
     ended: dict[str, object] = {}
+    if how == "wait beside a child":
+        threading.Thread(target=fork_child, daemon=True).start()
     try:
         found = unisono.spawn(
             program, (how,), nprocs, engine=engine, backend="cpu", max_restarts=int(how == "restart"), timeout=60

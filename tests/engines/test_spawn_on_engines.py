@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from faults import survivors, until
 from on_engine import EPOCHS, SAMPLES
 
 from unisono import Output, spawn
@@ -182,13 +183,39 @@ def test_an_agent_that_a_scheduler_ends_is_an_error_that_says_so(local: Ground, 
     assert found["text"].endswith("was stopped by SIGTERM")
 
 
-def test_ctrl_c_and_sigterm_ask_the_workers_to_stop_and_they_return(ground: Ground, tmp_path: Path) -> None:
-    process = ground.start(tmp_path, "wait")
+def start_waiting(ground: Ground, directory: Path, how: str = "wait") -> subprocess.Popen[str]:
+    """A caller whose ranks all wait."""
+    process = ground.start(directory, how)
     deadline = time.monotonic() + 100
-    while len(list(tmp_path.glob("waits-*"))) < 4:
-        assert time.monotonic() < deadline, (tmp_path / "errors").read_text()
-        assert process.poll() is None, (tmp_path / "errors").read_text()
+    while len(list(directory.glob("waits-*"))) < 4:
+        assert time.monotonic() < deadline, (directory / "errors").read_text()
+        assert process.poll() is None, (directory / "errors").read_text()
         time.sleep(0.1)
+    return process
+
+
+def test_no_agent_outlives_a_caller_that_is_killed_though_it_waits_for_another_machine_in_native_code(
+    local: Ground, tmp_path: Path
+) -> None:
+    process = start_waiting(local, tmp_path, "wait beside a child")  # which keeps the caller's pipes open
+    caller = psutil.Process(process.pid)
+    until(lambda: len(caller.children()) == 3)
+    first, second, child = sorted(caller.children(), key=psutil.Process.create_time)
+    try:
+        first.suspend()  # it serves the store
+        others = [second.pid, *(each.pid for each in second.children(recursive=True))]
+        process.kill()
+        assert survivors(others, within_s=35) == []  # the machine that is silent is given up after 60
+    finally:
+        rest = [first.pid, *(each.pid for each in first.children(recursive=True))]
+        for each in (process, first, child):
+            each.kill()
+        process.communicate()
+    assert survivors(rest) == []
+
+
+def test_ctrl_c_and_sigterm_ask_the_workers_to_stop_and_they_return(ground: Ground, tmp_path: Path) -> None:
+    process = start_waiting(ground, tmp_path)
     # `nsenter --pid` forks: the caller is its child.
     caller = psutil.Process(process.pid).children()[0] if ground.enter else process
     caller.send_signal(signal.SIGTERM if "Hosts" in ground.engine or ground.enter else signal.SIGINT)

@@ -2,7 +2,8 @@
 
 `main` serves `piped.PipedMachine`: it reads a line of JSON and the bundle from its standard input, and writes the
 outcome to the end of its standard output. The input stays open: a line "stop" is a request to stop early, and its end
-means that the caller is gone.
+means that the caller is gone, as does the end of the parent process: a process that the caller has forked may hold the
+other end of the input.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import json
 import os
 import pickle
 import platform
+import select
 import signal
 import sys
 import threading
+import time
 from typing import Any, BinaryIO
 
 from unisono.errors import UnisonoError
@@ -23,6 +26,7 @@ from unisono.launch.hosts.endpoint import free_port
 from unisono.outcome import Outcome
 
 MARK = b"\0unisono "  # begins a line of standard output that is not the workers'
+_MARGIN_S = 10.0  # after the grace period, in which an agent without its caller has to end
 
 
 def run_machine(bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> bytes:
@@ -63,7 +67,8 @@ def main() -> None:
     if given["endpoint"].endswith(":0"):  # this is that host
         given["endpoint"] = f"{given['endpoint'][:-1]}{free_port()}"
         _say(sink, b"endpoint", given["endpoint"].encode())
-    threading.Thread(target=_obey, args=(source,), name="unisono-orders", daemon=True).start()
+    grace_s = pickle.loads(bundle).options.grace_s
+    threading.Thread(target=_obey, args=(source, grace_s), name="unisono-orders", daemon=True).start()
     outcome = run_machine(bytes(bundle), **given)
     try:
         sys.stdout.flush()
@@ -78,9 +83,14 @@ def _say(sink: BinaryIO, what: bytes, data: bytes) -> None:
     sink.flush()
 
 
-def _obey(source: io.FileIO) -> None:
-    """Body of the thread that hears the caller."""
-    for line in source:
+def _obey(source: io.FileIO, grace_s: float) -> None:
+    """Body of the thread that hears the caller, and ends this process when it is gone."""
+    watched: list[Any] = [source]
+    if hasattr(os, "pidfd_open"):
+        watched.append(os.pidfd_open(os.getppid()))
+    while select.select(watched, [], [])[0] == [source] and (line := source.readline()):
         if line == b"stop\n":
             os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(grace_s + _MARGIN_S)
+    os._exit(1)  # the main thread waits for another machine in native code; the workers end with this process
