@@ -92,6 +92,16 @@ def pull_cable(network: str) -> None:
     _ip("-n", network, "link", "set", "eth0", "down")
 
 
+def close_ports(network: str, but: int) -> None:
+    """Drop what comes from other machines by TCP, but for one port, as a firewall does."""
+    _ip("-n", network, "rule", "add", "pref", "100", "lookup", "local")
+    _ip("-n", network, "rule", "del", "pref", "0")
+    rule = ["-n", network, "rule", "add", "iif", "eth0", "ipproto", "tcp"]
+    for place in ("sport", "dport"):
+        _ip(*rule, "pref", "10", place, str(but), "lookup", "local")
+    _ip(*rule, "pref", "20", "sport", "1024-65534", "blackhole")
+
+
 def _ip(*arguments: str) -> None:
     try:
         found = subprocess.run(["ip", *arguments], capture_output=True, text=True)

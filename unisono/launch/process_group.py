@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from unisono.comm.sealing import check_peers, has_secret, seal_objects, sealed_store, use_secret
 from unisono.comm.selection import bound_device, group_backend, innermost, process_communicator
+from unisono.errors import UnisonoError
 from unisono.launch.hosts.endpoint import address_towards, interface_of, quieten_store, serve_store
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.starting.marks import SECRET
@@ -29,6 +31,7 @@ from unisono.world import World
 
 _LINGER_S = 5.0  # how long rank zero's store outlives a failure at most, for peers that have not read the reason yet
 _CLOSE_S = 10.0  # how long it waits for the last rank to leave
+_REACH_S = 10.0  # for a connection to another machine
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 _kept: dist.distributed_c10d.Store | None = None  # the store that ends with rank zero, as seen from this rank
@@ -53,7 +56,7 @@ def join(
         # Before the process group exists: gloo reads the variable when it creates its device.
         _name_interface(place)
         store = _store_of(place, timeout)
-        with suppress_greetings():
+        with _reached(place, store), suppress_greetings():
             dist.init_process_group(
                 group_backend(backend, process_group),
                 store=store,
@@ -69,7 +72,8 @@ def join(
         if not place.address:  # with a server, this would cost another collective
             comm.announce("the beginning of fn")
     except (RuntimeError, OSError) as error:
-        error.add_note(_explanation(place))
+        if not isinstance(error, UnisonoError):
+            error.add_note(_explanation(place))
         raise
     return World(
         device=device,
@@ -124,6 +128,29 @@ def _name_interface(place: RankPlace) -> None:
         interface = interface_of(address) if address is not None else None
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+@contextlib.contextmanager
+def _reached(place: RankPlace, store: dist.distributed_c10d.Store) -> Iterator[None]:
+    """Check that ports are open between the machines, as the transport needs: it would wait for minutes, and not say
+    for what. Each rank connects to the one in its place on the next machine, and can itself be reached in the block."""
+    own = address_towards(place.address, place.port) if place.world_size > place.local_world_size else None
+    is_stale = place.is_store_there and not place.store  # what the store has may be from before a restart
+    if own is None or is_stale or os.environ.get("GLOO_SOCKET_IFNAME") != interface_of(own):
+        yield
+        return
+    with socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET) as here:
+        store.set(f"unisono/reach/{place.rank}", f"{own} {here.getsockname()[1]}")
+        other = (place.rank + place.local_world_size) % place.world_size
+        host, port = store.get(f"unisono/reach/{other}").decode().split()
+        try:
+            socket.create_connection((host, int(port)), _REACH_S).close()
+        except OSError as error:
+            raise UnisonoError(
+                f"rank {place.rank} cannot reach rank {other} at {host}:{port} ({error}): besides the port of "
+                f"{place.address}:{place.port}, all ports from 1024 must be open between the machines"
+            ) from None
+        yield
 
 
 def _store_of(place: RankPlace, timeout: timedelta) -> dist.distributed_c10d.Store:

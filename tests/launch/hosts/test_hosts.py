@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from agents import agent, free_port, kill_all, pull_cable
+from agents import agent, close_ports, free_port, kill_all, pull_cable
 from faults import SOON_S, Line, Script
 
 from unisono.launch.hosts.endpoint import address_towards, listening_address, serve_store
@@ -183,6 +183,30 @@ def test_two_networks_of_one_name_share_no_memory(tmp_path: Path, networks: tupl
         ends = [each.end() for each in (one, two)]
     name = os.uname().nodename
     assert [output for _, output, _ in ends] == [f"{name} False 0.0 2.0\n", f"{name} False 1.0 2.0\n"], ends
+
+
+@pytest.mark.slow
+def test_a_firewall_that_lets_only_the_rendezvous_pass_is_named_at_once(
+    tmp_path: Path, networks: tuple[str, str]
+) -> None:
+    (tmp_path / "train.py").write_text(MESSAGES)
+    command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400"]
+    command += ["--rdzv-insecure", str(tmp_path / "train.py")]
+    for network in networks:
+        close_ports(network, but=29400)
+    with (
+        agent(tmp_path / "1", *command, network=networks[0]) as one,
+        agent(tmp_path / "2", *command, network=networks[1]) as two,
+    ):
+        for code, output, errors in (each.end() for each in (one, two)):  # the transport waits for minutes
+            assert (code, output) == (1, ""), errors
+            assert re.search(r"rank \d cannot reach rank \d at 10\.77\.0\.[12]:\d+ \(timed out\): besides", errors), (
+                errors
+            )
+            assert (
+                "besides the port of 10.77.0.1:29400, all ports from 1024 must be open between the machines\n" in errors
+            )
+        assert one.survivors() == [] == two.survivors()
 
 
 # The store: where it listens, and what is not printed when its server is gone.
