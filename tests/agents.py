@@ -87,9 +87,9 @@ def two_networks() -> Iterator[tuple[str, str]]:
         subprocess.run(["ip", "link", "del", cables[0]], capture_output=True)
 
 
-def pull_cable(network: str) -> None:
-    """Take the link of a network down: what is sent is lost, and nobody is told."""
-    _ip("-n", network, "link", "set", "eth0", "down")
+def pull_cable(network: str, state: str = "down") -> None:
+    """Take the link of a network down: what is sent is lost, and nobody is told; or "up" again."""
+    _ip("-n", network, "link", "set", "eth0", state)
 
 
 def close_ports(network: str, but: int) -> None:

@@ -117,8 +117,8 @@ import torch, unisono
 from faults import Line, stand_still
 line, host = Line(Path(sys.argv[1])), os.environ["HOST"]
 line.say("began", host, unisono.world_size(), unisono.current_world().restart_count)
-if unisono.world_size() == 2:
-    unisono.barrier()
+unisono.barrier()
+if unisono.world_size() == 2 and unisono.current_world().restart_count == 0:
     if host == "2":
         stand_still()
     line.say("waits")
@@ -128,18 +128,18 @@ line.say("done", host)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", ["1:2", "2"])
-def test_a_machine_whose_link_is_down_is_given_up_after_the_time_that_was_set(
-    tmp_path: Path, networks: tuple[str, str], nodes: str
+@pytest.mark.parametrize(("nodes", "restarts"), [("1:2", 1), ("2", 0), ("2", 1)])
+def test_a_machine_whose_link_is_down_is_given_up_after_the_time_that_was_set_and_taken_back(
+    tmp_path: Path, networks: tuple[str, str], nodes: str, restarts: int
 ) -> None:
     (tmp_path / "wait.py").write_text(WAITING)
     line = Line.at(tmp_path / "line")
     command = ["run", "-n", "1", "--backend", "cpu", "--nnodes", nodes, "--rdzv-endpoint", "10.77.0.1:29400"]
-    command += ["--rdzv-insecure", "--lost-after", "4", "--rdzv-conf", "last_call_timeout=8"]
-    command += [str(tmp_path / "wait.py"), str(line.path)]
+    command += ["--rdzv-insecure", "--lost-after", "4", "--max-restarts", str(restarts)]
+    command += ["--rdzv-conf", "last_call_timeout=8", str(tmp_path / "wait.py"), str(line.path)]
 
-    def host(number: int) -> Script:
-        return agent(tmp_path / f"host{number}", *command, network=networks[number - 1], HOST=str(number))
+    def host(number: int, attempt: str = "") -> Script:
+        return agent(tmp_path / f"host{number}{attempt}", *command, network=networks[number - 1], HOST=str(number))
 
     with line.hearing() as ear, host(1) as first, host(2) as second:
         assert ear.hear_all(2) == [["began", "1", "2", "0"], ["began", "2", "2", "0"]]
@@ -149,14 +149,23 @@ def test_a_machine_whose_link_is_down_is_given_up_after_the_time_that_was_set(
         if nodes == "1:2":
             assert ear.hear() == ["began", "1", "1", "1"]
             assert ear.hear() == ["done", "1"]
-        code, _, errors = first.end()
-        assert time.monotonic() - lost_at < SOON_S  # the collective waits for half an hour
-        assert code == (0 if nodes == "1:2" else 1), errors
-        assert re.search(r"node 1 \(\S+\) has been silent for ([3-9]|[12]\d) s: it or its link is gone\n\Z", errors)
-        assert errors.count("\n") == 1  # a restart, or the end, with its cause and without tracebacks
         cut_off, _, its_errors = second.end()
         assert cut_off == 1, its_errors
         assert re.search(r"the machine that serves 10.77.0.1:29400 has been silent for ([4-9]|[12]\d) s", its_errors)
+        assert "start it again when the link is back, and the whole run if the others have ended" in its_errors
+        if (nodes, restarts) == ("2", 1):
+            pull_cable(networks[1], "up")
+            with host(2, "-again") as again:
+                assert ear.hear_all(4)[:2] == [["began", "1", "2", "1"], ["began", "2", "2", "1"]]
+                assert again.end()[0] == 0
+        code, _, errors = first.end()
+        assert time.monotonic() - lost_at < SOON_S  # the collective waits for half an hour
+        assert code == (0 if restarts else 1), errors
+        told = r"node 1 \(\S+\) has been silent for ([3-9]|[12]\d) s: it or its link is gone\n"
+        if (nodes, restarts) == ("2", 1):
+            told += r"waiting for the agent of that machine to be started again, for 600 s\n"
+        assert re.search(told + r"\Z", errors)
+        assert errors.count("\n") == told.count("\\n")  # a restart, or the end, with its cause and without tracebacks
         assert first.survivors() == [] == second.survivors()
 
 

@@ -247,7 +247,8 @@ class Agent(SimpleElasticAgent):
 
     def on_cut_off(self, reason: str) -> None:
         """End this agent, whose main thread is blocked in native code; its workers end with it."""
-        logger.warning("%s; this agent and its workers end", reason)
+        way = "start it again when the link is back, and the whole run if the others have ended"
+        logger.warning("%s; this agent and its workers end: %s", reason, way)
         os._exit(1)
 
     # The methods that torch's agent requires.
@@ -303,6 +304,10 @@ class Agent(SimpleElasticAgent):
         if remaining > 0:
             restart_count = group.spec.max_restarts - remaining + 1
             tell_restart(self.verdict, restart_count, group.spec.max_restarts)
+            if self._lost and self.others.count + 1 == self._options.min_nodes:
+                logger.warning(
+                    "waiting for the agent of that machine to be started again, for %d s", _join_s(self._options)
+                )
         return RunResult(WorkerState.FAILED)
 
     def _wait(self) -> RunResult:
@@ -376,11 +381,16 @@ def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
             store = serve_store(host, port, timedelta(seconds=options.lost_after_s), is_alone)
     if store is None:
         try:
-            wait_served(options.endpoint, float(options.rdzv_conf.get("join_timeout", 600)))
+            wait_served(options.endpoint, _join_s(options))
         except TimeoutError as error:
             raise UnisonoError(str(error)) from None
     yield store is not None
     del store  # the store is served until here
+
+
+def _join_s(options: MachineOptions) -> float:
+    """How long agents wait for one another: torch's own default, unless the options have another one."""
+    return float(options.rdzv_conf.get("join_timeout", 600))
 
 
 def _name_of(group: Any) -> str:

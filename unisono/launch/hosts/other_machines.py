@@ -176,10 +176,15 @@ class OtherMachines:
 
     def _linger(self) -> None:
         deadline = time.monotonic() + _LINGER_S
-        while sum(report.is_leaving for report in self._reports()) < self.count:
-            if time.monotonic() > deadline or self._is_closed.is_set():
+        while time.monotonic() < deadline and not self._is_closed.is_set():
+            heard = list(self._round.heard.values()) if self._round is not None else []
+            gone = [(report and report.is_leaving) or self._is_lost(since) for report, since in heard]
+            if sum(map(bool, gone)) == self.count:
                 break
             time.sleep(0.05)
+
+    def _is_lost(self, since: float) -> bool:
+        return time.monotonic() - since > self._patience_s
 
     def _reports(self) -> list[MachineReport]:
         heard = list(self._round.heard.values()) if self._round is not None else []
