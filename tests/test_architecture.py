@@ -255,6 +255,17 @@ def xla_imports(module: Module) -> list[str]:
     return [module.at(each.node, f"imports {each.target}") for each in taken if module.name not in XLA_DOORS]
 
 
+def unsafe_interpreters(module: Module) -> list[str]:
+    """Interpreters that look for modules in their working directory first, where others may have put some."""
+    found = []
+    for node in ast.walk(module.tree):
+        words = [ast.unparse(each) for each in node.elts] if isinstance(node, ast.List | ast.Tuple) else []
+        for before, word in zip(["", *words], words, strict=False):
+            if word in ("'-c'", "'-m'") and before != "'-P'":
+                found.append(module.at(node, "starts an interpreter without -P"))
+    return found
+
+
 def undocumented_modules(module: Module) -> list[str]:
     return [] if ast.get_docstring(module.tree) else [f"{module.name} does not say what it is for"]
 
@@ -268,6 +279,7 @@ RULES: dict[str, Callable[[Module], list[str]]] = {
     "only launch, backends and world read the environment": environment_reads,
     "only its backend and its communicator know torch_xla": xla_imports,
     "threads have our names and module functions as bodies": careless_threads,
+    "no interpreter imports from its working directory": unsafe_interpreters,
     "every module says what it is for": undocumented_modules,
 }
 
@@ -331,6 +343,10 @@ CULPRITS: dict[str, list[tuple[str, str]]] = {
         ("unisono.loaders.pipeline", "threading.Thread(target=self.body, name='unisono-reader')"),
         ("unisono.loaders.pipeline", "threading.Timer(1, body)"),
         ("unisono.loaders.pipeline", "ThreadPoolExecutor(2)"),
+    ],
+    "no interpreter imports from its working directory": [
+        ("unisono.launch.spawn", "[sys.executable, '-c', code]"),
+        ("unisono.launch.spawn", "program = ('-m', 'unisono.engines.machine')"),
     ],
     "every module says what it is for": [("unisono.tree", "import torch")],
 }

@@ -45,7 +45,7 @@ class TpuBackend(AcceleratorBackend):
     def worker_environment(self, count: int) -> dict[str, str]:
         """What `set_tpu_launch_env` sets, found out in another process: it never replaces a value, and this process may
         start another number of workers later."""
-        command = [sys.executable, "-c", _LAUNCH, str(count)]
+        command = [sys.executable, "-P", "-c", _LAUNCH, str(count)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise UnisonoError(

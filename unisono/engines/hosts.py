@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from unisono.arguments import check_integer
 from unisono.engines.piped import PROGRAM, PipedMachine, PipedRun
+from unisono.launch.starting.process_ends import interpreter_command
 from unisono.protocols import Run
 
 
@@ -47,7 +48,7 @@ class Local:
         return self.machines
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
-        commands = [[sys.executable, *PROGRAM]] * machines
+        commands = [interpreter_command(PROGRAM)] * machines
         names = [f"machine {number} of {machines}" for number in range(machines)]
         return start_piped(commands, names, bundle, per_machine, "127.0.0.1")
 
@@ -79,7 +80,7 @@ class Hosts:
         return len(self.hosts)
 
     def start(self, bundle: bytes, machines: int, per_machine: int) -> Run:
-        there = shlex.join([self.python, *PROGRAM])
+        there = shlex.join([self.python, "-P", "-c", PROGRAM])
         options = ["-T", "-o", "BatchMode=yes", *self.options, "-o", "ConnectTimeout=30"]  # the first value counts
         commands = [["ssh", *options, host, there] for host in self.hosts]
         return start_piped(commands, list(self.hosts), bundle, per_machine, self.hosts[0].rpartition("@")[2])

@@ -18,7 +18,7 @@ from unisono.engines.machine import MARK
 from unisono.errors import UnisonoError, describe_exit
 from unisono.outcome import Outcome
 
-PROGRAM = ("-c", "from unisono.engines.machine import main; main()")
+PROGRAM = "from unisono.engines.machine import main; main()"
 _ENDPOINT_S = 120.0  # for a machine to begin, which imports torch
 
 

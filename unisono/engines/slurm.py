@@ -17,10 +17,11 @@ from unisono.engines.machine import run_machine
 from unisono.engines.piped import show
 from unisono.errors import UnisonoError, describe_exit
 from unisono.launch.hosts.environment import node_of_step
+from unisono.launch.starting.process_ends import interpreter_command
 from unisono.outcome import Outcome
 from unisono.protocols import Run
 
-_PROGRAM = ("-c", "from unisono.engines.slurm import run_node; run_node()")
+_PROGRAM = "from unisono.engines.slurm import run_node; run_node()"
 _LOOK_S = 1.0  # between two questions to the controller
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 _WRITTEN_S = 10.0  # from a job's end until what it has written is seen here
@@ -52,7 +53,7 @@ class Slurm:
         directory = Path(self.directory).absolute() / uuid4().hex[:12]
         directory.mkdir(0o700, parents=True)  # the bundle has the run's secret
         (directory / "bundle").write_bytes(bundle)
-        command = shlex.join([sys.executable, *_PROGRAM, str(directory), str(per_machine)])
+        command = shlex.join([*interpreter_command(_PROGRAM), str(directory), str(per_machine)])
         script = directory / "job.sh"
         script.write_text(f"#!/bin/bash\nexec srun --ntasks-per-node=1 --kill-on-bad-exit=0 {command}\n")
         asked = ["sbatch", "--parsable", f"--nodes={machines}", "--ntasks-per-node=1", f"--output={directory}/output"]

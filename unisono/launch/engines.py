@@ -30,17 +30,20 @@ from unisono.pickling import pickle_call
 from unisono.protocols import Engine, Run
 
 _GROUP = "unisono.engines"
+_LIBRARY = os.path.dirname(os.__file__)
 _LOOK_S = 0.2
 _MARGIN_S = 10.0  # after the grace period, in which the agents of the other machines end
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What the agent of each machine gets; the caller has the variables that the engine was asked to send."""
+    """What the agent of each machine gets; the caller has the variables that the engine was asked to send, and of its
+    search path, `num_first` entries precede the standard library: the script's directory, and PYTHONPATH."""
 
     call: bytes
     options: Options
     caller: Caller
+    num_first: int = field(default_factory=lambda: [*sys.path, _LIBRARY].index(_LIBRARY))
     run_id: str = field(default_factory=lambda: uuid4().hex)
     secret: str = field(default_factory=lambda: token_hex(32), repr=False)
 
@@ -50,7 +53,12 @@ class Bundle:
         with suppress(OSError):
             os.chdir(self.caller.directory)
         os.environ.update(self.caller.environ)
-        sys.path.extend(each for each in self.caller.path if each not in sys.path and os.path.isdir(each))
+        path = [os.path.abspath(os.path.join(self.caller.directory, each)) for each in self.caller.path]
+        first, last = (
+            [each for each in part if each not in sys.path and os.path.isdir(each)]
+            for part in (path[: self.num_first], path[self.num_first :])
+        )
+        sys.path[:] = [*first, *sys.path, *last]
         sys.argv[:] = self.caller.argv
         return replace(self.caller, environ=dict(os.environ), directory=os.getcwd(), path=list(sys.path))
 

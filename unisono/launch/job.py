@@ -32,6 +32,7 @@ from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import describe_modules
 from unisono.launch.options import Options
 from unisono.launch.starting.marks import OUTER_DIRECTORY
+from unisono.launch.starting.process_ends import search_path
 
 _NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
 _MAX_DEPTH = 3  # nested groups; each level multiplies the workers
@@ -50,7 +51,7 @@ class Caller:
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     directory: str = field(default_factory=os.getcwd)
-    path: list[str] = field(default_factory=lambda: list(sys.path))
+    path: list[str] = field(default_factory=search_path)
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     modules: bytes = field(default_factory=lambda: pickle.dumps(describe_modules()))
     columns: int = field(default_factory=lambda: terminal.columns_of(2))

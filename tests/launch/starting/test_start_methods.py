@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from faults import NUM_PROCESSES, RICH, Script, zygote_pid
+from faults import NUM_PROCESSES, PATIENCE_S, RICH, Script, zygote_pid
 
 from unisono.launch.spawn import spawn
 from unisono.world import current_world
@@ -55,6 +56,47 @@ def test_a_death_and_an_error_are_reported_as_ever_and_the_group_is_restarted_be
     with pytest.raises(LookupError, match="in a fresh interpreter") as caught:
         spawn(fail, nprocs=2, start_method="spawn", max_restarts=1)
     assert re.match(r"rank 1 of 2, .*restart 1", caught.value.__notes__[0])
+
+
+FROM_ELSEWHERE = """
+import sys
+
+from unisono import spawn
+from unisono.engines import Local
+
+
+def work(index):
+    import beside, queue
+    return beside.__file__, queue.__file__
+
+
+if __name__ == "__main__":
+    print(spawn(work, nprocs=2, backend="cpu", **eval(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("how", ["dict(start_method='zygote')", "dict(start_method='spawn')", "dict(engine=Local(2))"])
+def test_no_process_imports_from_the_directory_in_which_it_is_started(tmp_path: Path, how: str) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for directory in (ours, theirs):
+        directory.mkdir()
+    for name in ("json", "multiprocessing", "readline", "sitecustomize", "torch", "unisono"):
+        (theirs / f"{name}.py").write_text("raise SystemExit('the code of another user has run')")
+    (ours / "script.py").write_text(FROM_ELSEWHERE)
+    for name in ("beside", "queue"):  # where the caller looks first, as before
+        (ours / f"{name}.py").write_text("from _queue import Empty, SimpleQueue\nQueue = SimpleQueue")
+    # `-i` makes an interpreter import readline before anything else.
+    done = subprocess.run(
+        [sys.executable, "-i", str(ours / "script.py"), how],
+        cwd=theirs,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    found = [(str(ours / "beside.py"), str(ours / "queue.py"))]
+    assert str(found * 2) in done.stdout, done.stderr
 
 
 def test_nothing_survives_the_caller(tmp_path, line, ear):

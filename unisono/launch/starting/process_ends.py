@@ -17,14 +17,21 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
-def interpreter_command() -> list[str]:
-    """The command of an interpreter like this one, with its options (`-W`, `-X`, `-O`), before `-c` and the code."""
+def interpreter_command(code: str) -> list[str]:
+    """The command of an interpreter like this one, with its options (`-W`, `-X`, `-O`) and search path, that runs the
+    code. It imports nothing from its working directory, where others may have put files, unless this process does."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # multiprocessing's, too
+    flags = [each for each in flags if each not in ("-i", "-P")]
     known = {flags[place + 1].partition("=")[0] for place, flag in enumerate(flags) if flag == "-X"}
     for name, value in sys._xoptions.items():  # options of the program's own
         if name not in known:
             flags += ["-X", name if value is True else f"{name}={value}"]
-    return [sys.executable, *flags]
+    return [sys.executable, *flags, "-P", "-c", f"import sys; sys.path[:] = {search_path()!r}; {code}"]
+
+
+def search_path() -> list[str]:
+    """This process's module search path. Entries that are not strings are left out: Python ignores them."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def become_reaper() -> None:

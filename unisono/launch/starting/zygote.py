@@ -251,11 +251,9 @@ class Zygote:
             os.close(stderr)
             if self.start_method == "spawn":
                 os.set_inheritable(reports, True)
-                start = (
-                    f"import sys; sys.path[:] = {sys.path!r}; "
+                command = interpreter_command(
                     f"from unisono.launch.worker import run_worker; run_worker({rank}, {job!r}, {reports})"
                 )
-                command = [*interpreter_command(), "-c", start]
                 # The exec keeps the pid, the session and the parent-death signal.
                 os.execv(command[0], command)
             from unisono.launch.worker import run_worker

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import socket
-import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from unisono.errors import UnisonoError
 from unisono.launch.starting import wire
-from unisono.launch.starting.process_ends import interpreter_command
+from unisono.launch.starting.process_ends import interpreter_command, search_path
 
 _lock = threading.Lock()
 clients: dict[str, ZygoteClient] = {}  # by start method
@@ -32,10 +31,8 @@ class ZygoteClient:
 
     def __init__(self, start_method: str) -> None:
         ours, theirs = wire.socket_pair()
-        start = (
-            f"import sys; sys.path[:] = {_search_path()!r}; "
-            f"from unisono.launch.starting.zygote import main; main({theirs.fileno()}, {os.getpid()}, {start_method!r})"
-        )
+        arguments = theirs.fileno(), os.getpid(), start_method
+        command = interpreter_command(f"from unisono.launch.starting.zygote import main; main(*{arguments!r})")
         environ = dict(os.environ)
         if start_method == "zygote":  # OpenBLAS would start threads when NumPy is imported, which do not survive a fork
             environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -43,7 +40,7 @@ class ZygoteClient:
         with theirs:
             # Under `_lock`, which our at-fork hook acquires: Popen runs such hooks only if it has a preexec_fn.
             self.process = Popen(
-                [*interpreter_command(), "-c", start],
+                command,
                 pass_fds=[theirs.fileno()],
                 env=environ,
                 stdin=DEVNULL,
@@ -70,7 +67,7 @@ class ZygoteClient:
 
     def preload(self, modules: list[str]) -> None:
         """Import modules in the zygote, before its next fork. ConnectionError if the zygote has exited."""
-        wire.send(self._control, {"preload": modules, "path": _search_path()})
+        wire.send(self._control, {"preload": modules, "path": search_path()})
 
     def close(self) -> None:
         """End the zygote and, with it, every worker. Idempotent."""
@@ -80,11 +77,6 @@ class ZygoteClient:
         except (TimeoutExpired, KeyboardInterrupt):  # the latter at interpreter exit, for example after a second Ctrl-C
             self.process.kill()
             self.process.wait()
-
-
-def _search_path() -> list[str]:
-    """This process's module search path. Entries that are not strings are left out: Python ignores them."""
-    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def warm(start_method: str = "zygote", *, preload: Iterable[str] = ()) -> None:
