@@ -44,6 +44,59 @@ spawn(stand, nprocs=2)
         assert script.survivors() == []
 
 
+def test_what_is_left_when_both_are_killed_goes_with_the_next_run_while_a_living_run_keeps_its_own(
+    tmp_path, ear, gate, let_pass, monkeypatch
+):
+    source = """
+def stand(index):
+    line.say("running", os.getppid(), os.environ["TMPDIR"])
+    stand_still()
+spawn(stand, nprocs=2)
+"""
+    with run(source, tmp_path) as script:
+        _, [_, zygote, temporary] = ear.hear(), ear.hear()
+        script.kill(signal.SIGSTOP)
+        os.kill(int(zygote), signal.SIGKILL)
+        script.kill(signal.SIGKILL)
+        assert script.survivors() == []
+        [left] = script.leftovers()
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        living = spawn(lambda index: gate.wait(), nprocs=2, join=False)
+        living.pids()
+        [kept] = script.leftovers()
+        assert kept != left
+        assert spawn(lambda index: index, nprocs=2) == [0, 1]
+        assert script.leftovers() == [kept]
+        let_pass(2)
+        living.join()
+
+
+STANDS_AT_ITS_START = """
+import os, re, select, sys
+if os.path.exists("stands") and (zygote := re.search(r"zygote import main; main.*?([0-9]+)", sys.orig_argv[-1])):
+    select.select([int(zygote[1])], [], [])  # the caller has requested a group
+    open("line", "w").write("starting\\n")
+    open("gate").read(1)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_of_a_run_whose_caller_is_ended_while_a_new_zygote_starts(tmp_path, ear, gate, let_pass, signum):
+    (tmp_path / "sitecustomize.py").write_text(STANDS_AT_ITS_START)
+    path = f"{tmp_path}{os.pathsep}{os.path.dirname(__file__)}/.."
+    source = RICH + "spawn(work, nprocs=2, max_restarts=1)"
+    with Script(source, tmp_path, PYTHONPATH=path) as script:
+        zygote, _ = (int(ear.hear()[3]) for _ in range(2))
+        (tmp_path / "stands").touch()
+        os.kill(zygote, signal.SIGKILL)
+        assert ear.hear() == ["starting"]
+        script.kill(signum)
+        if signum == signal.SIGKILL:  # otherwise it waits for the zygote
+            script.process.wait()
+        let_pass(1)
+        assert script.survivors() == [] == script.leftovers()
+
+
 @pytest.mark.slow
 def test_a_hundred_workers_of_a_killed_caller_take_seconds_to_reap(tmp_path):
     source = """

@@ -7,6 +7,7 @@ import signal
 import stat
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -81,13 +82,19 @@ def test_the_last_lines_on_stderr_belong_to_the_error():
     assert tail.splitlines()[-2:] == ["  line 28", "  line 29"]
 
 
-def test_only_its_user_can_read_what_a_run_writes():
+@pytest.mark.parametrize("method", ["zygote", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_only_its_user_can_read_what_a_run_writes_and_its_environment_is_in_no_file(monkeypatch, method):
+    secret = uuid4().hex
+    monkeypatch.setenv("OF_THE_CALLER", secret)
+
     def look(index):
         directory = Path(os.environ["UNISONO_RENDEZVOUS"])
-        return {path.name: stat.S_IMODE(path.stat().st_mode) for path in [directory, directory / "job"]}
+        contents = [path.read_bytes() for path in directory.rglob("*") if path.is_file()]
+        is_written = any(os.environ["OF_THE_CALLER"].encode() in each for each in contents)
+        held = [each for each in Path("/proc/self/fd").iterdir() if "job" in os.path.realpath(each)]
+        return stat.S_IMODE(directory.stat().st_mode), is_written, held
 
-    for modes in spawn(look, nprocs=2):
-        assert sorted(modes.values()) == [0o600, 0o700]
+    assert spawn(look, nprocs=2, start_method=method) == [(0o700, False, [])] * 2
 
 
 def test_loader_workers_run_however_long_the_path_of_the_temporary_directory_is(tmp_path, monkeypatch):

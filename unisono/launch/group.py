@@ -122,7 +122,6 @@ class Group:
 
     def run(self, wake: socket.socket, obey: Callable[[], None]) -> Outcome[list[Any]]:
         """Start the workers and return when all have ended; `obey` is called when `wake` is readable."""
-        write_job(self._directory / "job", self._job)  # before the zygote is asked to fork
         with selectors.DefaultSelector() as self._selector:
             self._zygote = open_group(self._directory, self._job.options.chosen_start_method)
             self._selector.register(self._zygote, selectors.EVENT_READ, self._hear_zygote)
@@ -172,22 +171,23 @@ class Group:
 
     def _start_workers(self) -> None:
         assert self._zygote is not None
-        for rank in self._job.ranks:
-            reading, writing = os.pipe()
-            # A worker that writes half a message must not block the loop that watches all of them.
-            os.set_blocking(reading, False)
-            self.workers.append(worker := Worker(rank, reading))
-            self._selector.register(reading, selectors.EVENT_READ, worker)
-            try:
-                streams = self._output.open(rank)
-                message = {"op": "fork", "rank": rank, "job": str(self._directory / "job"), "family": self._job.backend}
-                wire.send(self._zygote, message, (writing, *streams))
-            except ConnectionError:  # the zygote is gone; its end of file follows
-                break
-            finally:
-                # Only the worker may hold the write end: its death is then an end of file here.
-                os.close(writing)
-                self._output.handed_over(rank)
+        with write_job(self._job) as file:
+            for rank in self._job.ranks:
+                reading, writing = os.pipe()
+                # A worker that writes half a message must not block the loop that watches all of them.
+                os.set_blocking(reading, False)
+                self.workers.append(worker := Worker(rank, reading))
+                self._selector.register(reading, selectors.EVENT_READ, worker)
+                try:
+                    streams = self._output.open(rank)
+                    message = {"op": "fork", "rank": rank, "family": self._job.backend}
+                    wire.send(self._zygote, message, (file.fileno(), writing, *streams))
+                except ConnectionError:  # the zygote is gone; its end of file follows
+                    break
+                finally:
+                    # Only the worker may hold the write end: its death is then an end of file here.
+                    os.close(writing)
+                    self._output.handed_over(rank)
         # A worker that could not be started has ended without a pid.
         while any(worker.pid is None and not worker.has_ended for worker in self.workers):
             self._handle_events()

@@ -1,30 +1,36 @@
 """What the workers of a group get, in a private directory of their group, and what they take over from their caller.
 
-    <TMPDIR>/unisono-1-ab12cd34/     0700; the number is how deep the group is in groups
-        store                        the file in which the process group meets
-        job                          what the workers are to do, with the caller's environment: 0600
-        multiprocessing/             sockets of loader workers
-        stacks-0, ...                of the workers
+    <TMPDIR>/unisono-1-89fe0a31-ab12cd34/     0700; how deep the group is in groups, and which machine it is on
+        store                                 the file in which the process group meets
+        multiprocessing/                      sockets of loader workers
+        stacks-0, ...                         of the workers
+
+What they are to do, with the caller's environment, is in a file without a name.
 
 No port is opened and no name is looked up, so any number of groups can start concurrently, and a broken resolver delays
 none of them. The directory of a group that a worker starts is inside that of the worker's own group and is removed with
 it: killing the outer workers also kills the inner zygote, before it can clean up.
 
-The caller removes it, or else the zygote; if both are killed at the same moment, it stays.
+The caller removes the directory, or else the zygote; if both are killed at the same moment, the next caller on this
+machine does. A caller holds a lock on its directory as long as it lives.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
+import platform
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO, Any
+from zlib import crc32
 
 from unisono import terminal
 from unisono.errors import UnisonoError
@@ -35,6 +41,7 @@ from unisono.launch.starting.marks import OUTER_DIRECTORY
 from unisono.launch.starting.process_ends import search_path
 
 _NAME = re.compile(r"unisono-(\d+)-")  # of a directory, with the depth of its group
+SOCKETS = "multiprocessing"
 _MAX_DEPTH = 3  # nested groups; each level multiplies the workers
 _PULSE_S = 1.0  # seconds between two checks of a worker's progress
 
@@ -98,17 +105,29 @@ class Job:
         return replace(self.place, rank=rank, local_rank=rank - self.place.rank)
 
 
-def write_job(path: Path, job: Job) -> None:
-    """Write what the workers read in their first lines; only their user may read it."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as file:
-        pickle.dump(job, file)
+def write_job(job: Job) -> IO[bytes]:
+    """Write what the workers read in their first lines, into a file without a name: on Linux it is only in memory."""
+    create = getattr(os, "memfd_create", None)
+    file: Any = open(create("unisono-job"), "wb") if create else tempfile.TemporaryFile()  # noqa: SIM115 - returned
+    pickle.dump(job, file)
+    file.flush()
+    return file  # type: ignore[no-any-return]
+
+
+def read_job(descriptor: int) -> Job:
+    """Read what `write_job` has written."""
+    # Mapped, since all workers share one position in the file.
+    with open(descriptor, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        job: Job = pickle.loads(data)
+    return job
 
 
 @contextmanager
 def rendezvous() -> Iterator[Path]:
     """Create the directory of one group, and remove it after the block. (The zygote removes it if the caller is
-    killed.)"""
+    killed.) Remove those that dead callers have left."""
+    import fcntl  # Unix only
+
     outer = os.environ.get(OUTER_DIRECTORY, "")
     found = _NAME.match(Path(outer).name)
     depth = int(found[1]) if found else 0
@@ -118,8 +137,28 @@ def rendezvous() -> Iterator[Path]:
             'workers import calls spawn at its top level: put that call under `if __name__ == "__main__":`'
         )
     parent = outer if os.path.isdir(outer) else tempfile.gettempdir()
-    directory = tempfile.mkdtemp(prefix=f"unisono-{depth + 1}-", dir=parent)
+    # Machines that share a directory may not share its locks.
+    prefix = f"unisono-{depth + 1}-{crc32(platform.node().encode()):08x}-"
+    for each in Path(parent).glob(f"{prefix}*"):
+        with suppress(OSError), _opened(each) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (each / SOCKETS).exists():  # otherwise its caller is about to lock it
+                shutil.rmtree(each, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    with _opened(directory) as descriptor:
+        try:
+            with suppress(OSError):  # where the file system has no locks, nothing is removed
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            (directory / SOCKETS).mkdir(0o700)
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)  # the zygote may be removing it at the same time
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        yield Path(directory)
+        yield descriptor
     finally:
-        shutil.rmtree(directory, ignore_errors=True)  # the zygote may be removing it at the same time
+        os.close(descriptor)

@@ -38,7 +38,7 @@ from unisono.comm.selection import innermost, translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.hosts.environment import RankPlace
 from unisono.launch.imported_modules import compare_modules
-from unisono.launch.job import Caller, Job
+from unisono.launch.job import SOCKETS, Caller, Job, read_job
 from unisono.launch.messages import add_limit_note
 from unisono.launch.process_group import depart, join
 from unisono.launch.reports import Kind, Reporter, beating, count_of
@@ -63,15 +63,14 @@ _LEAVE_S = 5  # seconds that a worker that has sent its outcome may take to leav
 _is_loading = False  # while the call is being unpickled, which imports modules
 
 
-def run_worker(rank: int, job_file: str, report_fd: int) -> NoReturn:
-    """Run worker `rank` of the job in that file; its reports go to `report_fd`."""
+def run_worker(rank: int, directory: str, job_fd: int, report_fd: int) -> NoReturn:
+    """Run worker `rank` of the job in that file, with the directory of its group; its reports go to `report_fd`."""
     world: World | None = None
     recorder: Recorder | None = None
     reporter = Reporter(report_fd)
     name_process(f"unisono-rank-{rank}")
     try:
-        job: Job = pickle.loads(Path(job_file).read_bytes())
-        directory = os.path.dirname(job_file)
+        job = read_job(job_fd)
         place = job.place_of(rank)
         if not place.address:
             place = replace(place, store=os.path.join(directory, "store"))
@@ -247,9 +246,7 @@ def _has_terminal() -> bool:
 
 def _keep_sockets_in(directory: str) -> None:
     """Make multiprocessing put its loader workers' files here, where they are removed with the group, not in TMPDIR."""
-    place = os.path.join(directory, "multiprocessing")
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(place, 0o700)
+    place = os.path.join(directory, SOCKETS)
     if len(place) + len("/listener-12345678") >= _MAX_SOCKET_PATH and sys.platform == "linux":
         # the same directory by a shorter path
         place = f"/proc/{os.getpid()}/fd/{os.open(place, os.O_RDONLY | os.O_DIRECTORY)}"

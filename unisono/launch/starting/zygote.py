@@ -18,7 +18,7 @@ Invariants:
 Ownership: the calling process owns a control socket (its end of file means that the caller is gone) and one socket per
 group of workers (its end of file means: kill this group). On a group's socket:
 
-    caller -> zygote   {"op": "fork", "rank", "job", "family"} + [reports, stdout, stderr]
+    caller -> zygote   {"op": "fork", "rank", "family"} + [job, reports, stdout, stderr]
                        {"op": "signal", "signal", "ranks", "to_sessions"}: to workers alone, or all in their sessions
     zygote -> caller   {"op": "forked", "rank", "pid"}    {"op": "exit", "rank", "status"}
                        {"op": "error", "rank", "text"}: it could not be forked
@@ -165,7 +165,7 @@ class Zygote:
             return
         if message["op"] == "fork":
             self._import_backend(message["family"])
-            self._fork_worker(group, message["rank"], message["job"], fds)
+            self._fork_worker(group, message["rank"], fds)
         elif message["op"] == "signal":
             # These pids have not been waited for, so even that of a dead worker is not another process's.
             for pid in (pid for pid, rank in group.ranks.items() if rank in message["ranks"]):
@@ -185,7 +185,7 @@ class Zygote:
 
                 get_backend(family).preload()
 
-    def _fork_worker(self, group: _Group, rank: int, job: str, fds: list[int]) -> None:
+    def _fork_worker(self, group: _Group, rank: int, fds: list[int]) -> None:
         self._prepare_fork()
         # A signal to the child must neither run this process's handler nor be lost: it stays pending until the child's
         # own.
@@ -193,7 +193,7 @@ class Zygote:
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_worker(rank, job, fds)
+                self._become_worker(rank, group.directory, fds)
             # A child that has already ended cannot be missed here: children are reaped only in `serve`, on this thread.
             group.ranks[pid] = rank
             _send_if_heard(group, {"op": "forked", "rank": rank, "pid": pid})
@@ -223,7 +223,7 @@ class Zygote:
             # Imports had turned it off; workers inherit the setting.
             gc.enable()
 
-    def _become_worker(self, rank: int, job: str, fds: list[int]) -> NoReturn:
+    def _become_worker(self, rank: int, directory: str, fds: list[int]) -> NoReturn:
         """In the child: cut all ties to the zygote except the parent-death signal, then run the worker."""
         try:
             os.setsid()
@@ -244,21 +244,23 @@ class Zygote:
             # The caller takes the end of these streams as the zygote's end, so no worker may hold a copy.
             for sock in (self.control, *(group.sock for group in self.groups.values())):
                 sock.close()
-            reports, stdout, stderr = fds
+            job, reports, stdout, stderr = fds
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             os.close(stdout)
             os.close(stderr)
             if self.start_method == "spawn":
-                os.set_inheritable(reports, True)
+                for fd in (job, reports):
+                    os.set_inheritable(fd, True)
+                arguments = rank, directory, job, reports
                 command = interpreter_command(
-                    f"from unisono.launch.worker import run_worker; run_worker({rank}, {job!r}, {reports})"
+                    f"from unisono.launch.worker import run_worker; run_worker(*{arguments!r})"
                 )
                 # The exec keeps the pid, the session and the parent-death signal.
                 os.execv(command[0], command)
             from unisono.launch.worker import run_worker
 
-            run_worker(rank, job, reports)
+            run_worker(rank, directory, job, reports)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -318,6 +320,7 @@ class Zygote:
         reap_children()
         for group in self.groups.values():
             shutil.rmtree(group.directory, ignore_errors=True)
+        _remove_unread(self.control)
         # A normal exit would join the thread that does the idle work.
         os._exit(0)
 
@@ -325,6 +328,15 @@ class Zygote:
 def _send_if_heard(group: _Group, message: dict[str, object]) -> None:
     with contextlib.suppress(OSError):  # a caller that is gone is noticed by its end of file
         wire.send(group.sock, message)
+
+
+def _remove_unread(control: socket.socket) -> None:
+    """Remove the directories of groups that a caller has requested just before its end."""
+    control.setblocking(False)  # a process that it has forked may hold its end open
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            message, _ = wire.receive(control)
+            shutil.rmtree(message.get("directory", ""), ignore_errors=True)
 
 
 def _import_optimizers() -> None:
@@ -344,14 +356,15 @@ def main(control_fd: int, caller: int, start_method: str) -> NoReturn:
     for signum in _STOPPING:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
-    # If the caller is gone, its pid may be another process's by the time the pidfd is opened.
-    if os.getppid() != caller:
-        sys.exit("the process that started this zygote is gone")
-    if start_method == "zygote":
-        gc.disable()  # until the first fork: collections would take a fifth of the import time, without any benefit
-        importlib.import_module("unisono.launch.worker")
     try:
+        # If the caller is gone, its pid may be another process's by the time the pidfd is opened.
+        if os.getppid() != caller:
+            raise ProcessLookupError
+        if start_method == "zygote":
+            gc.disable()  # until the first fork: collections would take a fifth of the import time, without any benefit
+            importlib.import_module("unisono.launch.worker")
         zygote = Zygote(control, caller, start_method)
-    except ProcessLookupError:  # it ended while torch was imported
+    except ProcessLookupError:  # it ended while this process started, or imported torch
+        _remove_unread(control)
         sys.exit("the process that started this zygote is gone")
     zygote.serve()
