@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from unisono.backends.cpu import CpuBackend
+from unisono.engines import Local
+from unisono.errors import UnisonoError
 from unisono.launch import spawn as spawn_module
 from unisono.launch.options import Cores, Output
 from unisono.launch.spawn import spawn
@@ -63,6 +67,15 @@ REFUSALS: list[Refusal] = [
 def test_a_bad_argument_is_refused_by_its_name_and_value(error, call, told):
     with pytest.raises(error, match=told):
         call()
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": Local(1)}], ids=["here", "on an engine"])
+@pytest.mark.parametrize(("module", "name"), [(threading, "get_ident"), (subprocess, "Popen")])
+def test_threads_and_processes_that_a_library_has_replaced_are_refused(monkeypatch, module, name, options):
+    own = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: own(*args, **kwargs))
+    with pytest.raises(UnisonoError, match=rf"{__name__} has replaced {module.__name__}.{name}: the wait"):
+        spawn(work, nprocs=2, **options)
 
 
 class TwoDevices(CpuBackend):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -107,6 +109,7 @@ def spawn(
 
     Raises:
         TypeError, ValueError: an argument is invalid; no process was started.
+        UnisonoError: workers cannot be started from this process; the message says why.
         UnpicklableError: `fn`, `args` or a result cannot be sent between processes.
         WorkerDiedError: a worker was killed, or exited before `fn` returned.
         WorkerHungError: no rank made progress.
@@ -121,6 +124,7 @@ def spawn(
     if chosen.engine is not None:
         if not join:
             raise ValueError("spawn(join=False) does not go with engine=, whose machines are waited for")
+        _refuse_replaced_threads()
         try:
             return spawn_on(find_engine(chosen.engine), fn, args, nprocs, replace(chosen, engine=None))
         except BaseException as error:
@@ -135,6 +139,7 @@ def spawn(
     chosen.check_ranks(count)
     if count == 1 and join and not chosen.needs_process:
         return [_run_inline(fn, args, family)]
+    _refuse_replaced_threads()
     call = pickle_call(fn, tuple(args), Settings.read())
     context = ProcessContext(Supervisor(make_job(call, count, family, chosen)))
     if join:
@@ -145,6 +150,22 @@ def spawn(
             raise
     context.start()
     return context
+
+
+def _refuse_replaced_threads() -> None:
+    """Raise UnisonoError where a library (gevent, eventlet) has put its own in place of Python's threads or processes:
+    the thread that waits for workers would stop all others, or never hear of them."""
+    for name, used, home in (
+        ("threading.get_ident", threading.get_ident, "_thread"),
+        ("subprocess.Popen", subprocess.Popen, "subprocess"),
+    ):
+        if used.__module__ != home:
+            raise UnisonoError(
+                f"spawn needs Python's own threads and processes, and {used.__module__} has replaced {name}: the wait "
+                "for workers would never end. Call spawn before that, as before monkey.patch_all(); or in a process "
+                "that does not do it, by subprocess.run([sys.executable, 'train.py']); or start the script by "
+                "`unisono run`"
+            )
 
 
 def check_nprocs(nprocs: int | None, family: Backend, process_group: str | None = None) -> int:

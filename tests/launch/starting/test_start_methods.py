@@ -159,3 +159,50 @@ def test_a_killed_caller_takes_its_workers_along_without_them_too(tmp_path, bare
         ear.hear_all(2)
         script.kill(signal.SIGKILL)
         assert script.survivors() == [] == script.leftovers()
+
+
+AMONG_GREENLETS = """
+import subprocess, sys
+
+import unisono
+
+
+def work(index):
+    return index
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "inside":
+        from gevent import monkey
+        print(unisono.spawn(work, nprocs=2, backend="cpu"))
+        monkey.patch_all()
+        try:
+            unisono.spawn(work, nprocs=2, backend="cpu")
+        except unisono.errors.UnisonoError as error:
+            print(error)
+        print(subprocess.run([sys.executable, __file__, "plain"], stdout=subprocess.PIPE, text=True).stdout)
+    elif sys.argv[1] == "under a launcher":
+        from gevent import monkey
+        monkey.patch_all()
+    if sys.argv[1] != "inside":
+        print(unisono.spawn(work, **({} if sys.argv[1] == "under a launcher" else dict(nprocs=2, backend="cpu"))))
+"""
+
+
+def test_the_ways_out_of_threads_that_are_greenlets_are_ways_out(tmp_path):
+    pytest.importorskip("gevent")
+    (script := tmp_path / "train.py").write_text(AMONG_GREENLETS)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], env=environ, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    before, refusal, inside, *_ = run(str(script), "inside").splitlines()
+    assert before == inside == "[0, 1]"
+    assert "gevent.thread has replaced threading.get_ident" in refusal
+    launcher = ("-m", "unisono", "run", "-n", "2", "--backend", "cpu")
+    assert "[0, 1]" in run(*launcher, str(script), "under a launcher")
