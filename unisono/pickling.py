@@ -38,6 +38,9 @@ from unisono.errors import UnpicklableError
 BETWEEN_RANKS: dict[type, Callable[[Any], Any]] = {}
 """How classes are reduced that no other pickler takes."""
 
+# The second is its name in a process of multiprocessing, which has imported the script.
+_MAIN = ("__main__", "__mp_main__")
+
 
 def dumps(value: Any) -> bytes:
     """Pickle for this process, or for one whose `__main__` has the same names."""
@@ -122,8 +125,9 @@ class _ByValue(_Pickler):
         self.names: dict[str, Any] = {}
         self.lines: dict[str, list[str]] = {}
         self._main = sys.modules["__main__"].__dict__
-        # cloudpickle looks up here, by id, the dict that stands for a function's globals.
-        self.globals_ref[id(self._main)] = _MainGlobals()
+        self._globals = _MainGlobals()
+        if self._main["__name__"] == _MAIN[1]:
+            cloudpickle.register_pickle_by_value(sys.modules["__main__"])
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is _MainGlobals:
@@ -131,6 +135,9 @@ class _ByValue(_Pickler):
         if _is_named_in_main(obj):
             self.names[obj.__qualname__] = obj
         if isinstance(obj, FunctionType):
+            if obj.__globals__ is self._main or obj.__module__ == _MAIN[1]:  # whose globals multiprocessing has copied
+                # cloudpickle looks up here, by id, the dict that stands for a function's globals.
+                self.globals_ref[id(obj.__globals__)] = self._globals
             file = obj.__code__.co_filename
             if file not in self.lines and not os.path.exists(file) and (lines := linecache.getlines(file)):
                 self.lines[file] = lines
@@ -199,7 +206,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _is_named_in_main(obj: Any) -> bool:
-    if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
+    if not isinstance(obj, type | FunctionType) or obj.__module__ not in _MAIN:
         return False
     found: Any = sys.modules["__main__"]
     for name in obj.__qualname__.split("."):
@@ -235,7 +242,7 @@ class _PlainPickler(pickle.Pickler):
     """Refuses definitions of `__main__`, which other processes do not find by name."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+        if isinstance(obj, type | FunctionType) and obj.__module__ in _MAIN:
             raise pickle.PicklingError(f"{obj!r} is defined in __main__")
         return NotImplemented
 

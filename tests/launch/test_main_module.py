@@ -244,3 +244,46 @@ def test_all_code_that_is_sent_keeps_its_file():
 
     for of_work, of_method, box, function in spawn(work, nprocs=2):
         assert of_work == of_method == files(box.open) == files(function) == {__file__}
+
+
+IN_A_POOL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+from unisono import spawn
+
+OFFSET = 10
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+
+def shifted(index):
+    return OFFSET + index
+
+
+def work(index):
+    return Point(shifted(index))
+
+
+def call(how):
+    points = spawn(work, nprocs=2, backend="cpu", start_method=how)
+    assert all(type(point) is Point for point in points)
+    return points
+
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("CONTEXT")) as pool:
+        for how in ("zygote", "spawn"):
+            print([point.x for point in pool.submit(call, how).result()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_a_process_of_multiprocessing_is_a_caller_like_the_script(tmp_path, context):
+    with Script(IN_A_POOL.replace("CONTEXT", context), tmp_path, "file") as script:
+        code, output, errors = script.end()
+        assert (code, output) == (0, "[10, 11]\n[10, 11]\n"), errors
