@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import os
 import pickle
 import platform
@@ -82,19 +83,22 @@ class Outcome(Generic[T]):
         """Serialize for another process; the traceback is sent as text."""
         if self.error is not None:
             return self._pack(self.error)
+        storages: list[pickle.PickleBuffer] = []
         try:
-            payload = dumps(self.value)
+            payload = dumps(self.value, storages.append)
         except Exception as reason:
             refusal = UnpicklableError(
                 f"the result, a {type(self.value).__name__}, cannot be sent to the calling process "
                 f"({type(reason).__name__}: {_text_of(reason)}); return tensors, numbers or other picklable data"
             )
             return self._pack(refusal)
-        # Pickled twice: `where` and `at` can be read even if the payload cannot be rebuilt.
-        return pickle.dumps({"payload": payload, "where": self.where, "at": self.at})
+        # Apart: `where` and `at` can be read even if the value cannot be rebuilt, and what is large is copied once.
+        parts: list[bytes | memoryview] = [payload, *(each.raw() for each in storages)]
+        fields = pickle.dumps({"where": self.where, "at": self.at, "sizes": [len(each) for each in parts]})
+        return b"".join((fields, *parts))
 
     @staticmethod
-    def from_bytes(data: bytes) -> Outcome[Any]:
+    def from_bytes(data: bytes | memoryview) -> Outcome[Any]:
         """Rebuild an outcome; the `__cause__` of an error that was raised is a `RemoteTraceback` with its text."""
         fields = pickle.loads(data)
         where, at = fields["where"], fields["at"]
@@ -110,8 +114,12 @@ class Outcome(Generic[T]):
                 shown = fold_frames(text).removesuffix("".join(traceback.format_exception_only(error))).rstrip()
                 error.__cause__ = RemoteTraceback(text, shown.removesuffix(_CAUSED).rstrip() + "\n")
             return Outcome(error=error, where=where, at=at, is_secondary=fields["is_secondary"])
+        ends = itertools.accumulate(reversed(fields["sizes"]), initial=0)
+        last = len(data)
+        parts = [memoryview(data)[last - end : last - start] for start, end in itertools.pairwise(ends)]
+        payload, *storages = reversed(parts)
         try:
-            return Outcome(value=pickle.loads(fields["payload"]), where=where, at=at)
+            return Outcome(value=pickle.loads(payload, buffers=storages), where=where, at=at)
         except Exception as reason:
             refusal = UnpicklableError(
                 f"the result cannot be rebuilt in the calling process ({type(reason).__name__}: {_text_of(reason)}); "

@@ -42,10 +42,18 @@ BETWEEN_RANKS: dict[type, Callable[[Any], Any]] = {}
 _MAIN = ("__main__", "__mp_main__")
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle for this process, or for one whose `__main__` has the same names."""
+def dumps(value: Any, take_storage: Callable[[pickle.PickleBuffer], object] | None = None) -> bytes:
+    """Pickle for this process, or for one whose `__main__` has the same names; without the memory of tensors, if
+    `take_storage` takes it, for the `buffers` of `pickle.loads`."""
+
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        is_storage = take_storage is not None and hasattr(memoryview(buffer).obj, "storage")
+        if is_storage:
+            take_storage(buffer)  # type: ignore[misc]
+        return not is_storage
+
     with io.BytesIO() as file:
-        _ByName(file).dump(value)
+        _ByName(file, buffer_callback=take).dump(value)
         return file.getvalue()
 
 
@@ -191,7 +199,7 @@ def _storage_over(buffer: Any) -> Any:
         return buffer.storage
     storage = torch.UntypedStorage(len(buffer))
     if len(buffer):
-        storage.copy_(torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage())
+        memoryview(block_of(storage)).cast("B")[:] = buffer
     return storage
 
 

@@ -9,6 +9,7 @@ import threading
 import numpy
 import pytest
 import torch
+from faults import Script
 
 from unisono.launch.reports import Inbox, Kind, Reporter
 from unisono.outcome import Outcome
@@ -104,3 +105,41 @@ def send_all(reporter, result):
     reporter.send(Kind.PULSE, result)
     reporter.send(Kind.NOTE, b"a note")
     reporter.send(Kind.OUTCOME)
+
+
+LARGE = """
+import re, sys
+from pathlib import Path
+import torch
+from unisono.launch.spawn import spawn
+
+SIZE = 100_000_000
+
+def memory(name):
+    return 1024 * int(re.search(rf"{name}:\\s+([0-9]+)", Path("/proc/self/status").read_text())[1])
+
+def make(index, kind):
+    if index == 1:
+        return None
+    return bytes(SIZE) if kind == "bytes" else torch.ones(SIZE, dtype=torch.uint8)
+
+spawn(make, ("bytes",), nprocs=2)
+for kind in "bytes", "tensor":
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size
+    found = spawn(make, (kind,), nprocs=2)[0]
+    print(kind, len(found), (memory("VmHWM") - before) / SIZE)
+    del found
+"""
+
+
+@pytest.mark.slow
+def test_a_large_result_takes_the_callers_memory_twice_and_no_more(tmp_path):
+    with Script(LARGE, tmp_path) as script:
+        code, output, errors = script.end()
+    assert code == 0, errors
+    for line in output.splitlines():
+        kind, size, factor = line.split()
+        assert int(size) == 100_000_000
+        assert float(factor) <= 2.2, kind
+    assert len(output.splitlines()) == 2

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from unisono.world import World
 
@@ -76,16 +77,22 @@ class Inbox:
         self._received += data
         return bool(data)
 
-    def take(self) -> Iterator[tuple[Kind, bytes]]:
-        """Yield the messages that are complete now."""
+    def take(self) -> Iterator[tuple[Kind, Any]]:
+        """Yield the messages that are complete now, as bytes; an outcome as the memory that it was read into."""
         while len(self._received) >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._received)
             end = _HEADER.size + length
             if len(self._received) < end:
                 return
-            data = bytes(memoryview(self._received)[_HEADER.size : end])
+            data = memoryview(self._received)[_HEADER.size : end]
+            if kind == Kind.OUTCOME:  # it may be large, and is the last message
+                self._received = bytearray()
+                yield Kind.OUTCOME, data
+                return
+            message = bytes(data)
+            data.release()
             del self._received[:end]
-            yield Kind(kind), data
+            yield Kind(kind), message
 
 
 @contextlib.contextmanager
