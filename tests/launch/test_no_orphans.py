@@ -97,6 +97,16 @@ def test_nothing_stays_of_a_run_whose_caller_is_ended_while_a_new_zygote_starts(
         assert script.survivors() == [] == script.leftovers()
 
 
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_that_ends_the_caller_says_so_in_a_line(tmp_path, ear, signum):
+    with run("spawn(work, nprocs=2)", tmp_path) as script:
+        _ = ear.hear(), ear.hear()
+        script.kill(signum)
+        code, _, errors = script.end()
+        assert (code, errors) == (-signum, f"unisono: asked by {signum.name}, the workers have 5 s to end\n")
+        assert script.survivors() == [] == script.leftovers()
+
+
 @pytest.mark.slow
 def test_a_hundred_workers_of_a_killed_caller_take_seconds_to_reap(tmp_path):
     source = """

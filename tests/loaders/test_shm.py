@@ -141,3 +141,35 @@ def test_a_bus_error_is_told_of_wherever_it_comes_from():
 def test_batches_are_copied_where_there_is_little_memory(monkeypatch, size, expected):
     monkeypatch.setattr(packing, "_free_and_size", lambda: size and (size, size))
     assert is_tight() == expected
+
+
+READ_ONLY = """
+import subprocess
+from torch.utils.data import DataLoader
+from unisono import spawn
+
+def load(index):
+    return len(list(DataLoader([1, 2], num_workers=1)))
+
+try:
+    spawn(load, nprocs=2, backend="cpu")
+except OSError as error:
+    print(error.__notes__)
+subprocess.run(ADVICE, shell=True, check=True)
+print(spawn(load, nprocs=2, backend="cpu"))
+"""
+
+
+@pytest.mark.slow
+def test_where_it_cannot_be_written_the_error_says_what_helps_and_that_helps(tmp_path):
+    advice = f"mount -o remount,rw {PLACE}"
+    (script := tmp_path / "script.py").write_text(READ_ONLY.replace("ADVICE", repr(advice)))
+    mount = f"mount -t tmpfs -o ro none {PLACE}"
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "{sys.executable}" "{script}"']
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, cwd=Path.cwd())
+    assert run.returncode == 0, run.stderr
+    told, found = run.stdout.splitlines()
+    assert advice in told
+    assert found == "[2, 2]"

@@ -98,12 +98,15 @@ class ProcessContext:
 @contextmanager
 def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
     """Let SIGTERM, and the first Ctrl-C, ask workers that handle a stop to do so. If none does, SIGTERM ends this
-    process, and with it the workers, and Ctrl-C interrupts. A program's own handlers stay; SIGTERM's is called, too."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    process, and with it the workers, and Ctrl-C interrupts; SIGHUP, of a closed terminal, always ends it. A program's
+    own handlers stay; SIGTERM's is called, too."""
+    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, hangup)}
     is_handling = preemption.takes(before[signal.SIGTERM])
     taken: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
         taken += [signal.SIGTERM] if is_handling or before[signal.SIGTERM] is signal.SIG_DFL else []
+        taken += [hangup] if hangup != signal.SIGTERM and before[hangup] is signal.SIG_DFL else []
         interrupts = before[signal.SIGINT]
         taken += [signal.SIGINT] if interrupts is signal.default_int_handler or preemption.takes(interrupts) else []
     was_interrupted = False
@@ -115,11 +118,11 @@ def _signals_ask(supervisor: Supervisor) -> Iterator[None]:
             say_asked(signum)
             if callable(own := before[signal.SIGTERM]):
                 own(signum, frame)
-        elif signum == signal.SIGTERM:
+        elif signum in (signal.SIGTERM, hangup):
             say_asked(signum, supervisor.grace_s)
-            # By the signal itself, so that the parent sees SIGTERM as the cause of the end.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            # By the signal itself, so that the parent sees it as the cause of the end.
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
         elif was_interrupted or not supervisor.handles_stop():
             signal.default_int_handler(signum, frame)  # raises KeyboardInterrupt
         else:

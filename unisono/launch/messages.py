@@ -32,6 +32,12 @@ _KINDS = (
     ),
     (errno.EAGAIN, "Resource temporarily unavailable", _PROCESSES),
     (errno.EAGAIN, "can't start new thread", _PROCESSES),
+    (
+        errno.EROFS,
+        "Read-only file system",
+        "TMPDIR can name a directory that can be written; if /dev/shm cannot, which loader workers need: docker run "
+        "--tmpfs /dev/shm, or mount -o remount,rw /dev/shm",
+    ),
     (errno.ENOSPC, "No space left on device", f"TMPDIR can name a directory with room; {FULL_SHM}"),
 )
 
