@@ -145,6 +145,10 @@ class StateError(UnisonoError, ValueError):
 class CheckpointError(UnisonoError):
     """A checkpoint, or serialized bytes, cannot be saved or loaded."""
 
+    def __init__(self, message: str = "") -> None:
+        # It quotes names of files that others may have written: a terminal must not obey them.
+        super().__init__("".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in message))
+
 
 class NoCheckpointError(CheckpointError):
     """There is no checkpoint at the given place."""

@@ -351,7 +351,42 @@ def test_a_manifest_that_is_none_is_damaged(tmp_path: Path, data: bytes) -> None
         load(tmp_path / "one", thing=Anything())
 
 
-@pytest.mark.parametrize("content", [{"x": 1}, [1]], ids=str)
+@pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
+def test_a_file_that_was_blown_up_is_damaged_and_not_read(tmp_path: Path, name: str, capsys: Any) -> None:
+    save(tmp_path / "one", thing=Anything(1))
+    (path,) = (tmp_path / "one").rglob(name)
+    os.truncate(path, 1 << 42)  # sparse: to read it would take an hour, or all memory
+    with pytest.raises(DamagedCheckpointError):
+        load(tmp_path / "one", thing=Anything())
+    assert main(["checkpoint", "show", str(tmp_path / "one")]) == 1
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_what_a_terminal_would_obey_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    save(tmp_path / "bad", model=nn.Linear(2, 2))
+    rewritten(tmp_path / "bad", monkeypatch, 2, {"\x1b]0;title\x07": [1, 1]})
+    for command in (["show"], ["export", str(tmp_path / "out")]):
+        assert main(["checkpoint", command[0], str(tmp_path / "bad"), *command[1:]]) == 1
+        shown = "".join(capsys.readouterr())
+        assert r"\x1b]0;title\x07 cannot be read" in shown
+        assert "\x1b" not in shown
+
+
+GOOD: dict[str, Any] = {"states": {}, "held": None, "kinds": {}, "ranks": [], "is_divided": False}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"x": 1},
+        [1],
+        {**GOOD, "kinds": [1]},
+        {**GOOD, "kinds": {"model": 1}},
+        {**GOOD, "states": 1},
+        {**GOOD, "ranks": 1},
+    ],
+    ids=str,
+)
 def test_a_state_without_what_it_should_hold_is_damaged(
     tmp_path: Path, content: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ plain torch or for safetensors.
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -46,21 +45,23 @@ def read_contents(folder: Folder) -> Contents:
         saved = _load(local / STATE)
         try:
             states, held, kinds, ranks = saved["states"], saved["held"], saved["kinds"], saved["ranks"]
-            is_divided = saved["is_divided"]
-        except (KeyError, TypeError) as error:  # forged
+            if saved["is_divided"]:
+                parts = [_load(local / SHARD.format(rank)) for rank in range(manifest.world_size)]
+                for name in parts[0]["states"]:
+                    states[name] = joined_state([each["states"][name] for each in parts])
+                held = [each["held"] for each in parts] if any(each["held"] for each in parts) else None
+            {name: (kind, of) for name, (kind, of) in kinds.items()}, {**states}, [{**each} for each in ranks]
+        except DamagedCheckpointError:
+            raise
+        except Exception as error:  # forged
             raise DamagedCheckpointError(f"{found} has a {STATE} that holds something else: {error!r}") from error
-        if is_divided:
-            parts = [_load(local / SHARD.format(rank)) for rank in range(manifest.world_size)]
-            for name in parts[0]["states"]:
-                states[name] = joined_state([each["states"][name] for each in parts])
-            held = [each["held"] for each in parts] if any(each["held"] for each in parts) else None
     return Contents(found.location, manifest, kinds, states, ranks, held)
 
 
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location=CPU, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # anything, if it was forged
         raise DamagedCheckpointError(f"{path} holds data that is not plain: {error}") from error
 
 

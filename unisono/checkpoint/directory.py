@@ -137,7 +137,7 @@ def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
     local = folder.fetch(manifest.files, into)
     for name, (size, crc) in manifest.files.items():
         try:
-            found = checksum_of(local / name)
+            found = checksum_of(local / name, size)
         except OSError as error:
             raise DamagedCheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
         if found != (size, crc):

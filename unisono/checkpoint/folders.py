@@ -31,6 +31,7 @@ Location = Path | str
 
 MANIFEST = "manifest.json"
 _PIECE = 1 << 22  # bytes per read
+_LARGEST = 1 << 28  # bytes of a file that is read as a whole: those that describe others
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Folder:
     def read(self, name: str) -> bytes:
         """The content of a file; FileNotFoundError if there is none."""
         _check_file(path := Path(self.url, name))
+        if path.stat().st_size > _LARGEST:
+            raise FileNotFoundError(errno.ENOENT, "no such file of a size that is written", str(path))
         return path.read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
@@ -251,9 +254,11 @@ def _check_file(path: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
 
 
-def checksum_of(path: Path) -> Checksum:
-    """The checksum of an existing file; reads all of it."""
+def checksum_of(path: Path, size: int | None = None) -> Checksum:
+    """The checksum of an existing file; reads all of it, but nothing of one that has not that size."""
     _check_file(path)
+    if size is not None and (found := path.stat().st_size) != size:
+        return found, 0
     crc = 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):
