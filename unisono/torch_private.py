@@ -68,7 +68,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "weak_storage": ("torch.UntypedStorage._weak_ref", "tells which tensors share memory"),
     "is_storage_expired": ("torch.UntypedStorage._expired", "tells which tensors share memory"),
     "free_weak_storage": ("torch.UntypedStorage._free_weak_ref", "tells which tensors share memory"),
-    "VERSION": ("torch.Tensor._version", "tells whether inputs have changed since the pass before"),
+    "VERSION": ("torch.Tensor._version", "tells whether inputs or gathered parameters have changed"),
     "UNTYPED_STORAGE": ("torch.TypedStorage._untyped_storage", "sends typed storages to workers"),
     "REBUILD_FROM_CPU": ("torch._utils._rebuild_device_tensor_from_cpu_tensor", "sends tensors to workers"),
     # Modules.

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from unisono.comm.operations import HOST
 from unisono.errors import UnisonoError
 from unisono.torch_private import OBJECT_TO_TENSOR, TENSOR_TO_OBJECT
 
@@ -133,7 +134,7 @@ def check_peers(gather: Callable[[bytes], list[bytes]], rank: int) -> bytes:
 def check_members(group: Any) -> None:
     """The same for a group that the script has created: who reads the store can connect to it before a rank does. Not
     for one of a device alone, whose transport connects when it is used."""
-    if _secret and isinstance(group, dist.ProcessGroup) and "cpu:" in dist.get_backend_config(group):
+    if _secret and isinstance(group, dist.ProcessGroup) and f"{HOST.type}:" in dist.get_backend_config(group):
 
         def gather(data: bytes) -> list[bytes]:
             found = [b""] * dist.get_world_size(group)

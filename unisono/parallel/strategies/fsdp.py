@@ -38,6 +38,7 @@ from unisono.torch_private import (
     FSDP_CONTEXT,
     FSDP_STATE,
     PARAMETERS,
+    VERSION,
     current_graph_task_id,
     disable_dynamo,
     is_view,
@@ -392,7 +393,7 @@ class FSDPEngine(Engine):
         self._reshard()  # gathered parameters that no backward pass has released are outdated
 
 
-_version = attrgetter("_version")
+_version = attrgetter(VERSION)
 
 
 def _note(used: set[int], place: int, gradient: torch.Tensor | None) -> None:
