@@ -304,7 +304,8 @@ class Agent(SimpleElasticAgent):
         if remaining > 0:
             restart_count = group.spec.max_restarts - remaining + 1
             tell_restart(self.verdict, restart_count, group.spec.max_restarts)
-            if self._lost and self.others.count + 1 == self._options.min_nodes:
+            is_lost = self._lost or self.others.describe_silence()
+            if is_lost and self.others.count + 1 == self._options.min_nodes:
                 logger.warning(
                     "waiting for the agent of that machine to be started again, for %d s", _join_s(self._options)
                 )
