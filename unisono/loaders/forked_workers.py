@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import os
 import select
 import socket
 import sys
@@ -36,6 +37,20 @@ _Context: Any = getattr(context, "ForkContext", object)
 
 one_at_a_time = threading.Lock()
 """Held while loader workers start: those of another thread would inherit half-made pipes."""
+
+
+_forking: set[int] = set()  # the thread that forks a worker, if one does
+
+
+def _wait_for_draws() -> None:
+    """Wait for a thread that draws. Right before the fork: what stands between may let that thread run, and draw again,
+    as the creation of a pipe does."""
+    if threading.get_ident() in _forking:
+        torch.default_generator.get_state()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has none
+    os.register_at_fork(before=_wait_for_draws)
 
 
 class LoaderWorker(_Process):  # type: ignore[misc]
@@ -102,10 +117,10 @@ def _fork_in_time(process: Any, patience_s: float) -> Any:
     popen: Any = None
     try:
         try:
-            # Waits for a thread that draws; until the fork, hardly any other runs Python code and draws again.
-            torch.default_generator.get_state()
+            _forking.add(threading.get_ident())
             popen = Popen(process)
         finally:
+            _forking.clear()
             # Before the wait, so that the death of the worker, which holds the other copy, ends the wait, too.
             workers.close()
         waiting = select.poll()  # `select.select` refuses descriptors from 1,024 on
