@@ -194,7 +194,7 @@ def start_waiting(ground: Ground, directory: Path, how: str = "wait") -> subproc
     return process
 
 
-def test_no_agent_outlives_a_caller_that_is_killed_though_it_waits_for_another_machine_in_native_code(
+def test_no_agent_outlives_a_caller_that_is_killed_though_a_child_of_it_holds_its_pipes(
     local: Ground, tmp_path: Path
 ) -> None:
     process = start_waiting(local, tmp_path, "wait beside a child")  # which keeps the caller's pipes open

@@ -166,7 +166,8 @@ class DDPEngine(Engine):
             self.reduce_late()
             return
         # Those that were frozen with a gradient, which DDP does not know.
-        if self._frozen and (held := [each for each in self.with_gradients() if not each.requires_grad]):
+        left = set(map(id, self._left))  # which may have none on this rank
+        if held := [each for each in self._frozen if each.grad is not None or id(each) in left]:
             self.reduce_late(held)
         # The last bucket was not sent: it, or one before it, still waits for a gradient.
         if self._unsent:
