@@ -45,7 +45,8 @@ from unisono.launch.worker import TELL_STACKS
 from unisono.outcome import Outcome, first_cause, this_process
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
+    from unisono.launch.hosts.agent_round import MachineReport
+    from unisono.launch.hosts.other_machines import OtherMachines
 
 _END_S = 30.0  # seconds that the workers have, after the last outcome, for their exit handlers
 _SETTLE_S = 3.0  # seconds that a report of a broken world waits for the report of the rank that broke it

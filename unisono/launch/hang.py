@@ -25,7 +25,8 @@ from unisono.launch.worker import stacks_path
 from unisono.stacks import PACKAGE, describe_call, frames_of, main_stack
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
+    from unisono.launch.hosts.agent_round import MachineReport
+    from unisono.launch.hosts.other_machines import OtherMachines
 
 _STACKS_S = 0.5  # how long the workers of a hung group need to write their stacks
 _LATE_S = 3.0  # how long they have, on a busy machine; a stopped one never writes it

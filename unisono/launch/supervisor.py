@@ -35,7 +35,8 @@ from unisono.outcome import Outcome
 from unisono.stacks import frames_of
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
+    from unisono.launch.hosts.agent_round import MachineReport
+    from unisono.launch.hosts.other_machines import OtherMachines
 
 logger = logging.getLogger(__name__)
 

@@ -48,6 +48,7 @@ from unisono.comm.sealing import UnsignedError, seal, sealed_store, unseal, use_
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
 from unisono.launch.group import Group
+from unisono.launch.hosts.agent_round import MachineReport
 from unisono.launch.hosts.endpoint import (
     address_towards,
     interface_of,
@@ -58,14 +59,14 @@ from unisono.launch.hosts.endpoint import (
     split_endpoint,
     wait_served,
 )
-from unisono.launch.hosts.other_machines import MachineReport, OtherMachines
+from unisono.launch.hosts.other_machines import OtherMachines
 from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.marks import SECRET
 from unisono.launch.starting.zygote_client import warm
 from unisono.launch.supervisor import Supervisor, tell_restart
 from unisono.launch.watching.log_directory import make_log_directory, name_run
-from unisono.outcome import Outcome, first_cause
+from unisono.outcome import Outcome
 from unisono.torch_private import (
     MONITOR_WORKERS,
     REMAINING_RESTARTS,
@@ -81,7 +82,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 _LOOK_S = 0.1  # between two checks of the group, and of whether machines have joined
 _MARGIN_S = 2.0  # after the grace period in which workers may stop early
-_CAUSE_S = 3.5  # how long a victim's report waits for another machine's report, or silence
 # Otherwise the agent serves a second store, at the port that scripts assume to be free.
 _VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
@@ -193,7 +193,8 @@ class Agent(SimpleElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, options: MachineOptions, log_directory: Path | None) -> None:
-        super().__init__(spec)
+        # Agents enter the barrier at the end once they know that all are done: only a lost one is not there soon.
+        super().__init__(spec, exit_barrier_timeout=options.lost_after_s)
         self.verdict: Outcome[Any] = Outcome()
         self.was_asked = False
         # Torch's agents restart the workers of all machines; a supervisor would restart only its own.
@@ -202,7 +203,6 @@ class Agent(SimpleElasticAgent):
         self._log_directory = log_directory
         self._supervisor: Supervisor | None = None
         self._patience_until: float | None = None  # the deadline of an early end that was asked for
-        self._lost = ""  # which machine is lost, as a sentence
         self.others = OtherMachines(
             options.endpoint,
             options.lost_after_s,
@@ -237,10 +237,9 @@ class Agent(SimpleElasticAgent):
         if self._supervisor is not None:
             self._supervisor.hear(report)
 
-    def on_lost(self, reason: str) -> None:
+    def on_lost(self, reason: str, is_first: bool) -> None:
         """End the workers of this machine, which may be waiting for a lost machine."""
-        if not self._lost:
-            self._lost = reason
+        if is_first:
             logger.info("%s; the workers of this machine, which may wait for it, are ended", reason)
         if self._supervisor is not None:
             self._supervisor.give_up(UnisonoError(reason))
@@ -270,8 +269,6 @@ class Agent(SimpleElasticAgent):
         )
         caller = replace(caller, environ={**caller.environ, **_variables_of_group(group, self._options)})
         job = replace(self._job, place=place, caller=caller)
-        # A loss in an earlier round does not concern the machines that have met in this one.
-        self._lost = ""
         # set before reports can arrive
         self._supervisor = Supervisor(job, self._log_directory, self.others)
         # Before the workers start: their first report must belong to this round.
@@ -285,16 +282,16 @@ class Agent(SimpleElasticAgent):
         if not self._supervisor.wait(0):
             return self._wait()
         verdict = self._supervisor.verdict
-        if verdict.error is None or isinstance(verdict.error, StoppedError):
-            self.others.say(is_done=True)
-            self.verdict = self.trouble_elsewhere() or verdict
-            if self.verdict is verdict:  # torch's agent would wait minutes for the others, ignoring their reports
-                values = {each.global_rank: None for each in group.workers}
-                return RunResult(WorkerState.SUCCEEDED, values) if self.others.are_done() else self._wait()
-        else:
-            # Before anything that waits: the other machines end their workers on it.
-            self.others.say(verdict=verdict.to_bytes())
-            self.verdict = self._first_cause(verdict) if verdict.is_secondary else verdict
+        is_well = verdict.error is None or isinstance(verdict.error, StoppedError)
+        # Before anything that waits: the other machines end their workers on a failure.
+        self.others.say(**({"is_done": True} if is_well else {"verdict": verdict.to_bytes()}))
+        while (found := self.others.round.decide(verdict, time.monotonic())) is None:
+            if is_well:  # torch's agent would wait minutes for the others, ignoring their reports
+                return self._wait()
+            time.sleep(_LOOK_S)
+        self.verdict = found
+        if is_well and found is verdict:
+            return RunResult(WorkerState.SUCCEEDED, {each.global_rank: None for each in group.workers})
         # A restart would undo the request.
         if self.was_asked:
             raise SignalException("the workers failed while stopping early", signal.SIGTERM)
@@ -304,8 +301,7 @@ class Agent(SimpleElasticAgent):
         if remaining > 0:
             restart_count = group.spec.max_restarts - remaining + 1
             tell_restart(self.verdict, restart_count, group.spec.max_restarts)
-            is_lost = self._lost or self.others.describe_silence()
-            if is_lost and self.others.count + 1 == self._options.min_nodes:
+            if self.others.round.describe_loss(time.monotonic()) and self.others.count + 1 == self._options.min_nodes:
                 logger.warning(
                     "waiting for the agent of that machine to be started again, for %d s", _join_s(self._options)
                 )
@@ -315,26 +311,6 @@ class Agent(SimpleElasticAgent):
         if self._patience_until is not None and time.monotonic() > self._patience_until:
             raise SignalException("the workers have not stopped early", signal.SIGTERM)
         return RunResult(WorkerState.HEALTHY)
-
-    def trouble_elsewhere(self) -> Outcome[Any] | None:
-        """Why the group has failed although the workers on this machine ended well; None if it has not."""
-        if self._lost:
-            return Outcome(error=UnisonoError(self._lost))
-        failures = dict(enumerate(self.others.failures()))
-        return failures[first_cause(failures)] if failures else None
-
-    def _first_cause(self, verdict: Outcome[Any]) -> Outcome[Any]:
-        """The cause that another machine reports within `_CAUSE_S`, or its silence; otherwise this machine's own
-        report, that of a victim."""
-        deadline = time.monotonic() + _CAUSE_S
-        while self.others.count > 0 and time.monotonic() < deadline:
-            causes = dict(enumerate([verdict, *self.others.failures()]))
-            if not (found := causes[first_cause(causes)]).is_secondary:
-                return found
-            if lost := self._lost or self.others.describe_silence():
-                return Outcome(error=UnisonoError(lost))
-            time.sleep(_LOOK_S)
-        return verdict
 
     @overrides(STOP_WORKERS)
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
@@ -357,7 +333,8 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
         agent.others.say(verdict=Outcome.failure(its_end).to_bytes())
         return Outcome(error=SystemExit(128 + stop.sigval))
     except (RendezvousError, TimeoutError, dist.DistError) as error:
-        if (known := agent.trouble_elsewhere()) is not None:  # a machine that has failed no longer serves the endpoint
+        # A machine that has failed no longer serves the endpoint.
+        if (known := agent.others.round.trouble()) is not None:
             return known
         lost = UnisonoError(
             f"the agents could not meet at {options.endpoint}, or have lost each other: {type(error).__name__}: "
