@@ -19,7 +19,8 @@ MOST = 5  # more failures are no chance
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, "-m", "pytest", *sys.argv[1:], "-o", f"cache_dir={cache}"]
+        shown = "--durations=25"  # where the time goes
+        command = [sys.executable, "-m", "pytest", *sys.argv[1:], shown, "-o", f"cache_dir={cache}"]
         exit_code = subprocess.call(command)
         if exit_code != 1:  # pytest's own: some tests failed
             return exit_code

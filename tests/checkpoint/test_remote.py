@@ -11,6 +11,7 @@ from modes import SOLO, THREADS_2, Mode
 from resumable import Run, assert_each_once, filled, leave_after
 from torch import nn
 
+from unisono.checkpoint import folders
 from unisono.checkpoint.checkpointer import Checkpointer, load, save
 from unisono.checkpoint.folders import folder_at
 
@@ -24,6 +25,16 @@ def store() -> Iterator[Any]:
     yield found
     if found.exists("/unisono"):
         found.rm("/unisono", recursive=True)
+
+
+def test_no_more_is_read_of_a_store_than_a_manifest_can_be(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_LARGEST", 1000)
+    folder = folders.folder_at(ROOT)
+    folder.write("manifest.json", b"x" * 1000)
+    assert folder.read("manifest.json") == b"x" * 1000
+    folder.write("manifest.json", b"x" * 1001)
+    with pytest.raises(FileNotFoundError, match=r"no such file of a size that is written: '/unisono/manifest.json'"):
+        folder.read("manifest.json")
 
 
 def number_at(url: str) -> float:

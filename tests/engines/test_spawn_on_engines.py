@@ -224,6 +224,15 @@ def test_ctrl_c_and_sigterm_ask_the_workers_to_stop_and_they_return(ground: Grou
     assert [each[5] for each in found["results"]] == [0] * 4
 
 
+def test_a_terminal_that_closes_ends_the_workers_with_a_line(local: Ground, tmp_path: Path) -> None:
+    process = start_waiting(local, tmp_path)
+    others = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(signal.SIGHUP)
+    assert result_of(process, tmp_path)["text"] == str(128 + signal.SIGHUP)  # of a SystemExit
+    assert "unisono: asked by SIGHUP, the workers have " in (tmp_path / "errors").read_text()
+    assert survivors(others) == []
+
+
 def test_after_a_kill_other_ranks_go_on_and_each_sample_counts_once(ground: Ground, tmp_path: Path) -> None:
     assert ground.run(tmp_path, "train and die")["type"] == "WorkerDiedError"
     found = ground.run(tmp_path, "train", 2)

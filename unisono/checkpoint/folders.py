@@ -64,9 +64,8 @@ class Folder:
     def read(self, name: str) -> bytes:
         """The content of a file; FileNotFoundError if there is none."""
         _check_file(path := Path(self.url, name))
-        if path.stat().st_size > _LARGEST:
-            raise FileNotFoundError(errno.ENOENT, "no such file of a size that is written", str(path))
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return _all_of(str(path), file.read(_LARGEST + 1))
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file, completely or not at all."""
@@ -115,7 +114,7 @@ class RemoteFolder(Folder):
 
     def read(self, name: str) -> bytes:
         store, place = self._store()
-        return bytes(store.cat_file(f"{place}/{name}"))
+        return _all_of(f"{place}/{name}", bytes(store.cat_file(f"{place}/{name}", end=_LARGEST + 1)))
 
     def write(self, name: str, data: bytes) -> None:
         store, place = self._store()
@@ -252,6 +251,13 @@ def _check_file(path: Path) -> None:
     """FileNotFoundError unless it is a file: to read a pipe, or a device, may never end."""
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+
+
+def _all_of(name: str, data: bytes) -> bytes:
+    """What has been read of a file; FileNotFoundError if that is more than is ever written as one."""
+    if len(data) > _LARGEST:
+        raise FileNotFoundError(errno.ENOENT, "no such file of a size that is written", name)
+    return data
 
 
 def checksum_of(path: Path, size: int | None = None) -> Checksum:

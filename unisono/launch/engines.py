@@ -22,6 +22,7 @@ from uuid import uuid4
 
 from unisono.arguments import check_integer
 from unisono.errors import StoppedError
+from unisono.launch.context import say_asked
 from unisono.launch.job import Caller
 from unisono.launch.options import Options
 from unisono.launch.settings import Settings
@@ -32,6 +33,7 @@ from unisono.protocols import Engine, Run
 _GROUP = "unisono.engines"
 _LIBRARY = os.path.dirname(os.__file__)
 _LOOK_S = 0.2
+_HUNG_UP = 128 + 1  # the exit code after SIGHUP
 _MARGIN_S = 10.0  # after the grace period, in which the agents of the other machines end
 
 
@@ -89,7 +91,7 @@ def spawn_on(
         raise ValueError(f"nprocs={nprocs} workers cannot be divided evenly between {machines} machines")
     caller = Caller(environ={name: os.environ[name] for name in engine.variables if name in os.environ}, columns=0)
     call = pickle_call(call_packed, (fn, tuple(args)), Settings.read())
-    with _sigterm_raises():
+    with _signals_raise(options.grace_s):
         run = engine.start(pickle.dumps(Bundle(call, options, caller)), machines, nprocs // machines)
         outcomes = _join(run, machines, options)
     failures = {number: each for number, each in outcomes.items() if each.error is not None}
@@ -116,7 +118,7 @@ def _results_of(outcome: Outcome[Any]) -> Sequence[tuple[int, bytes]]:
 
 
 def _join(run: Run, machines: int, options: Options) -> dict[int, Outcome[Any]]:
-    """Wait for the agents. SIGTERM, and the first Ctrl-C, ask them to stop, the second one ends them."""
+    """Wait for the agents. SIGTERM, and the first Ctrl-C, ask them to stop; the second one, and SIGHUP, end them."""
     outcomes: dict[int, Outcome[Any]] = {}
     deadline = float("inf")
     asked: BaseException | None = None
@@ -126,7 +128,7 @@ def _join(run: Run, machines: int, options: Options) -> dict[int, Outcome[Any]]:
                 for number, data in run.outcomes(_LOOK_S):
                     outcomes[number] = Outcome.from_bytes(data)
             except (KeyboardInterrupt, _Terminated) as error:
-                if asked is not None:
+                if asked is not None or error.args == (_HUNG_UP,):
                     raise
                 asked = error
                 print("\nunisono: the workers are asked to stop; Ctrl-C again ends them now", file=sys.stderr)
@@ -143,22 +145,26 @@ def _join(run: Run, machines: int, options: Options) -> dict[int, Outcome[Any]]:
 
 
 class _Terminated(SystemExit):
-    """SIGTERM."""
+    """SIGTERM, or SIGHUP, of a closed terminal."""
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise in the block, if it would end this process at once."""
-    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not is_free or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _signals_raise(grace_s: float) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise in the block, where they would end this process at once."""
+    names = [signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]
+    taken = {each for each in names if signal.getsignal(each) is signal.SIG_DFL}
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers only there
+        taken = set()
 
-    def handle(*_: Any) -> NoReturn:
-        raise _Terminated(128 + signal.SIGTERM)
+    def handle(signum: int, _: Any) -> NoReturn:
+        if 128 + signum == _HUNG_UP:
+            say_asked(signum, grace_s)
+        raise _Terminated(128 + signum)
 
-    signal.signal(signal.SIGTERM, handle)
+    for each in taken:
+        signal.signal(each, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
