@@ -168,6 +168,16 @@ EXACT: dict[str, Callable[[int], Program]] = {
         samples=8 * ranks,
         every=4,
     ),
+    "two loaders have an accumulate() block each, which are two microbatches": lambda ranks: program(
+        [
+            "enter_block; draw a; forward fit; backward accelerator; leave_block",
+            "enter_block; draw b; forward square; backward accelerator; leave_block; step f; zero f none",
+        ]
+        * 6,
+        samples=12 * ranks,
+        others=12 * ranks,
+        every=2,
+    ),
 }
 
 
@@ -322,6 +332,25 @@ def test_gradients_of_the_step_before_must_be_zeroed_in_steps_of_two(mode: Mode,
         assert_all_are(mode.run(lambda zero=zero: run(zero))[:1], expected)
     with pytest.raises(RuntimeError, match=r"are of two steps.*were not zeroed"):
         mode.run(lambda: run(lambda each: None))
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2], ids=str)
+def test_of_a_step_that_another_optimizer_has_taken_the_gradients_are_zeroed_by_this_one(mode: Mode) -> None:
+    def body() -> list[bool]:
+        accelerator, maker, critic = Accelerator(gradient_accumulation_steps=2), model(), nn.Linear(2, 1).double()
+        maker, critic, step, other, loader = accelerator.prepare(
+            maker, critic, sgd(maker.parameters()), sgd(critic.parameters()), loader_of(8 * mode.ranks, 2)
+        )
+        zeroed = []
+        for inputs, *_ in loader:
+            accelerator.backward(critic(maker(inputs)).pow(2).mean())
+            step.step()
+            step.zero_grad()
+            other.zero_grad()  # it never steps
+            zeroed.append(all(each.grad is None for each in critic.parameters()))
+        return zeroed
+
+    assert mode.run(body) == [[False, True, False, True]] * mode.ranks
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["prepared", "by hand"])
