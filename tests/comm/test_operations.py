@@ -51,5 +51,24 @@ def test_a_mismatch_reads_as_a_sentence():
         assert f" while rank 1 came to {other}; every rank must take the same steps on the same rounds: skip " in text
 
 
+def test_ranks_whose_loaders_differ_are_told_of_their_data():
+    data = "every rank must read the same batches, of which the loader gives it a part; if each rank reads a part"
+    short, long = (Call("", purpose=f"a loop over a DataLoader of {count} samples, epoch 0") for count in (20, 24))
+    assert data in str(mismatch_of(short, long))
+    actions = {rank: action_of(entry) for rank, entry in enumerate((short, long))}
+    here, elsewhere = ('__next__() in train ("a.py", line 7)', '__next__() in train ("a.py", line 9)')
+    for other, is_one in ((here, True), ("", True), (elsewhere, False)):  # another place: perhaps in another order
+        places = {0: here, 1: other}
+        text = str(mismatch_error(actions, places))
+        assert (data in text) == is_one
+        assert ("loop over each loader equally often, in the same order" in text) != is_one
+    steps = [
+        Call("", purpose=f"the gradients of step 3 (batch 3 of its loop, round 0000000{round}) at lr {rate}")
+        for round, rate in (("a", 0.1), ("b", 0.1), ("a", 0.2))
+    ]
+    assert "; and it must read the same batches, of which" in str(mismatch_of(*steps[:2]))
+    assert "read the same batches" not in str(mismatch_of(steps[0], steps[2]))
+
+
 def mismatch_of(*entries: Call) -> CollectiveMismatchError:
     return mismatch_error({rank: action_of(entry) for rank, entry in enumerate(entries)})

@@ -28,6 +28,7 @@ of its work."""
 CALLED = "called "
 _HIDDEN = re.compile(r", round [0-9a-f]{8}| at lr \S+$")
 """What is shown only if nothing else differs."""
+_LENGTH, _ROUND = re.compile(r" of \d+ samples"), re.compile(r", round [0-9a-f]{8}")
 _OF_STEPS = re.compile(
     r"the gradients of|the end of step|(?:a|the) (?:for|back)ward pass|came to (?:step|attempt)|a loop over|new buckets"
 )
@@ -45,9 +46,10 @@ _ADVICE_ON_LOOPS = (
     "that is not prepared"
 )
 WAY_OUT = (
-    "if each rank reads a part of its own, pass DeviceLoader(loader, already_sharded=True); if only random "
-    "augmentation differs, DeviceLoader(loader, already_sharded=False); otherwise read the same data on all ranks "
-    "(random_split with a seeded generator), in the same order (shuffled by the epoch, or with one seed)"
+    "if each rank reads a part of its own (of a map-style dataset, all of one length), pass DeviceLoader(loader, "
+    "already_sharded=True); if only random augmentation differs, DeviceLoader(loader, already_sharded=False); "
+    "otherwise read the same data on all ranks (random_split with a seeded generator), in the same order (shuffled by "
+    "the epoch, or with one seed)"
 )
 _RULE_OF_DATA = f"read the same batches, of which the loader gives it a part; {WAY_OUT}"
 LOOP, END = "a loop over", "the end of its function"
@@ -198,10 +200,14 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
     )
     rule = _RULE_OF_LOOPS if any(map(is_of_loop, groups)) else _RULE
     rule = _RULE_OF_STEPS if all(map(_OF_STEPS.search, groups)) else rule
-    if len({*short.values()}) == 1 and any(map(is_of_loop, groups)):  # the same loop, over other batches
+    known = {*filter(None, (places or {}).values())}
+    alike = len({_LENGTH.sub("", each) for each in short.values()}) == 1 and len(known) <= 1
+    if alike and any(map(is_of_loop, groups)):  # the same loop, over other batches
         rule = _RULE_OF_DATA
     elif any(map(is_of_loop, groups)):
         rule += _ADVICE_ON_LOOPS
+    elif alike and len({*map(str, map(_ROUND.findall, groups))}) > 1:
+        rule += f"; and it must {_RULE_OF_DATA}"
     rule += ADVICE_ON_STATES if has_loaded else ""
     odd = min(groups.values(), key=len)  # of equally many, those with the lowest rank
     return CollectiveMismatchError(f"{first} while {' and '.join(others)}; every rank must {rule}", odd)
