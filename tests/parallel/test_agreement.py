@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, scaling
+from modes import PROCESSES_2, SOLO, THREADS_2, THREADS_4, Mode, hearing, scaling
 from torch import nn
 from torch.utils.data import DataLoader
 from twin import assert_same_bits
@@ -275,3 +275,88 @@ def test_they_are_named_at_a_step_whose_gradients_were_reduced_before_and_after_
     shown = " ".join(mode.told(body))
     assert "after load_state_dict() with bits" in shown or "this rank steps from a state that it has loaded" in shown
     assert "load one state on all ranks: accelerator.load_state_dict(model, state) takes rank zero's, and" in shown
+
+
+def write(model: nn.Module) -> None:
+    if rank() == 1:
+        with torch.no_grad():
+            model[0].weight[0].sub_(1)  # type: ignore[index]
+
+
+def write_data(model: nn.Module) -> None:
+    if rank() == 0:
+        model[2].bias.data.zero_()  # type: ignore[index]
+
+
+def load_a_part(model: nn.Module) -> None:
+    model[2].load_state_dict({name: each + rank() for name, each in model[2].state_dict().items()})  # type: ignore[index]
+
+
+def add_noise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(rank())
+    with torch.no_grad():
+        model[0].bias.add_(torch.randn(4, generator=generator))  # type: ignore[index]
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for each in model.parameters():
+            each.clamp_(-0.1, 0.1)
+
+
+def write_for_an_evaluation(model: nn.Module) -> None:
+    if rank() == 0:
+        kept = [each.detach().clone() for each in model.parameters()]
+        for each, value in zip(model.parameters(), kept, strict=True):
+            each.data.zero_()
+            each.data.copy_(value)
+
+
+def write_on_one_rank_and_broadcast(model: nn.Module) -> None:
+    write_data(model)
+    unisono.broadcast_parameters(model)
+
+
+def change(mode: Mode, how: Callable[[nn.Module], None], steps: int, at: int, saved: str | None = None) -> list[str]:
+    """What is said where the parameters are changed before a step."""
+
+    def body() -> list[str]:
+        with hearing("unisono.parallel.agreement") as said:
+            accelerator = Accelerator()
+            prepared, optimizer = accelerator.prepare(network := model(), torch.optim.SGD(network.parameters(), lr=0.1))
+            for number, batch in enumerate(accelerator.prepare(DataLoader(torch.ones(4 * steps, 5), batch_size=2))):
+                if number == at:
+                    how(prepared)
+                prepared(batch).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if saved is not None:
+                accelerator.save_state(saved)
+        return said
+
+    return [each for said in mode.run(body) for each in said if "train different models" in each]
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize(
+    ("how", "name"), [(write, "0.weight"), (write_data, "2.bias"), (load_a_part, "2.weight"), (add_noise, "0.bias")]
+)
+def test_parameters_that_are_changed_on_one_rank_or_by_its_own_numbers_are_named(mode, how, name):
+    said = set(change(mode, how, steps=5, at=2))  # compared at steps 1, 2 and 4; threads share a logger
+    assert len(said) == 1
+    (text,) = said
+    assert f"the ranks train different models: the parameter {name!r} of the Sequential is float32[" in text
+    assert " on rank 0 and float32[" in text
+    assert "on rank 1 after step 4; what changes" in text
+    assert "or on one rank before unisono.broadcast_parameters(model), which all ranks call" in text
+
+
+@pytest.mark.parametrize("mode", [SOLO, THREADS_2, PROCESSES_2], ids=str)
+@pytest.mark.parametrize("how", [clamp, write_for_an_evaluation, write_on_one_rank_and_broadcast])
+def test_nothing_is_said_of_parameters_that_are_changed_alike(mode, how):
+    assert not change(mode, how, steps=5, at=2)
+
+
+def test_they_are_named_when_they_are_saved(tmp_path):
+    assert not change(THREADS_2, write, steps=3, at=2)
+    assert change(THREADS_2, write, steps=3, at=2, saved=str(tmp_path / "checkpoint"))

@@ -146,16 +146,36 @@ def warn_of_unequal_buffers(module: nn.Module, world: World) -> None:
         if not isinstance(part, BatchNorm)
         for name, buffer in part.named_buffers(recurse=False)
     }
+    _warn_of_difference(
+        named,
+        world,
+        f"{{}} of the {type(module).__name__} is {{}} after a step: forward() updates it from each rank's own data, "
+        "and rank zero's replaces the others'; reduce what updates it (unisono.all_reduce), or keep each rank's by the "
+        "strategy's broadcast_buffers=False, such as strategy=unisono.strategies.DDP(broadcast_buffers=False)",
+    )
+
+
+def warn_of_unequal_parameters(module: nn.Module, step: int, world: World) -> bool:
+    """Warn on rank zero if the ranks have different trained parameters after that step; return whether they have. A
+    collective."""
+    named = {f"the parameter {name!r}": each for name, each in module.named_parameters() if each.requires_grad}
+    return _warn_of_difference(
+        named,
+        world,
+        f"the ranks train different models: {{}} of the {type(module).__name__} is {{}} after step {step}; what "
+        "changes parameters beside an optimizer must do so on every rank, by the same numbers, or on one rank before "
+        "unisono.broadcast_parameters(model), which all ranks call; unisono.check_replicas(model) after each step "
+        "names the first step",
+    )
+
+
+def _warn_of_difference(named: Mapping[str, torch.Tensor], world: World, text: str) -> bool:
+    """Warn on rank zero if the ranks differ; the text has places for the name of the first tensor, and who holds what.
+    Return whether they do. A collective."""
     found = _first_difference(named, world) if named else None
     if found is not None and world.rank == 0:
-        logger.warning(
-            "%s of the %s is %s after a step: forward() updates it from each rank's own data, and rank zero's replaces "
-            "the others'; reduce what updates it (unisono.all_reduce), or keep each rank's by the strategy's "
-            "broadcast_buffers=False, such as strategy=unisono.strategies.DDP(broadcast_buffers=False)",
-            found[0],
-            type(module).__name__,
-            found[1],
-        )
+        logger.warning(text.format(*found))
+    return found is not None
 
 
 def first_difference(models: Sequence[nn.Module]) -> str | None:

@@ -348,8 +348,8 @@ def reduce(tensor, *args, async_op=False, **options):
     waits.append(async_op)
     return plain(tensor, *args, async_op=async_op, **options)
 
-for step in range(6):
-    if step == 3:  # the first steps compare models, and make buckets
+for step in range(1, 8):
+    if step == 5:  # models are compared after steps 1, 2 and 4, and the first one makes buckets
         dist.all_reduce = reduce
     accelerator.backward(model(torch.ones(3, 4)).sum())
     optimizer.step()

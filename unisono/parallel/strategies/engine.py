@@ -24,6 +24,7 @@ from unisono.parallel.agreement import (
     fingerprint,
     readable,
     warn_of_unequal_buffers,
+    warn_of_unequal_parameters,
 )
 from unisono.parallel.compilation import compilable
 from unisono.parallel.gradients import reduce_gradients, scale_gradients
@@ -100,7 +101,8 @@ class Engine:
         self._shares_buffers = shares_buffers and world.comm.size > 1 and not world.backend.is_lazy
         self.before_load: int | None = None
         self._agreed: list[torch.Tensor] = []  # the trained parameters that the ranks have compared
-        self._shared = 0  # how often buffers were shared
+        self._shared = self._num_steps = 0  # how often buffers were shared, and optimizers have stepped
+        self._is_apart = False  # whether it was said that the ranks' parameters differ
         self._known = WeakTensorKeyDictionary(dict.fromkeys(module.parameters()))
         self._counted: dict[torch.Tensor, RemovableHandle] = {}  # the hooks that count arrivals
         self._trained = self.members.trained()  # in the last forward pass
@@ -194,6 +196,14 @@ class Engine:
     def meet(self, saves: bool = False) -> None:
         """Have all ranks be in the same state, if the strategy lets them differ between meetings; if it is saved, the
         optimizers, too. A collective, before a state is saved or loaded."""
+        if saves:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Look whether all ranks have the same parameters, and say once if they do not: they have, unless these are
+        changed by something else than the step. A collective."""
+        if not (self._is_apart or self.is_local or self.gathers or self._world.backend.is_lazy):
+            self._is_apart = warn_of_unequal_parameters(self.module, self._steps.step.number, self._world)
 
     def begin(self, reduces: bool) -> None:
         """Record that a backward pass has reached the model, and whether it ends a step."""
@@ -367,6 +377,10 @@ class Engine:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after the optimizer has stepped, on all ranks. A collective."""
+        self._num_steps += 1
+        if not self._num_steps & (self._num_steps - 1):  # 1, 2, 4, ...: it costs a pass over the parameters
+            self._world.comm.announce(f"the end of {self._steps.step.place()}")
+            self._compare()
         if self._shares_buffers and not self.is_local and self.members.has_buffers():
             self.share_buffers()
 
