@@ -553,3 +553,21 @@ def test_weights_that_are_tied_or_pruned_after_prepare(mode: Mode, strategy: str
         return
     for said in mode.told(lambda: changed(change)(Accelerator(strategy=strategy), loader_of(23, 3)), RuntimeError):
         assert "is called with another 'weight' of its Linear than the one that was prepared" in said
+
+
+class Layers(nn.Sequential):
+    def first(self, inputs: torch.Tensor) -> Any:
+        return self[0](inputs)
+
+
+def test_a_layer_that_is_called_by_itself_says_what_to_do() -> None:
+    def body(way: bool) -> list[int]:
+        network = Accelerator(strategy="fsdp").prepare(Layers(nn.Linear(4, 6), nn.Linear(6, 2)))
+        if way:
+            network.mark_forward_method("first")
+            return list(network.first(torch.ones(3, 4)).shape)
+        return list(network[0](torch.ones(3, 4)).shape)
+
+    for said in PROCESSES_2.told(lambda: body(False), RuntimeError):
+        assert "a method of the model calls it, after model.mark_forward_method(name)" in said
+    assert PROCESSES_2.run(lambda: body(True)) == [[3, 6]] * 2

@@ -97,7 +97,8 @@ _LOST = (
 _MET = (
     "under strategy='fsdp' a parameter of a prepared model has the rows of its rank, and met a tensor that has all of "
     "them; take the other one from the prepared model, too, as parameter.detach().clone() for an average, or the whole "
-    "parameter on every rank, parameter.full_tensor()"
+    "parameter on every rank, parameter.full_tensor(); a part of the model is not called by itself: a method of the "
+    "model calls it, after model.mark_forward_method(name)"
 )
 
 
