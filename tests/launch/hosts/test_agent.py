@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from agents import agent, free_port
-from faults import SOON_S, Script
+from faults import SOON_S, Script, until
 
 from unisono.cli.main import main
 from unisono.launch.hosts import endpoint
@@ -308,6 +308,23 @@ def test_two_agents_train_one_model_though_a_worker_dies_once(tmp_path, line, ea
         assert results[0] == results[1]
         assert results[0][0] == results[0][1]
         assert results[0][0][0] == 2
+
+
+def test_an_agent_of_another_run_is_refused_at_a_port_and_both_ways_out_that_it_names_work(tmp_path):
+    (tmp_path / "meets.py").write_text("import torch, unisono\nprint(unisono.all_reduce(torch.ones(1)).item())\n")
+    command, alone = agent_command("2"), agent_command("1")
+    place, script = command[-1], str(tmp_path / "meets.py")
+    with agent(tmp_path / "one", *command, "--rdzv-id", "one", script) as one:
+        until(lambda: endpoint.is_served(*endpoint.split_endpoint(place)))
+        with agent(tmp_path / "refused", *command, "--rdzv-id", "two", script) as refused:
+            code, output, errors = refused.end()
+        assert (code, output) == (1, ""), errors
+        words = f"an agent of the run 'one' serves {place}, and this one is of the run 'two'; give the agents of one run "
+        assert words + "the same --rdzv-id, and each run a port of its own, by --rdzv-endpoint\n" in errors
+        with agent(tmp_path / "apart", *alone, "--rdzv-id", "two", script) as apart:
+            assert apart.end() == (0, "[rank 0] 1.0\n", "")
+        with agent(tmp_path / "joins", *command, "--rdzv-id", "one", script) as joins:
+            assert sorted(each.end() for each in (one, joins)) == [(0, f"[rank {rank}] 2.0\n", "") for rank in (0, 1)]
 
 
 # What a run on several machines has as one on one machine has it: rank 0 on the first machine, rank 1 on the second.

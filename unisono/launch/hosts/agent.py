@@ -51,8 +51,10 @@ from unisono.launch.group import Group
 from unisono.launch.hosts.agent_round import MachineReport
 from unisono.launch.hosts.endpoint import (
     address_towards,
+    check_run_of,
     interface_of,
     is_loopback,
+    name_run_of,
     quieten_store,
     serve_store,
     serves_endpoint,
@@ -124,7 +126,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
 
     Raises:
         OSError: `log_dir` cannot hold the files of a run; nothing was started.
-        UnisonoError: no agent serves the endpoint.
+        UnisonoError: no agent serves the endpoint, or one of another run.
     """
     log_dir = job.options.output.log_dir
     warm(job.options.chosen_start_method)  # the zygote starts up while the agents meet
@@ -134,6 +136,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         use_secret(options.secret)
         parameters = _parameters(options)
         backend, store = create_backend(parameters)
+        check_run_of(store, options.run_id, options.endpoint)
         store = sealed_store(store)
         log_directory = None if log_dir is None else make_log_directory(log_dir, _agreed_name(store, options))
         sealed = SealedBackend(backend, options.run_id)
@@ -357,6 +360,7 @@ def _serve_endpoint(options: MachineOptions) -> Iterator[bool]:
         with contextlib.suppress(OSError):  # another agent of this machine was faster
             is_alone = options.max_nodes == 1 or is_loopback(host)
             store = serve_store(host, port, timedelta(seconds=options.lost_after_s), is_alone)
+            name_run_of(store, options.run_id)
     if store is None:
         try:
             wait_served(options.endpoint, _join_s(options))

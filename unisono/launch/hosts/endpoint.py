@@ -20,8 +20,11 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
+from unisono.errors import UnisonoError
 from unisono.torch_private import read_log_level
 
+_RUN = "unisono/run"  # the id of the run whose agent serves the store
+_TOLD_S = 1.0  # after which a store that names no run is not an agent's: it may be anybody's
 _ANYWHERE = "192.0.2.1"  # an unassigned address, reached by the default route
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
@@ -90,6 +93,24 @@ def serve_store(host: str, port: int, timeout: timedelta, is_alone: bool = False
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def name_run_of(store: dist.distributed_c10d.Store, run_id: str) -> None:
+    """Say in a store that an agent of this run serves it, and ends it."""
+    store.set(_RUN, run_id)
+
+
+def check_run_of(store: dist.distributed_c10d.Store, run_id: str, endpoint: str) -> None:
+    """Check that no agent of another run serves the store. UnisonoError: one does, and the store would end with it."""
+    try:
+        store.wait([_RUN], timedelta(seconds=_TOLD_S))
+    except dist.DistStoreError:
+        return
+    if (served := store.get(_RUN).decode(errors="replace")) != run_id:
+        raise UnisonoError(
+            f"an agent of the run {served!r} serves {endpoint}, and this one is of the run {run_id!r}; give the agents "
+            "of one run the same --rdzv-id, and each run a port of its own, by --rdzv-endpoint"
+        )
 
 
 def listening_address(host: str, addresses: Sequence[str], is_alone: bool) -> str:
