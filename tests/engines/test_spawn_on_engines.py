@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
 import os
+import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import torch.distributed as dist
 from faults import survivors, until
 from on_engine import EPOCHS, SAMPLES
 
 from unisono import Output, spawn
 from unisono.engines import Hosts, Local, Ray, Slurm
 from unisono.engines import slurm as slurm_engine
+from unisono.engines.piped import PROGRAM, PipedMachine
 from unisono.errors import StoppedError
+from unisono.launch.starting.process_ends import interpreter_command
 from unisono.outcome import Outcome
 
 CALLER = Path(__file__).parent / "on_engine.py"
@@ -212,6 +220,57 @@ def test_no_agent_outlives_a_caller_that_is_killed_though_a_child_of_it_holds_it
             each.kill()
         process.communicate()
     assert survivors(rest) == []
+
+
+class Begun(Exception):  # noqa: N818 - of an engine that starts nothing
+    variables = ()
+
+    def machines_for(self, nprocs: int) -> int:
+        return nprocs
+
+    def start(self, *bundle: Any) -> Any:
+        raise Begun(*bundle)
+
+
+def forward(source: socket.socket, target: socket.socket, stalls: threading.Event, has_asked: threading.Event) -> None:
+    """Body of a thread: what comes from one to the other, until it stalls; says whether more has come since."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            if stalls.is_set():
+                has_asked.set()
+            else:
+                target.sendall(data)
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    """Served by this process; the first one opens a pipe that its library keeps."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True)
+
+
+def test_an_agent_that_waits_for_another_machine_in_native_code_ends_soon_after_its_caller(store: Any) -> None:
+    with pytest.raises(Begun) as begun:
+        spawn(print, engine=Begun(), nprocs=2, backend="cpu", grace_s=0.0)
+    bundle = begun.value.args[0]
+    ended: SimpleQueue[bytes] = SimpleQueue()
+    machine = PipedMachine(interpreter_command(PROGRAM), "machine 1", ended.put)
+    stalls, has_asked = threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        machine.begin(bundle, 1, 2, 1, f"127.0.0.1:{server.getsockname()[1]}")
+        for _ in range(2):  # it looks whether anybody listens, and connects
+            one = stack.enter_context(server.accept()[0])
+            other = stack.enter_context(socket.create_connection(("127.0.0.1", store.port)))
+            stack.callback(other.shutdown, socket.SHUT_RDWR)  # which its thread notices, unlike that it is closed
+            for pair in ((one, other), (other, one)):
+                threading.Thread(target=forward, args=(*pair, stalls, has_asked), daemon=True).start()
+        key = f"torch.rendezvous.{pickle.loads(bundle).run_id}"
+        until(lambda: store.check([key]) and len(store.get(key)) > 100)  # it has joined
+        stalls.set()
+        assert has_asked.wait(30)  # the agent looks for the other one every second
+        machine.kill()  # as the end of the caller; the store's client would wait for an answer for a minute
+        outcome = Outcome.from_bytes(ended.get(timeout=35))
+    machine.wait()
+    assert "machine 1 exited with code 1, and has sent no result" in str(outcome.error)
 
 
 def test_ctrl_c_and_sigterm_ask_the_workers_to_stop_and_they_return(ground: Ground, tmp_path: Path) -> None:
