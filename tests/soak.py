@@ -51,6 +51,7 @@ from faults import Script  # noqa: E402
 from leak_police import footprint, leaks  # noqa: E402
 from modes import Mode, preload  # noqa: E402
 from preemptions import hits_of  # noqa: E402
+from recoveries import recover  # noqa: E402
 from resumable import Ledger, Run, assert_each_once  # noqa: E402
 
 from unisono import Accelerator, all_reduce, current_world, spawn  # noqa: E402
@@ -248,6 +249,19 @@ class Soak:
         landed = hits_of(kind, draw.randrange(1 << 30))
         return "; ".join(self.note(f"{kind}: {each}", "well") for each in landed.elements())
 
+    def recover(self, draw: random.Random, root: Path) -> str:
+        """Lives with two and three hits, the later ones while they recover."""
+        workers = draw.choice([0, 0, 2])
+        told, landed, (weights, seen) = recover(draw, root, workers, HAS_MOUNTS)
+        for each in landed:
+            self.note(each, "well")
+        ledger = Ledger()
+        ledger.seen = seen
+        assert_each_once(ledger)
+        weights = torch.tensor(weights, dtype=torch.float64)
+        torch.testing.assert_close(weights, self.plain[workers > 0], rtol=1e-9, atol=1e-9)
+        return "; ".join(told)
+
     def launch(self, draw: random.Random, root: Path) -> str:
         """`unisono run` of a training, until it has ended well."""
         fault, ranks = draw.choice(list(LAUNCHES)), draw.choice(RANKS[1:])
@@ -281,7 +295,7 @@ class Soak:
 
     def run(self, what: Any, seed: int) -> str:
         """One run, in a directory of its own, of which nothing may be left."""
-        faulthandler.dump_traceback_later(2 * LIMIT_S, exit=True)
+        faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)
         before, files = footprint(), files_here()
         root = Path(tempfile.mkdtemp(prefix="soak-"))
         root.chmod(0o777)
@@ -314,7 +328,7 @@ def held_by(process: psutil.Process) -> dict[str, int]:
     return {"descriptors": process.num_fds(), "threads": process.num_threads(), "MiB": memory}
 
 
-KINDS = [*["train"] * 5, "train_side_by_side", "be_hit", *["launch"] * 2]
+KINDS = [*["train"] * 5, "train_side_by_side", "be_hit", *["launch"] * 2, *["recover"] * 3]
 
 
 def main() -> int:
