@@ -25,7 +25,7 @@ from agents import free_port, two_networks
 from faults import Ear, Line, Script
 from leak_police import descendants
 
-USER, GRACE_S, LIMIT_S, PACE_S = 12345, 2.0, 120.0, 0.01
+USER, GRACE_S, LIMIT_S, PACE_S = 12345, 2.0, 240.0, 0.01
 GONE_S = GRACE_S + 10.0 + 20.0  # an agent without its caller has 10 s after the grace; the machine may be busy
 TRAINING = """
 import ctypes, json, os, sys, time
@@ -61,7 +61,8 @@ if __name__ == "__main__":
     {start}
 """
 STARTS = {  # what the caller of a life runs; "rank" is the script of `unisono run`
-    "spawn": "from unisono import spawn\n    print(json.dumps(spawn(train, **{options})[0]))",
+    "spawn": "from unisono import spawn, warm\n    warm(preload=['torch._dynamo', 'resumable'])\n"
+    "    print(json.dumps(spawn(train, **{options})[0]))",
     "engine": "from unisono import spawn\n    from unisono.engines import Local\n"
     "    print(json.dumps(spawn(train, engine=Local(2), **{options})[0]))",
     "run": "from unisono.cli.main import main\n    sys.exit(main({arguments}))",
@@ -87,7 +88,7 @@ class Hit(NamedTuple):
         if is_last and how != "hosts":  # whose callers are its agents
             victims += ["caller"] * len(victims) + ["caller and zygote"]
         moment = draw.choice(MOMENTS if number else ["trains", "trains", "saves", "loads", "meets"])
-        delay_s = draw.choice([0.0, draw.random() * 0.05, draw.random(), draw.random() * 4])
+        delay_s = draw.choice([0.0, draw.random() * 0.05, draw.random() * 0.5, draw.random() * (4 if number else 0.5)])
         victim = draw.choice(victims)
         signum = draw.choice(TO_CALLER) if victim in ("caller", "agent") else signal.SIGKILL
         return cls(moment, delay_s, victim, signum)
@@ -114,7 +115,7 @@ class Life(NamedTuple):
         hits = [Hit.drawn(draw, how, number, number == count - 1, has_disk) for number in range(count)]
         restarts = draw.choice([count, count, count - 1]) if count else 0
         way = draw.choice([2, 4]), draw.choice(["ddp", "zero1", "fsdp"]), restarts
-        return cls(*way, draw.randrange(1, 4), draw.random() < 0.5, draw.choice([0.0, 0.1, 0.1]), hits)
+        return cls(*way, draw.randrange(1, 4), draw.random() < 0.5, draw.choice([0.1, 0.3]), hits)
 
 
 class Watcher:

@@ -21,6 +21,7 @@ from unisono import Accelerator, current_world, rank, spawn
 from unisono.checkpoint import saver
 from unisono.checkpoint.contents import read_contents
 from unisono.checkpoint.folders import folder_at
+from unisono.cli.main import main
 from unisono.errors import CheckpointError, CheckpointMismatchError, WorkerDiedError
 from unisono.strategies import FSDP, DiLoCo
 
@@ -298,3 +299,12 @@ def test_the_loader_of_an_open_loop_is_saved_and_a_model_of_an_earlier_fold_is_n
 
     for mode in (SOLO, THREADS_2, PROCESSES_2):
         assert mode.run(body) == [["model_0", "optimizer_0", "loader_0"]] * mode.ranks
+
+
+def test_a_checkpoint_in_a_directory_is_read_without_a_temporary_one_that_a_killed_rank_would_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Run(tmp_path, after=leave_after(1))()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    assert read_contents(folder_at(tmp_path / "checkpoints")).manifest.step == 1
+    assert main(["checkpoint", "show", str(tmp_path)]) == 0

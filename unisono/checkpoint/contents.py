@@ -6,9 +6,9 @@ plain torch or for safetensors.
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -40,8 +40,8 @@ class Contents:
 
 def read_contents(folder: Folder) -> Contents:
     """Read and verify the checkpoint at that place, or the latest one in that folder. Raises as `directory.find`."""
-    with tempfile.TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
-        found, (local, manifest) = find(folder, lambda each: verify(each, Path(directory) / each.name))
+    with ExitStack() as copies:
+        found, (local, manifest) = find(folder, lambda each: verify(each, copies))
         saved = _load(local / STATE)
         try:
             states, held, kinds, ranks = saved["states"], saved["held"], saved["kinds"], saved["ranks"]

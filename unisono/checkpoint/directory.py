@@ -29,7 +29,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -130,11 +130,11 @@ def read_manifest(folder: Folder) -> Manifest:
     return Manifest.from_bytes(data, str(folder))
 
 
-def verify(folder: Folder, into: Path) -> tuple[Path, Manifest]:
-    """Read the whole checkpoint, from a store into that directory, and compare it with its manifest. Returns where its
-    files are, and the manifest. DamagedCheckpointError names the file that is not what was written."""
+def verify(folder: Folder, copies: ExitStack) -> tuple[Path, Manifest]:
+    """Read the whole checkpoint, and compare it with its manifest. Returns where its files are, which `copies` removes
+    if they came from a store, and the manifest. DamagedCheckpointError names the file that is not what was written."""
     manifest = read_manifest(folder)
-    local = folder.fetch(manifest.files, into)
+    local = folder.fetch(manifest.files, copies)
     for name, (size, crc) in manifest.files.items():
         try:
             found = checksum_of(local / name, size)

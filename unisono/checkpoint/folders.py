@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -97,8 +97,9 @@ class Folder:
         with suppress(OSError):
             os.rmdir(self.url)
 
-    def fetch(self, names: Iterable[str], into: Path) -> Path:
-        """Return a directory with these files of the folder, those that exist; `into` serves if they are elsewhere."""
+    def fetch(self, names: Iterable[str], copies: ExitStack) -> Path:
+        """Return a directory with these files of the folder, those that exist; `copies` removes it if they are
+        elsewhere."""
         return Path(self.url)
 
 
@@ -141,8 +142,9 @@ class RemoteFolder(Folder):
         shutil.rmtree(self.draft(name))
         self.remove(name)
 
-    def fetch(self, names: Iterable[str], into: Path) -> Path:
+    def fetch(self, names: Iterable[str], copies: ExitStack) -> Path:
         store, place = self._store()
+        into = Path(copies.enter_context(tempfile.TemporaryDirectory(prefix="unisono-checkpoint-")))
         for name in names:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from unisono.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
@@ -57,8 +57,8 @@ def show(arguments: argparse.Namespace) -> int:
             print(f"{path}  unfinished: its save was interrupted")
             continue
         try:
-            with TemporaryDirectory(prefix="unisono-checkpoint-") as directory:
-                _, manifest = verify(path, Path(directory))
+            with ExitStack() as copies:
+                _, manifest = verify(path, copies)
         except DamagedCheckpointError as error:
             print(f"{path}  damaged: {error}")
             damaged = True
