@@ -53,7 +53,7 @@ def footprint() -> Footprint:
     parents = {os.getpid(), *zygotes}
     return Footprint(
         threads={thread for thread in threading.enumerate() if thread.name.startswith("unisono-") or not thread.daemon},
-        children={child for parent in parents for child in descendants(parent)} - parents,
+        children={child for parent in parents for child in _descendants(parent)} - parents,
         environ={name: value for name, value in os.environ.items() if name not in _NOT_OURS},
         files=_open_files(),
         has_group=dist.is_initialized(),
@@ -160,10 +160,9 @@ def _clean(before: Footprint) -> None:
     world.set_process_world(None)
 
 
-def descendants(pid: int) -> set[int]:
-    """All processes below one; the files that list them are those of its threads."""
+def _descendants(pid: int) -> set[int]:
     found = _children(pid)
-    return found.union(*map(descendants, found))
+    return found.union(*map(_descendants, found))
 
 
 def _children(pid: int) -> set[int]:
