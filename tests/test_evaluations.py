@@ -94,6 +94,13 @@ def save(run: Run) -> None:
     run["accelerator"].save_state(score=float(count(run)))
 
 
+def count_beside_another_mean(run: Run) -> None:
+    metric = run["accelerator"].prepare(Mean())
+    metric.update(1.0, 4)  # in training
+    count(run)
+    metric.compute()
+
+
 def count_stream(run: Run) -> None:
     count(run, "streamed")
 
@@ -105,7 +112,7 @@ def count_after_a_sum(run: Run) -> None:
 
 COUNTED: list[Evaluate] = [mean, accuracy, gather, reduce, gather_counts, of_two_sets, after_a_barrier]
 COUNTED += [look_at_the_first]
-BY_HAND: list[Evaluate] = [count, wait, save, count_stream, count_after_a_sum]
+BY_HAND: list[Evaluate] = [count, wait, save, count_stream, count_after_a_sum, count_beside_another_mean]
 
 
 def train(evaluate: Evaluate, directory: str = ".", at: str = "the end", **options: Any) -> list[str]:

@@ -23,7 +23,8 @@ class Evaluations:
 
     Attributes:
         is_awaited: whether a loop has ended of which nothing has been gathered so far.
-        num_met: grows whenever the ranks have met for something that the loop of the program has asked for.
+        num_met: grows whenever the ranks have met for something that the loop of the program has asked for, or a metric
+            was updated, which is what they meet for later.
     """
 
     def __init__(self) -> None:
@@ -68,8 +69,9 @@ class Evaluations:
             logger.warning(
                 "the loop in %s has ended, without gradients, and the ranks have gathered and reduced nothing since it "
                 "began: what it has counted is of the samples of one rank, not of all; count with unisono.Mean() or "
-                "Accuracy(), or gather rows with accelerator.gather_for_metrics((predictions, labels)), or add counts "
-                'up: accelerator.reduce(torch.tensor(count), "sum")',
+                "Accuracy(), or gather rows with accelerator.gather_for_metrics((predictions, labels)), or count the "
+                "first loader.valid_samples rows of each batch alone, and add the counts up: "
+                'accelerator.reduce(torch.tensor(count), "sum")',
                 place,
             )
         self._places.clear()

@@ -45,6 +45,8 @@ _ADVICE_ON_LOOPS = (
     "; a prepared loader gives each rank its part of the data only: under `if is_rank_zero():`, loop over a DataLoader "
     "that is not prepared"
 )
+_ADVICE_ON_CALLS = ", and call nothing that all ranks take part in, such as save_state"
+_ADVICE_ON_ENDS = "; leave a loop on all ranks together, by a value that all have, such as accelerator.reduce(loss)"
 WAY_OUT = (
     "if each rank reads a part of its own (of a map-style dataset, all of one length), pass DeviceLoader(loader, "
     "already_sharded=True); if only random augmentation differs, DeviceLoader(loader, already_sharded=False); "
@@ -206,6 +208,9 @@ def mismatch_error(actions: Mapping[int, str], places: Mapping[int, str] | None 
         rule = _RULE_OF_DATA
     elif any(map(is_of_loop, groups)):
         rule += _ADVICE_ON_LOOPS
+        ends = [each for each in groups if each.endswith(END)]
+        rule += "" if all(map(is_of_loop, {*groups} - {*ends})) else _ADVICE_ON_CALLS
+        rule += _ADVICE_ON_ENDS if ends else ""
     elif alike and len({*map(str, map(_ROUND.findall, groups))}) > 1:
         rule += f"; and it must {_RULE_OF_DATA}"
     rule += ADVICE_ON_STATES if has_loaded else ""

@@ -64,6 +64,7 @@ class Mean:
         if not isinstance(values, torch.Tensor | Real):
             raise TypeError(f"values={values!r} is of type {type(values).__name__}; pass a number or a tensor")
         rows, samples = _count_rows(of, self.world)
+        self.world.state.deliveries.evaluations.num_met += 1
         found = torch.as_tensor(values).detach()
         if found.numel() != 1 and (found.ndim != 1 or len(found) != rows):
             raise ValueError(
@@ -84,7 +85,8 @@ class Mean:
         Raises:
             ValueError: on all ranks, if no rank has added a sample.
         """
-        total, count = self._reduce()
+        with self.world.state.deliveries.evaluations.aside():  # `update` tells which loop it is for
+            total, count = self._reduce()
         if not count:
             raise ValueError(f"the {type(self).__name__} holds no sample; call update(values, batch) in a loop first")
         return total / count

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from unisono import Accelerator
-from unisono.errors import CollectiveMismatchError
+from unisono.errors import BrokenWorldError, CollectiveMismatchError
 
 RULE = "begin the same loops between the same collectives; a prepared loader gives each rank its part of the data only"
 FOLLOWS: dict[str, Callable[[Accelerator, Any], Any]] = {
@@ -62,6 +62,24 @@ def test_so_does_the_end_of_a_run(mode: Mode, is_first: bool, tmp_path: Path) ->
     with pytest.raises(CollectiveMismatchError, match="a loop over a DataLoader of 12 samples, epoch 0") as caught:
         mode.run(body)
     assert RULE in str(caught.value)
+    assert "leave a loop on all ranks together, by a value that all have" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)
+def test_a_save_by_one_rank_alone_is_told_that_all_ranks_take_part(mode: Mode, tmp_path: Path) -> None:
+    def body() -> None:
+        accelerator = Accelerator(project_dir=tmp_path)
+        _model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(12, 1)), 3))
+        for _ in range(2):
+            for _ in loader:
+                pass
+            if accelerator.is_main_process:
+                accelerator.save_state()
+
+    # The other rank begins a loop, or has left by then.
+    told = "call nothing that all ranks take part in, such as save_state|call on every rank what concerns all of them"
+    with pytest.raises((BrokenWorldError, CollectiveMismatchError), match=told):
+        mode.run(body)
 
 
 @pytest.mark.parametrize("mode", [THREADS_2, PROCESSES_2], ids=str)

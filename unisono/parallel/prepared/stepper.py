@@ -117,6 +117,7 @@ class Stepper:
         self._scaler = scaler
         self._has_warned = False
         self._rates: tuple[Loop | None, list[float]] = None, []  # of the last step, and its loop
+        self._may_warn = True  # of a scheduler
         self._num_groups = len(optimizer.param_groups)
         self.join: Callable[[Stepper], None] = lambda stepper: None
         self._plain_step, self._plain_zero = step or optimizer.step, optimizer.zero_grad
@@ -170,7 +171,7 @@ class Stepper:
             self._check_added()
         if current_graph_task_id() >= 0:
             self._refuse_inside_backward()
-        if self.taken.steps < 2 and not self.checks and hasattr(self.optimizer.step, STEP_WRAPPED):
+        if self._may_warn and self.taken.steps < 2 and not self.checks and hasattr(self.optimizer.step, STEP_WRAPPED):
             self._watch_schedule()
         if not self._steps.request(self.optimizer):
             self._skip()
@@ -235,6 +236,8 @@ class Stepper:
         when = f"on every microbatch, {every} of which make a step"
         if every == 1:
             when = f"once in a step of {size} ranks, where one device takes {batches / rounds:.3g} steps"
+        if is_wrong:
+            self._may_warn = False
         if is_wrong and self.world.rank == 0:
             logger.warning(
                 "a scheduler of the %s was not prepared: it advances %s; pass it to accelerator.prepare(), and, if its "
