@@ -9,9 +9,10 @@ restarts passes from one to the next.
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.errors import BrokenWorldError, UnisonoError
@@ -59,16 +60,16 @@ class Machine:
     mute_until: float = 0.0
     cut_until: float = 0.0
     is_in_barrier: bool = False
-    said: list[str] = field(default_factory=list)
 
 
 class Simulation:
-    """One run of `count` machines, of which `host` serves the store; a number past the last is another job's agent."""
+    """One run of `count` machines, of which `host` serves the store."""
 
     def __init__(self, draw: random.Random, count: int, host: int, faults: list[Fault], lasts_s: float) -> None:
         self.draw, self.host, self.faults, self.lasts_s = draw, host, faults, lasts_s
         self.now = 0.0
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.events: list[tuple[float, int, Callable[[], None]]] = []  # when, in which order, what
+        self.order = itertools.count()
         self.store: dict[int, MachineReport] = {}
         self.is_served = True  # the store: by a process that runs
         self.machines = [
@@ -92,8 +93,7 @@ class Simulation:
         return self.machines
 
     def _later(self, delay: float, step: Callable[..., None], *args: Any) -> None:
-        self.count = getattr(self, "count", 0) + 1
-        heapq.heappush(self.events, (self.now + delay, self.count, lambda: step(*args)))
+        heapq.heappush(self.events, (self.now + delay, next(self.order), lambda: step(*args)))
 
     def _time(self, machine: Machine) -> float:
         return self.now + machine.clock
@@ -170,10 +170,8 @@ class Simulation:
             self._later(self.draw.choice((0.001, 0.05, 0.4)), self._listen, machine)
 
     def _host_is_silent(self, machine: Machine) -> bool:
-        if self.host >= len(self.machines) or machine.number == self.host:
-            return False
         host = self.machines[self.host]
-        return host.cut_until > self.now or host.mute_until > self.now
+        return machine is not host and (host.cut_until > self.now or host.mute_until > self.now)
 
     def _listen(self, machine: Machine) -> None:
         if machine.is_gone or not self.is_served:
@@ -255,7 +253,7 @@ class Simulation:
         self.is_served &= machine.number != self.host
 
 
-def play(seed: int, hosts: Callable[[random.Random, int], int] = lambda draw, count: 0) -> Simulation:
+def play(seed: int) -> Simulation:
     """A random run, and its end."""
     draw = random.Random(seed)
     count = draw.choice((2, 2, 3, 4))
@@ -269,6 +267,6 @@ def play(seed: int, hosts: Callable[[random.Random, int], int] = lambda draw, co
         )
         for _ in range(draw.choice((0, 1, 1, 2, 3)))
     ]
-    simulation = Simulation(draw, count, hosts(draw, count), faults, lasts_s)
+    simulation = Simulation(draw, count, draw.randrange(count), faults, lasts_s)
     simulation.run(until=lasts_s + 120)
     return simulation
