@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from unisono import Accelerator, DeviceLoader, spawn
 pytestmark = pytest.mark.skipif(FAMILY != "cpu", reason="an accelerator stands in, on the CPU")
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
-WARM, STEPS = 2, 2  # the first steps compare models, and make buckets
+STEPS = 3  # behind the first two, which make buckets, but the 4th, 8th, 16th, which compare the models
 LONG = 36  # for what may wait in one of many steps
 
 Body = Callable[[], Iterator[None]]
@@ -35,7 +34,7 @@ def network_on_host() -> nn.Module:
 
 
 def batches() -> DataLoader[Any]:
-    count = 4 * (WARM + LONG + 2)  # for two ranks, and not to the end of a loop
+    count = 4 * (LONG + 10)  # for two ranks, and not to the end of a loop
     return DataLoader(TensorDataset(torch.randn(count, 5), torch.randn(count, 2)), 2)
 
 
@@ -112,12 +111,13 @@ def count_all() -> dict[str, list[list[str]]]:
     for name, body in LINES.items():
         with on_stand_in() as (_, marks), Syncs(marks) as syncs:
             steps = body()
-            list(islice(steps, WARM))
             found[name] = []
-            for _ in range(TAKEN[name]):
+            for number, _ in enumerate(steps, 1):
+                if number & (number - 1):  # no power of two
+                    found[name].append(list(syncs.found))
+                if len(found[name]) == TAKEN[name]:
+                    break
                 syncs.found.clear()
-                next(steps)
-                found[name].append(list(syncs.found))
             steps.close()
     return found
 
