@@ -203,7 +203,8 @@ class Engine:
         """Look whether all ranks have the same parameters, and say once if they do not: they have, unless these are
         changed by something else than the step. A collective."""
         if not (self._is_apart or self.is_local or self.gathers or self._world.backend.is_lazy):
-            self._is_apart = warn_of_unequal_parameters(self.module, self._steps.step.number, self._world)
+            with self._world.timeline.loop().span(REDUCE):
+                self._is_apart = warn_of_unequal_parameters(self.module, self._steps.step.number, self._world)
 
     def begin(self, reduces: bool) -> None:
         """Record that a backward pass has reached the model, and whether it ends a step."""
