@@ -44,6 +44,7 @@ class Machine:
         part: how its ranks have ended; None while they run.
         end: the agent's verdict; "" while it has none: "well", "cut off", "gone", or the text of an error.
         is_gone: whether the agent's process has ended.
+        was_done: whether it was killed, or lost, after it had told that its part was done.
         mute_until: until when it is paused; its ranks, too.
         cut_until: until when nothing reaches it.
     """
@@ -60,6 +61,7 @@ class Machine:
     mute_until: float = 0.0
     cut_until: float = 0.0
     is_in_barrier: bool = False
+    was_done: bool = False
 
 
 class Simulation:
@@ -141,6 +143,7 @@ class Simulation:
             self._decided(machine, f"the agent on {fault.machine} was stopped")
         elif fault.what in ("the agent is killed", "the power fails"):
             was_running, machine.end, machine.is_gone = machine.part is None, machine.end or "gone", True
+            machine.was_done = fault.machine in self.store and self.store[fault.machine].is_done
             if fault.what == "the agent is killed":
                 if was_running:
                     self._connections_close(machine)

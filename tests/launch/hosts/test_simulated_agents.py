@@ -63,6 +63,12 @@ def test_one_fault_is_the_cause_that_all_others_tell(runs):
             assert all(end == "well" or end.startswith(told) for end in ends), (seed, what, ends)
 
 
+def test_a_machine_that_is_lost_after_its_part_was_done_harms_nobody(runs):
+    for seed, run in runs:
+        if len(run.faults) == 1 and run.machines[run.faults[0].machine].was_done:
+            assert all(each.end == "well" for each in unharmed(run)), seed
+
+
 if __name__ == "__main__":
     for seed in range(int(sys.argv[1])):
         played = [(seed, play(seed))]
@@ -70,3 +76,4 @@ if __name__ == "__main__":
         test_each_agent_ends_within_the_patience_after_the_last_fault(played)
         test_a_silence_shorter_than_the_patience_ends_nothing(played)
         test_one_fault_is_the_cause_that_all_others_tell(played)
+        test_a_machine_that_is_lost_after_its_part_was_done_harms_nobody(played)
