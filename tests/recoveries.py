@@ -16,15 +16,16 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from agents import free_port, two_networks
+from agents import free_port, pull_cable, two_networks
 from faults import Ear, Line, Script
 
 USER, GRACE_S, LIMIT_S, PACE_S = 12345, 2.0, 240.0, 0.01
+LOST_S = 10.0  # after which an agent that is not heard of is given up
 GONE_S = GRACE_S + 10.0 + 20.0  # an agent without its caller has 10 s after the grace; the machine may be busy
 TRAINING = """
 import ctypes, json, os, sys, time
@@ -74,27 +75,45 @@ MOMENTS = ["now", "imports", "meets", "loads", "trains", "saves", "ends"]
 
 
 class Hit(NamedTuple):
-    """At a moment after the one before, and a while, the victim gets the signal, or the disk is full for a second."""
+    """At a moment after the one before, and a while, the victim gets the signal, or the disk is full, or the cable
+    out; where it lasts, for that long."""
 
     moment: str
     delay_s: float
     victim: str
     signum: int
+    lasts_s: float
 
     @classmethod
     def drawn(cls, draw: random.Random, how: str, number: int, is_last: bool, has_disk: bool) -> Hit:
-        victims = VICTIMS + ["disk"] * has_disk + ["agent"] * 2 * (how in ("engine", "hosts"))
-        if is_last and how != "hosts":  # whose callers are its agents
-            victims += ["caller"] * len(victims) + ["caller and zygote"]
+        is_hosts, pauses = how == "hosts", draw.random() < 0.25
+        agents = {"engine": ["agent", "agent"], "hosts": ["agent 0", "agent 1"]}.get(how, [])
+        victims = VICTIMS + ["disk"] * has_disk + agents + ["cable"] * 2 * is_hosts
+        if (is_last or pauses) and not is_hosts:  # whose callers are its agents
+            victims += ["caller"] * len(victims) + ["caller and zygote"] * (not pauses)
         moment = draw.choice(MOMENTS if number else ["trains", "trains", "saves", "loads", "meets"])
         delay_s = draw.choice([0.0, draw.random() * 0.05, draw.random() * 0.5, draw.random() * (4 if number else 0.5)])
-        victim = draw.choice(victims)
-        signum = draw.choice(TO_CALLER) if victim in ("caller", "agent") else signal.SIGKILL
-        return cls(moment, delay_s, victim, signum)
+        victim, lasts_s = draw.choice(victims), 0.0
+        if pauses or victim in ("disk", "cable"):
+            can_be_lost = is_hosts and (victim == "cable" or "agent" in victim)
+            lasts_s = draw.choice([0.5, 1.0, 3.0, 1.5 * LOST_S if can_be_lost else 2.0])
+        ends_in_order = "caller" in victim or "agent" in victim
+        signum = draw.choice(TO_CALLER) if ends_in_order else signal.SIGKILL
+        return cls(moment, delay_s, victim, signal.SIGSTOP if pauses else signum, lasts_s)
+
+    @property
+    def harms(self) -> bool:
+        """It may cost a restart."""
+        return self.victim == "disk" or self.lasts_s == 0 or self.lasts_s > LOST_S
+
+    @property
+    def what(self) -> str:
+        names = {"disk": "full disk", "cable": "pulled cable"}
+        how = names.get(self.victim, f"{self.victim} {signal.Signals(self.signum).name}")
+        return how + f" for {self.lasts_s:g} s" * (self.lasts_s > 0)
 
     def __str__(self) -> str:
-        name = "full" if self.victim == "disk" else signal.Signals(self.signum).name
-        return f"{self.victim} {name} {self.moment}+{self.delay_s:.2f}"
+        return f"{self.what} {self.moment}+{self.delay_s:.2f}"
 
 
 class Life(NamedTuple):
@@ -106,6 +125,7 @@ class Life(NamedTuple):
     every: int
     is_async: bool
     pace_s: float
+    is_elastic: bool  # "hosts" go on with one machine
     hits: list[Hit]
 
     @classmethod
@@ -114,15 +134,16 @@ class Life(NamedTuple):
         hits = [Hit.drawn(draw, how, number, number == count - 1, has_disk) for number in range(count)]
         restarts = draw.choice([count, count, count - 1]) if count else 0
         way = draw.choice([2, 4]), draw.choice(["ddp", "zero1", "fsdp"]), restarts
-        return cls(*way, draw.randrange(1, 4), draw.random() < 0.5, draw.choice([0.1, 0.3]), hits)
+        return cls(*way, draw.randrange(1, 4), draw.random() < 0.5, draw.choice([0.1, 0.3]), draw.random() < 0.5, hits)
 
 
 class Watcher:
     """Sees the processes of a life, hears its ranks, and hits."""
 
-    def __init__(self, scripts: list[Script], ear: Ear, filler: Path) -> None:
-        self.scripts, self.ear, self.filler = scripts, ear, filler
+    def __init__(self, scripts: list[Script], ear: Ear, filler: Path, networks: Sequence[str]) -> None:
+        self.scripts, self.ear, self.filler, self.networks = scripts, ear, filler, networks
         self.known: set[int] = set()
+        self.undo: list[tuple[float, Callable[[], None]]] = []
         self.heard = Counter[str]()
 
     def strike(self, hits: list[Hit]) -> list[Hit]:
@@ -148,15 +169,18 @@ class Watcher:
             if condition():
                 return True
             time.sleep(PACE_S)
-        self.filler.unlink(missing_ok=True)
+        self.listen(at_end=True)
         return False
 
-    def listen(self) -> None:
+    def listen(self, at_end: bool = False) -> None:
         with contextlib.suppress(AssertionError):  # nothing was said
             while True:
                 self.heard[self.ear.hear(0.0)[0]] += 1
-        if self.filler.exists() and time.time() - self.filler.stat().st_mtime > 1:
-            self.filler.unlink()
+        for until, undo in self.undo[:]:
+            if at_end or time.monotonic() > until:
+                self.undo.remove((until, undo))
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    undo()
 
     def condition(self, moment: str) -> Callable[[], bool]:
         if moment == "now":
@@ -199,18 +223,26 @@ class Watcher:
     def land(self, hit: Hit) -> bool:
         found = self.processes()
         self.known = {each.pid for each in (*found["zygote"], *found["rank"])}
+        until = time.monotonic() + hit.lasts_s
         if hit.victim == "disk":
             with contextlib.suppress(OSError), self.filler.open("wb", buffering=0) as file:
                 while file.write(bytes(1 << 16)):
                     pass
+            self.undo.append((until, lambda: self.filler.unlink(missing_ok=True)))
+            return True
+        if hit.victim == "cable":
+            pull_cable(self.networks[1])
+            self.undo.append((until, lambda: pull_cable(self.networks[1], "up")))
             return True
         callers = [each.process for each in self.scripts]
-        agents = found["agent"] or callers
+        agents = found["agent"]
         choices: dict[str, list[Any]] = {
             "zygote": found["zygote"][:1],
             "rank": found["rank"][:1],
             "ranks": found["rank"],
             "agent": [each for each in agents if each.pid % 2] or agents[:1],
+            "agent 0": callers[:1],
+            "agent 1": callers[1:],
             "caller": callers,
             "caller and zygote": [*callers, *found["zygote"]],
         }
@@ -219,20 +251,27 @@ class Watcher:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 victim.send_signal(signal.Signals(hit.signum))
                 has_landed = True
+                if hit.signum == signal.SIGSTOP:
+                    self.undo.append((until, lambda victim=victim: victim.send_signal(signal.SIGCONT)))  # type: ignore[misc]
         return has_landed
 
 
-def check_end(how: str, life: Life, landed: list[Hit], code: int, errors: str) -> None:
-    """The end meant for these hits: well, while there are restarts; with the signal that a caller got; or an error."""
-    to_caller = [each.signum for each in landed if "caller" in each.victim or (how, each.victim) == ("hosts", "agent")]
-    failures = [each for each in landed if "caller" not in each.victim]
-    expected = {0, *(-each for each in to_caller), *(128 + each for each in to_caller)}
-    others = any(each.victim in ("agent", "disk") for each in landed)
-    if len(failures) > life.restarts or others:
+def expected_codes(how: str, life: Life, landed: list[Hit], number: int) -> set[int]:
+    """How the caller of this number may end after these hits: well, while there are restarts; with the signal that it,
+    or another agent, got; or with an error."""
+    harmful = [each for each in landed if each.harms]
+    signals = [each.signum for each in harmful if "caller" in each.victim or each.victim[:6] == "agent "]
+    expected = {0, *(-each for each in signals), *(128 + each for each in signals)}
+    failures = [each for each in harmful if "caller" not in each.victim]
+    if how == "hosts" and life.is_elastic and number == 0 and len(failures) <= life.restarts:
+        killed = [each for each in failures if each.signum == signal.SIGKILL and each.victim == "agent 1"]
+        if killed == failures:
+            return {0}  # it goes on alone
+    if len(failures) > life.restarts or any(
+        each.victim in ("disk", "cable") or "agent" in each.victim for each in failures
+    ):
         expected |= {1, 137}
-    assert code in expected, f"{how} has ended with {code}, not with one of {sorted(expected)}: {errors[-3000:]}"
-    # A signal needs no word that comes when an agent still imports, or has done its work.
-    assert code <= 0 or errors.strip(), f"{how} has ended with {code} without a word"
+    return expected
 
 
 @contextlib.contextmanager
@@ -243,8 +282,8 @@ def started(how: str, life: Life, root: Path, user: int, workers: int, networks:
     arguments += ["--max-restarts", str(life.restarts)]
     if how == "hosts":
         arguments[2] = str(life.ranks // 2)
-        arguments += ["--nnodes", "2", "--rdzv-endpoint", f"10.77.0.1:{free_port()}", "--lost-after", "10"]
-        arguments += ["--rdzv-conf", "join_timeout=20"]
+        arguments += ["--nnodes", "1:2" if life.is_elastic else "2", "--rdzv-endpoint", f"10.77.0.1:{free_port()}"]
+        arguments += ["--lost-after", f"{LOST_S:g}", "--rdzv-conf", "join_timeout=20"]
     arguments.append(str(root / "train.py"))
     places: dict[str, Any] = {"root": str(root), "strategy": life.strategy, "workers": workers, "user": 0}
     places |= {"pace_s": life.pace_s, "every": life.every, "is_async": life.is_async, "network": ""}
@@ -289,15 +328,20 @@ def recover(draw: random.Random, root: Path, workers: int, is_apart: bool) -> tu
                 line.hearing() as ear,
                 started(how, life, root, user, workers, networks) as scripts,
             ):
-                landed = Watcher(scripts, ear, root / "filler").strike(life.hits)
+                landed = Watcher(scripts, ear, root / "filler", networks).strike(life.hits)
                 ends = [each.end(LIMIT_S) for each in scripts]
                 left = [each for script in scripts for each in script.survivors(GONE_S)]
                 name = f"{how}-{life.ranks}{' as user' * bool(user)}: {', '.join(map(str, landed)) or 'none'}"
                 assert not left, f"{name} has left {left}"
-                for code, _, errors in ends:
-                    check_end(how, life, landed, code, errors)
+                for number, (code, _, errors) in enumerate(ends):
+                    expected = sorted(expected_codes(how, life, landed, number))
+                    assert code in expected, (
+                        f"{name} has ended with {code}, not with one of {expected}: {errors[-3000:]}"
+                    )
+                    # A signal needs no word that comes when an agent still imports, or has done its work.
+                    assert code <= 0 or errors.strip(), f"{name} has ended with {code} without a word"
             told.append(f"{name} -> {', '.join(str(code) for code, _, _ in ends)}")
-            all_landed += [each.victim + " in a recovery" * bool(number) for number, each in enumerate(landed)]
+            all_landed += [each.what + " in a recovery" * bool(number) for number, each in enumerate(landed)]
             is_well = all(code == 0 for code, _, _ in ends)
             if is_well or all(each.signum != signal.SIGKILL or "caller" not in each.victim for each in landed):
                 stay = [each.name for each in (root / "tmp").iterdir() if "torchinductor" not in each.name]
