@@ -122,6 +122,8 @@ class Loop:
         ends_here: returns whether the batch that was delivered last is the loop's last one.
         lengths: returns the numbers of batches of an epoch: of the user's loader, and of this rank's. None if the
             loader has no length.
+        tail: returns n and N of a rank that has an uneven part of the last round; None if there is none, or it is not
+            known before.
         is_evaluation: whether all batches were delivered with gradients disabled.
         is_exhausted: whether it has ended with its last batch.
         num_used: the number of batches that passes with gradients were computed from.
@@ -135,8 +137,9 @@ class Loop:
         self,
         ends_here: Callable[[], bool] = lambda: False,
         lengths: Callable[[], tuple[int, int] | None] = lambda: None,
+        tail: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
-        self.ends_here, self.lengths = ends_here, lengths
+        self.ends_here, self.lengths, self.tail = ends_here, lengths, tail
         self.rows = LoopRows()
         self.is_evaluation = self.is_open = True
         self.is_exhausted = self.begins_ahead = self.lags = False
@@ -182,13 +185,9 @@ class Deliveries:
         self._changing = threading.Lock()  # for the loops and what is known by memory; `end` never acquires it
         self._used: Batch | None = None  # by the last pass
 
-    def begin(
-        self,
-        ends_here: Callable[[], bool] = lambda: False,
-        lengths: Callable[[], tuple[int, int] | None] = lambda: None,
-    ) -> Loop:
+    def begin(self, *asked: Callable[[], Any]) -> Loop:
         """Register a loop that begins, nested in those that are open; the arguments are those of `Loop`."""
-        loop = Loop(ends_here, lengths)
+        loop = Loop(*asked)
         with self._changing:
             forgotten = set([each for each in self._loops if not each.is_open][:-REMEMBERED])
             self._loops = [loop, *(each for each in self._loops if each not in forgotten)]
@@ -299,6 +298,8 @@ class Deliveries:
         if loops:
             last = loops[0].last
             found = {last: None} | self._taken_before(inputs, last)
+            if len(found) > 1:  # what a loop uses with two batches, it uses with its last one
+                found |= dict.fromkeys(_tails(loops[:1]))
             if None in (rows, last.rows) or rows == last.rows:
                 found |= self._confusable(last, rows)
                 others = [each.last for each in loops]
@@ -308,6 +309,7 @@ class Deliveries:
             return [
                 None,
                 *(each for loop in loops for each in loop.kinds.values()),
+                *_tails(loops),
                 *(each for each in self._left_of_ended() if each.rows == rows),
             ]
         # No loop is open: a replay of a batch of the last one, or data of no loader.
@@ -354,6 +356,11 @@ class Deliveries:
     def recent(self) -> list[Loop]:
         """The last few loops, open and ended; the one that received the latest batch first. Empty before any."""
         return self._loops[: -REMEMBERED - 1 : -1]
+
+
+def _tails(loops: Sequence[Loop]) -> list[Batch]:
+    """Of each loop that ends so, an uneven batch of its last round. What would be refused there is refused at once."""
+    return [Batch(loop, *tail, is_sized=False) for loop in loops if (tail := loop.tail())]
 
 
 def name_batches(batches: Sequence[Batch]) -> str:

@@ -99,7 +99,7 @@ class DeviceIterator:
             if self._failure is not None:
                 raise RuntimeError(_ENDED.format(self._failure))
             own = weakref.ref(self)
-            received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own))
+            received = self._deliveries.begin(partial(_is_last, own), partial(_lengths, own), partial(_tail, own))
             self._loop, self._received = loop, received = LoopTiming(track), received
         else:
             track.switch(FETCH)
@@ -204,6 +204,11 @@ def _is_failed(ahead: Outcome[Delivery]) -> bool:
 def _lengths(iterator: weakref.ref[DeviceIterator]) -> tuple[int, int] | None:
     alive = iterator()
     return None if alive is None else alive._parent.lengths()
+
+
+def _tail(iterator: weakref.ref[DeviceIterator]) -> tuple[int, int] | None:
+    alive = iterator()
+    return None if alive is None else alive._parent.uneven_tail()
 
 
 def _is_last(iterator: weakref.ref[DeviceIterator]) -> bool:

@@ -18,7 +18,7 @@ from unisono.loaders.fetcher import Fetcher, Look, Request, fetches_many, few
 from unisono.loaders.made_rows import Job, Made, RowCounter
 from unisono.loaders.order import batches_of, epoch_asked_of
 from unisono.loaders.permutation import Permutation
-from unisono.loaders.sharding import IN_ROUND, Claim, Part, Rule, Size, mark_of, rounds
+from unisono.loaders.sharding import IN_ROUND, Claim, Part, Rule, Size, deal, mark_of, rounds
 from unisono.loaders.sources import LOOKED_AT, Begun, Source, State
 from unisono.loaders.workers import WorkerPool, start_worker
 from unisono.outcome import Outcome
@@ -136,6 +136,16 @@ class IndexedSource(Source):
         if rule.fixed_batch_size:  # an epoch of a single short batch has a single size, too
             return full or int(more > 0 and rule.batches == 1 and rule.tail != "drop")
         return full + (more > 0 and rule.tail != "drop")
+
+    def last_parts(self, rule: Rule, position: State) -> list[Part]:
+        """As in `Source`: torch's own batch sampler cuts the order into batches of one size."""
+        samples, size = self._order_length(), getattr(self._batch_sampler, "batch_size", None)
+        if samples is None or size is None or rule.tail == "drop" or rule.fixed_batch_size or rule.shards > 1:
+            return []
+        samples -= position["offset"] + (samples % size if self._batch_sampler.drop_last else 0)
+        sizes = [min(size, samples - each) for each in range(0, samples, size)]
+        last = sizes[(len(sizes) - 1) // rule.batches * rule.batches :]
+        return deal(list(map(_size, last)), rule.count) if last else []
 
     def _order_length(self) -> int | None:
         """The number of samples of an epoch's order; None if it must be drawn to know that."""

@@ -316,6 +316,12 @@ class ParallelLoader:
         except TypeError:
             return None
 
+    def uneven_tail(self) -> tuple[int, int] | None:
+        """The samples of a rank whose part of the pass's last round is uneven, and those of the round; None if there is
+        none, or it is not known before."""
+        parts = [] if self._begun is None else self._source.last_parts(self._rule, self._begun.position)
+        return next(((each.samples, each.total) for each in parts if each.samples * len(parts) != each.total), None)
+
     def num_skipped(self) -> int:
         """The number of rounds before the position at which the next pass begins; 0 if it is unknown."""
         _, position = self._source.next_position()

@@ -24,7 +24,19 @@ from torch.utils.data import DataLoader
 
 from unisono.arguments import check_integer
 from unisono.errors import StateError
-from unisono.loaders.sharding import Claim, Piece, Round, Rule, cut, fingerprint, glimpse, mark_of, measure, rounds
+from unisono.loaders.sharding import (
+    Claim,
+    Part,
+    Piece,
+    Round,
+    Rule,
+    cut,
+    fingerprint,
+    glimpse,
+    mark_of,
+    measure,
+    rounds,
+)
 from unisono.outcome import Outcome
 from unisono.tree import take
 
@@ -129,6 +141,10 @@ class Source(ABC):
     @abstractmethod
     def num_rounds(self, rule: Rule) -> int:
         """The number of rounds of a whole epoch. TypeError if it is unknown."""
+
+    def last_parts(self, rule: Rule, position: State) -> list[Part]:
+        """The ranks' parts of the last round of a pass from the position on; none if they are not known before."""
+        return []
 
 
 class Bookmark:

@@ -331,3 +331,35 @@ def test_noise_of_a_fixed_size_is_an_error_of_which_each_way_out_counts_the_batc
     with pytest.raises(ValueError, match=r"as noise is.*torch\.randn\(len\(batch\), .*backward\(loss, batch=batch\)"):
         mode.run(lambda: train(4, False))
     assert mode.run(lambda: train(None, False)) == pytest.approx(mode.run(lambda: train(4, True)))
+
+
+@PAIRS
+@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_data_of_no_loader_is_refused_at_once_or_never(mode: Mode, rows: int, skipped: int) -> None:
+    """Whether it counts as the batches do is known from the first use on, or from the second where it has their rows;
+    it depends on the loader's last round alone, also of an epoch that is resumed."""
+
+    def train(samples: int) -> tuple[int, str]:
+        accelerator, network = Accelerator(), model()
+        network, optimizer, loader = accelerator.prepare(network, sgd(network.parameters()), loader_of(samples, 2))
+        state = loader.state_dict()
+        loader.load_state_dict({**state, "offset": skipped})
+        other, taken = torch.ones(rows, 5, dtype=torch.double, device=accelerator.device), 0
+        try:
+            for batch in loader:
+                optimizer.zero_grad()
+                accelerator.backward(mean_loss(network, batch))
+                accelerator.backward(network(other).mean())
+                optimizer.step()
+                taken += 1
+        except ValueError as error:
+            return taken, str(error)
+        return taken, ""
+
+    for left in (20, 22):
+        assert mode.run(lambda left=left: train(skipped + left)) == [(-(-left // 4), "")] * 2
+    for left in (19, 21, 23):
+        for taken, error in mode.run(lambda left=left: train(skipped + left)):
+            assert taken == (rows == 2)
+            assert "batch=()" in error
