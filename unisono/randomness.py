@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -49,6 +50,18 @@ def seed_python(seed: int) -> None:
     if numpy is not None:
         # numpy's seed has 32 bits.
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def numpy_state(source: Any) -> list[Any]:
+    """The state of a generator of NumPy's, or of `numpy.random`, as plain data."""
+    kind, keys, *place = source.get_state()
+    return [kind, torch.tensor(keys.astype("int64")), *map(float, place)]
+
+
+def set_numpy_state(source: Any, state: list[Any]) -> None:
+    """Continue from what `numpy_state` has returned."""
+    kind, keys, place, has_gauss, cached = state
+    source.set_state((kind, keys.numpy().astype("uint32"), int(place), int(has_gauss), cached))
 
 
 def all_states() -> tuple[object, ...]:

@@ -34,7 +34,8 @@ class DDP:
         broadcast_buffers: whether running statistics are rank zero's on all ranks; False keeps each rank's own.
         comm_hook: how gradients are sent: "fp16", "bf16"; or a function that takes a bucket (`GradBucket`) and returns
             the future of its mean over the ranks, such as a hook of torch with its state, `partial(powerSGD_hook,
-            PowerSGDState(None))`; None sends them unchanged.
+            PowerSGDState(None))`; None sends them unchanged. Checkpoints hold what it keeps: its `state_dict()`, or its
+            attributes, or those of the first argument of a partial.
 
     Raises:
         ValueError: the size is not positive, or the hook does not exist.

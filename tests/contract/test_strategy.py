@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,6 +247,119 @@ def test_what_was_saved_under_it_trains_on_one_device(mode: Mode, strategy: str)
     optimizer.load_state_dict(steps)
     assert_all_are([network.state_dict()], plain_run(CASE._replace(accumulate=1, epochs=1), mode.ranks, sgd))
     assert all("momentum_buffer" in each for each in optimizer.state.values())
+
+
+class ErrorFeedback:
+    """A hook that sends rounded gradients, and adds what the rounding has left out to the next ones."""
+
+    def __init__(self) -> None:
+        self.errors: dict[int, torch.Tensor] = {}
+
+    def __call__(self, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        whole = bucket.buffer() + self.errors.get(bucket.index(), 0)
+        rounded = whole.bfloat16().to(whole.dtype)
+        self.errors[bucket.index()] = whole - rounded
+        return self.mean(rounded)
+
+    def mean(self, rounded: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        torch.distributed.all_reduce(rounded)
+        found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        found.set_result(rounded / torch.distributed.get_world_size())
+        return found
+
+
+class Stateful(ErrorFeedback):
+    """Whose attributes are no plain data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = object()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"errors": self.errors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.errors = state["errors"]
+
+
+def sends(state: ErrorFeedback, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state(bucket)
+
+
+HOOKS: dict[str, Callable[[], Any]] = {
+    "no hook": lambda: None,
+    "attributes": ErrorFeedback,
+    "state_dict": Stateful,
+    "partial": lambda: partial(sends, ErrorFeedback()),
+    "method": lambda: ErrorFeedback().__call__,
+    "PowerSGD": lambda: ddp.power_sgd(
+        matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1, warm_start=False
+    ),
+}
+SAVED = [
+    *((*place, "no hook") for place in PLACES),
+    *((PROCESSES_2, "ddp", hook) for hook in HOOKS if hook != "no hook"),
+    (PROCESSES_2, "zero1", "PowerSGD"),
+]
+
+
+def end_after(strategy: str, hook: str, path: Path, interrupted: bool) -> State:
+    training = Training(strategy, comm_hook=HOOKS[hook]())
+    for number, batch in enumerate(training.loader):
+        if interrupted and number == 3:
+            break
+        training.accelerator.backward(mean_loss(training.network, batch))
+        training.step()
+        if number == 2:
+            training.accelerator.save_state(path)
+    return training.state()
+
+
+@pytest.mark.parametrize(("mode", "strategy", "hook"), SAVED, ids=str)
+def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(
+    mode: Mode, strategy: str, hook: str, tmp_path: Path
+) -> None:
+    def body() -> tuple[State, State]:
+        undisturbed = end_after(strategy, hook, tmp_path / "undisturbed", interrupted=False)
+        end_after(strategy, hook, tmp_path / "saved", interrupted=True)
+        training = Training(strategy, network=lambda rank: model(rank + 7), comm_hook=HOOKS[hook]())
+        training.accelerator.load_state(tmp_path / "saved")
+        for batch in training.loader:
+            training.accelerator.backward(mean_loss(training.network, batch))
+            training.step()
+        return undisturbed, training.state()
+
+    undisturbed, resumed = mode.run(body)[0]
+    assert undisturbed
+    assert all(torch.equal(each, resumed[name]) for name, each in undisturbed.items())
+
+
+def test_what_hooks_keep_is_not_taken_over_by_other_numbers_of_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> int:
+        training = Training("ddp", comm_hook=(hook := ErrorFeedback()))
+        training.accelerator.load_state(tmp_path)
+        return len(hook.errors)
+
+    PROCESSES_2.run(lambda: end_after("ddp", "attributes", tmp_path, interrupted=True))
+    assert PROCESSES_2.run(load) == [1, 1]
+    capfd.readouterr()
+    assert Mode("processes", 3).run(load) == [0, 0, 0]
+    assert "saved by 2 ranks, loaded by 3: what the comm_hook has kept" in capfd.readouterr().err
+    assert SOLO.run(load) == [0]
+
+
+def test_a_hook_whose_state_is_no_plain_data_is_told_to_have_a_state_dict(tmp_path: Path) -> None:
+    def body() -> str:
+        hook = ErrorFeedback()
+        hook.own = object()  # type: ignore[attr-defined]
+        training = Training("ddp", comm_hook=hook)
+        with pytest.raises(TypeError, match=r"comm_hook.*\['own'\].*plain data") as refused:
+            training.accelerator.save_state(tmp_path)
+        return "\n".join([str(refused.value), *refused.value.__notes__])
+
+    assert all("state_dict() and load_state_dict()" in told for told in PROCESSES_2.run(body))
 
 
 @everywhere

@@ -28,7 +28,8 @@ Format = Literal["torch", "safetensors"]
 @dataclass
 class Contents:
     """The contents of a checkpoint: of each object its kind and class, and its state in plain form, on the host; of
-    each rank, "states" of its loaders, "generators", "extra", and its gradients of an unfinished step, if any."""
+    each rank, "states" of its loaders, "generators", "extra"; what its models keep beside their parameters, and its
+    gradients of an unfinished step, if any."""
 
     path: Location
     manifest: Manifest
@@ -36,6 +37,7 @@ class Contents:
     states: dict[str, Any]
     ranks: Sequence[Mapping[str, Any]]
     held: Sequence[Mapping[str, torch.Tensor]] | None
+    kept: Sequence[Mapping[str, Any]] | None
 
 
 def read_contents(folder: Folder) -> Contents:
@@ -50,12 +52,13 @@ def read_contents(folder: Folder) -> Contents:
                 for name in parts[0]["states"]:
                     states[name] = joined_state([each["states"][name] for each in parts])
                 held = [each["held"] for each in parts] if any(each["held"] for each in parts) else None
+            kept = saved.get("kept")  # not in those of older versions
             {name: (kind, of) for name, (kind, of) in kinds.items()}, {**states}, [{**each} for each in ranks]
         except DamagedCheckpointError:
             raise
         except Exception as error:  # forged
             raise DamagedCheckpointError(f"{found} has a {STATE} that holds something else: {error!r}") from error
-    return Contents(found.location, manifest, kinds, states, ranks, held)
+    return Contents(found.location, manifest, kinds, states, ranks, held, kept)
 
 
 def _load(path: Path) -> Any:

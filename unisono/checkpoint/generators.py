@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from unisono.backends import CPU
-from unisono.randomness import seed_of
+from unisono.randomness import numpy_state, seed_of, set_numpy_state
 from unisono.world import World
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,7 @@ def generator_states(world: World) -> dict[str, Any]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *place = numpy.random.get_state()
-        states["numpy"] = [kind, torch.tensor(keys.astype("int64")), *map(float, place)]
+        states["numpy"] = numpy_state(numpy.random)
     # None means that the device draws from torch's generator, which is saved above.
     if world.backend.seeded_state(0, world.device) is not None:
         states["device"] = [world.device.type, world.backend.rng_state(world.device)]
@@ -83,5 +82,4 @@ def _restore_process(own: Mapping[str, Any] | None, seed: int) -> None:
     version, words, gauss = own["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     if numpy is not None and "numpy" in own:
-        name, keys, place, has_gauss, cached = own["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), int(place), int(has_gauss), cached))
+        set_numpy_state(numpy.random, own["numpy"])

@@ -32,6 +32,7 @@ from unisono.parallel.strategies.states import (
     load_optimizer_state,
     model_parts,
     model_state,
+    on_host,
     optimizer_parts,
     optimizer_state,
     plain_name,
@@ -98,6 +99,29 @@ def own_states(objects: Objects) -> dict[str, Any]:
         for name, each in objects.items()
         if (kind := kind_of(name, each)) in OF_EACH_RANK
     }
+
+
+def kept_states(objects: Objects) -> dict[str, list[Any]]:
+    """Copies of what this rank's models keep from step to step beside their parameters: of each, what its engines do.
+    The same names on all ranks."""
+    models = {name: each for name, each in objects.items() if kind_of(name, each) == "model"}
+    kept = {name: [each.state() for each in engines_of(user_module(model))] for name, model in models.items()}
+    kept = {name: states for name, states in kept.items() if any(each is not None for each in states)}
+    try:
+        return {name: as_plain(states, f"comm_hook of {name}", on_host) for name, states in kept.items()}
+    except TypeError as error:
+        error.add_note("or give the comm_hook, or its first argument, state_dict() and load_state_dict()")
+        raise
+
+
+def load_kept(objects: Objects, kept: Mapping[str, Sequence[Any]]) -> None:
+    """Load `kept_states` of the same rank."""
+    for name, states in kept.items():
+        for engine, state in zip(
+            engines_of(user_module(objects[name])) if name in objects else (), states, strict=False
+        ):
+            if state is not None:
+                engine.load_state(state)
 
 
 def whole_states(objects: Objects, world: World, copy: Copy) -> dict[str, Any]:

@@ -31,8 +31,10 @@ from unisono.checkpoint.objects import (
     Objects,
     check_fit,
     divided_states,
+    kept_states,
     kind_of,
     kinds_of,
+    load_kept,
     meet,
     own_states,
     restore,
@@ -214,6 +216,7 @@ class Saver:
         part = {"states": own_states(objects), "generators": generator_states(world), "extra": facts}
         own: dict[str, Any] = as_plain(part, f"the state of rank {world.rank}", torch.Tensor.cpu)
         contents: dict[str, Any] = {"kinds": kinds_of(objects), "held": None, "is_divided": False}
+        contents["kept"] = self._gather_kept(objects)
         if is_shared and self._is_divided(objects):
             # Created at the first use, by all ranks together: `new_group` is a collective.
             if self._gather is None:
@@ -237,6 +240,33 @@ class Saver:
             # Every rank iterates, since each entry is a broadcast; only rank zero keeps copies.
             found.append({name: copy(each) for name, each in entries if world.rank == 0})
         return found
+
+    def _gather_kept(self, objects: Objects) -> list[Any] | None:
+        """Gather what the models of each rank keep beside their parameters, on rank zero; None if they keep nothing. A
+        collective if they do."""
+        if not (own := kept_states(objects)):
+            return None
+        found = []
+        for root in range(self.world.world_size):  # one by one: each may be as large as the model
+            kept = self.world.comm.broadcast_object(own, root)
+            found.append(kept if self.world.rank == 0 else None)
+        return found
+
+    def _load_kept(self, objects: Objects, kept: Sequence[Any] | None, saved_by: int) -> None:
+        """Load what the models of each rank have kept, which rank zero has. A collective."""
+        world = self.world
+        if saved_by == world.world_size:
+            for rank in range(saved_by):
+                found = world.comm.broadcast_object(None if kept is None else kept[rank])
+                if rank == world.rank:
+                    load_kept(objects, found)
+        elif world.rank == 0:
+            logger.warning(
+                "saved by %d ranks, loaded by %d: what the comm_hook has kept on each of them, such as the errors of "
+                "its rounding, is not loaded",
+                saved_by,
+                world.world_size,
+            )
 
     def _is_divided(self, objects: Objects) -> bool:
         """Whether ranks write their shards concurrently. The same on all ranks."""
@@ -322,7 +352,7 @@ class Saver:
             meet(each)  # so that nothing that is loaded counts as a step
         contents: Contents | None = None
 
-        def read() -> tuple[Location, Manifest, Sequence[Any]] | None:
+        def read() -> tuple[Location, Manifest, Sequence[Any], bool] | None:
             nonlocal contents
             try:
                 contents = read_contents(folder)
@@ -330,7 +360,7 @@ class Saver:
                 if must_exist:
                     raise NoCheckpointError(f"{error}; to begin without one, pass must_exist=False") from error
                 return None
-            return contents.path, contents.manifest, contents.ranks
+            return contents.path, contents.manifest, contents.ranks, contents.kept is not None
 
         def check() -> dict[str, Any]:
             assert contents is not None
@@ -352,13 +382,15 @@ class Saver:
         found = agree_on(read, world)
         if found is None:
             return None
-        path, manifest, ranks = found
+        path, manifest, ranks, has_kept = found
         if choose is not None:
             objects = choose(f"{path}/{manifest.directory}")
         others = agree_on(check, world)
         # On another number of ranks no saved rank corresponds to this one; all take rank zero's state.
         own = ranks[world.rank] if len(ranks) == world.world_size else ranks[0]
         restore(objects, contents.states if contents is not None else {}, others, own["states"], world)
+        if has_kept:
+            self._load_kept(objects, None if contents is None else contents.kept, len(ranks))
         # After everything that may draw random numbers or run a graph.
         restore_generators([each["generators"] for each in ranks], world)
         loaded = Loaded(path, manifest.step, len(ranks), manifest.score)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -33,6 +34,7 @@ from unisono.parallel.parameter_names import listed
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine, is_left_at
 from unisono.parallel.strategies.strategy import Strategy
+from unisono.randomness import numpy_state, set_numpy_state
 from unisono.strategies import DDP
 from unisono.timeline import REDUCE, Timeline
 from unisono.torch_private import (
@@ -45,7 +47,7 @@ from unisono.torch_private import (
     rebuild_buckets,
     reset_reducer,
 )
-from unisono.tree import tensors
+from unisono.tree import tensors, tree_map
 from unisono.world import World
 
 _SYNCS_NO_BUFFERS: dict[str, Any] = next(
@@ -106,6 +108,14 @@ class DDPEngine(Engine):
     def adapt(self) -> None:
         if any(each.requires_grad for each in self.module.parameters()):
             self._wrap(fills=False)  # the graphs of earlier forward passes need the others unchanged
+
+    def state(self) -> dict[str, Any] | None:
+        hook = self._options.comm_hook
+        return hook_state(hook) if callable(hook) else None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if callable(hook := self._options.comm_hook):
+            load_hook_state(hook, state, next(iter(self._names)).device)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None) -> Any:
         if not torch.is_grad_enabled():
@@ -259,6 +269,46 @@ def attach_hook(
 
     weighted.__annotations__ = {}  # which DDP would compare with classes, and which are strings here
     ddp.register_comm_hook(None, weighted)
+
+
+def _keeper(hook: Callable[..., Any]) -> Any:
+    """What holds a hook's state: the first argument of a partial, what a method is bound to, or the hook itself."""
+    if isinstance(hook, partial):
+        return (*hook.args, *hook.keywords.values(), hook.func)[0]
+    return getattr(hook, "__self__", hook)
+
+
+def hook_state(hook: Callable[..., Any]) -> dict[str, Any]:
+    """What a hook keeps from step to step, such as the error that the next gradients make up for: its `state_dict()`,
+    or else its attributes, but for groups and functions."""
+    keeper, found = _keeper(hook), dict[str, Any]()
+    if hasattr(keeper, "load_state_dict"):
+        return dict(keeper.state_dict())
+    slots = chain.from_iterable(getattr(each, "__slots__", ()) for each in type(keeper).__mro__)
+    for name in (*getattr(keeper, "__dict__", ()), *slots):
+        value = getattr(keeper, name, None)
+        if hasattr(value, "set_state"):  # a generator: torch's, or NumPy's
+            value = value.get_state() if isinstance(value, torch.Generator) else numpy_state(value)
+        if not isinstance(value, ProcessGroup) and not callable(value):
+            found[name] = value
+    return found
+
+
+def load_hook_state(hook: Callable[..., Any], state: dict[str, Any], device: torch.device) -> None:
+    """Let the hook continue from what `hook_state` has returned, with tensors on that device."""
+    keeper = _keeper(hook)
+    moved = tree_map(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, state)
+    if hasattr(keeper, "load_state_dict"):
+        keeper.load_state_dict(moved)
+        return
+    for name, value in state.items():
+        generator = getattr(keeper, name, None)
+        if not hasattr(generator, "set_state"):
+            setattr(keeper, name, moved[name])
+        elif isinstance(generator, torch.Generator):
+            generator.set_state(value)
+        else:
+            set_numpy_state(generator, value)
 
 
 def power_sgd(**options: Any) -> Callable[[GradBucket], Any]:

@@ -199,6 +199,14 @@ class Engine:
         if saves:
             self._compare()
 
+    def state(self) -> dict[str, Any] | None:
+        """What this rank keeps from step to step beside the parameters, in plain data, for a checkpoint; None if this
+        engine keeps nothing."""
+        return None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` has returned on the same rank of as many."""
+
     def _compare(self) -> None:
         """Look whether all ranks have the same parameters, and say once if they do not: they have, unless these are
         changed by something else than the step. A collective."""
