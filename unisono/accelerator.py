@@ -247,7 +247,7 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Args:
             models: ignored; for compatibility with Accelerate.
         """
-        return self._steps.block()
+        return self._steps.in_block()
 
     @property
     def sync_gradients(self) -> bool:

@@ -363,14 +363,6 @@ def _tails(loops: Sequence[Loop]) -> list[Batch]:
     return [Batch(loop, *tail, is_sized=False) for loop in loops if (tail := loop.tail())]
 
 
-def name_batches(batches: Sequence[Batch]) -> str:
-    """Describe a rank's batches in words that are equal on another rank if its batches are of the same rounds."""
-    last = batches[-1]
-    numbers = [last.number] if len(batches) == 1 else [each.number for each in batches if each.loop is last.loop]
-    names = f"batch {numbers[0]}" if len(numbers) == 1 else f"batches {', '.join(map(str, numbers))}"
-    return f"{names} of its loop{f', round {last.mark:08x}' if last.mark else ''}"
-
-
 def _oldest_unused(batches: list[Batch]) -> Batch:
     """The batch that is meant, of several in the same memory: of those after the last one that was used, the oldest of
     the latest open loop; of the latest loop, if none is open."""

@@ -20,7 +20,8 @@ from unisono.deliveries import Batch, Loop
 from unisono.errors import CheckpointError
 from unisono.parallel.claims import Claim
 from unisono.parallel.gradients import is_sparse
-from unisono.parallel.steps import TAKEN, Step, Steps, Visit
+from unisono.parallel.machine import TAKEN, Step, Visit
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.states import broadcast_entries, plain_name

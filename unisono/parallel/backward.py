@@ -38,7 +38,8 @@ from unisono.parallel.claims import Claim, Crossings, Origin, find_origin
 from unisono.parallel.finiteness import LOSS, Finiteness
 from unisono.parallel.gradients import scaled
 from unisono.parallel.losses import LossWatch, warn_of_unprepared
-from unisono.parallel.steps import COLLECTING, Steps, Visit
+from unisono.parallel.machine import COLLECTING, Visit
+from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine, WeakList, is_left_at, weak_method
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.timeline import BACKWARD

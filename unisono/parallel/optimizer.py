@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.arguments import check_type
-from unisono.deliveries import name_batches
 from unisono.parallel.agreement import check_agreement
 from unisono.parallel.backward import Passes
 from unisono.parallel.claims import Crossings, Origin, check_counts, claim_of, find_origin, named_origin, refuse_crossed
 from unisono.parallel.finiteness import LOSS, Finiteness
 from unisono.parallel.gradients import check_presence, reduce_gradients, scaled
+from unisono.parallel.machine import name_batches
 from unisono.parallel.parameter_names import describe_rates, trained_parameters
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.sharded import holds_any

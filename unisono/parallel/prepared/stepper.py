@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,9 +30,9 @@ from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
 from unisono.parallel.finiteness import GRADIENT, Finiteness, small_gradient
 from unisono.parallel.gradients import check_presence
+from unisono.parallel.machine import TAKEN
 from unisono.parallel.parameter_names import has_gradient, parameters_of, trained_parameters
 from unisono.parallel.prepared.scaler import LossScaler
-from unisono.parallel.steps import TAKEN
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm, holds_any
 from unisono.timeline import REDUCE, STEP
@@ -291,20 +291,10 @@ class Stepper:
             self.forget()
 
     def may_zero(self) -> bool:
-        """Whether gradients may be zeroed: they hold nothing of the current step, or it is over or abandoned.
-
-        A step is given up if its gradients are final but the optimizer has not stepped, or if no step was requested
-        since the last backward pass.
-        """
-        steps, step = self._steps, self._steps.step
-        if steps.step.every == 1 or steps.has_stepped(self.optimizer):
-            return True
+        """Whether gradients may be zeroed, as `Machine.may_zero` says."""
         held = [each.gradients for each in self._engines]
-        passed = [each.passed for each in held if each.passed is not None and each.passed[0] is step]
-        # Final by a pass of its own, not by that of another model, which its own may follow in the same microbatch.
         is_reduced = any(each.reduced_by is not None for each in held)
-        is_final = is_reduced and any(at >= step.visits[-1].microbatch for _, at in passed)
-        return not passed or is_final or any(at > steps.requested for _, at in passed)
+        return self._steps.may_zero(self.optimizer, map(attrgetter("passed"), held), is_reduced)
 
     def forget(self) -> None:
         """Record that the gradients are zero."""

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.parallel.steps import Step, Steps
+from unisono.parallel.machine import Step
+from unisono.parallel.steps import Steps
 from unisono.torch_private import BUFFERS, MODULES, PARAMETERS, VERSION
 from unisono.world import World
 
