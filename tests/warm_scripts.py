@@ -1,7 +1,8 @@
 """Scripts that start at once: forked from an interpreter that has imported torch.
 
 A script of its own, with its own process group, environment and standard streams, costs a second and more of imports
-otherwise, and its zygote as much again: that is forked beside the script, and sleeps until the script starts it.
+otherwise, and its zygote as much again: that is forked beside the script, and sleeps until the script starts it. So do
+the agents of a script that names two machines of the engine `Local`, each of which has such a zygote, too.
 Variables that the interpreter reads at its start, `PYTHONHASHSEED` for one, have no effect; what a test claims about
 the start of an interpreter takes a fresh one (`faults.Script`).
 
@@ -38,6 +39,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unisono.engines import piped
 from unisono.launch.starting import wire, zygote_client
 
 MARK = "UNISONO_TEST_RUN"  # in the environment of all processes of a script
@@ -49,6 +51,7 @@ if importlib.util.find_spec("torch_xla"):  # what it imports; itself it reads th
     _IMPORTED += ["torch._inductor.fx_passes.post_grad", "functorch.compile"]
 
 _STARTING = ("spawn", "launch", "unisono.cli")  # one of these words is in every script that starts workers
+_MACHINES = ("Local(2)", "local")  # one of these in the arguments of one that starts two agents instead
 
 _environ = dict(os.environ)  # of the interpreter, before any test changes its own
 _server: tuple[int, socket.socket] | None = None  # the interpreter's pid, and what it is asked through
@@ -271,21 +274,17 @@ def _begin(
     """Become the script, up to its first line."""
     global _takes_apart
     source = Path(asked["argv"][0]).read_text()
-    ours, theirs = socket.socketpair()
-    sleeper = os.fork() if any(word in source for word in _STARTING) else None
-    if sleeper == 0:
-        for descriptor in (ready, stdout, stderr, status, ours.detach()):
+    count = 2 if any(word in _MACHINES for word in asked["argv"]) else any(word in source for word in _STARTING)
+    if not _fork_sleepers(count):
+        for descriptor in (ready, stdout, stderr, status):
             os.close(descriptor)
-        return _sleep(theirs)
-    theirs.close()
+        return _sleep()
     os.setpgid(0, 0)
     _write_mark(asked["environ"][MARK])
     for descriptor in (ready, status):
         os.close(descriptor)
     _move({1: stdout, 2: stderr})
     _replace_environ(asked["environ"])
-    if sleeper is not None:
-        _wake_at_first_start(sleeper, ours)
     gc.enable()
     _takes_apart = asked["takes_apart"]
     if "PYTHONUNBUFFERED" in os.environ:
@@ -303,38 +302,72 @@ def _begin(
     return compile(source, file, "exec"), main.__dict__
 
 
-def _sleep(waking: socket.socket) -> tuple[types.CodeType, dict[str, Any]]:
-    """Be the process that the script starts for its zygote, from when it does; until then, nobody."""
+_sleepers: list[tuple[int, socket.socket]] = []  # of this process, which wakes them by the socket; its own, in one
+
+
+def _fork_sleepers(count: int) -> bool:
+    """Fork processes that sleep until this one starts zygotes or agents. False in one that has woken."""
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+        if (pid := os.fork()) == 0:
+            for each in (ours, *(waking for _, waking in _sleepers)):
+                each.close()
+            _sleepers[:] = [(0, theirs)]
+            return False
+        theirs.close()
+        _sleepers.append((pid, ours))
+    if count:
+        _wake_at_starts()
+    return True
+
+
+def _sleep() -> tuple[types.CodeType, dict[str, Any]]:
+    """Be the process that the script starts for its zygote, or an agent, from when it does; until then, nobody."""
+    [(_, waking)] = _sleepers
+    _sleepers.clear()
     try:
         asked, fds = wire.receive(waking)
     except EOFError:
         os._exit(0)
     waking.close()
+    if "unisono.engines" in asked["source"] and not _fork_sleepers(1):  # an agent, which starts a zygote
+        for descriptor in fds:
+            os.close(descriptor)
+        return _sleep()
     os.setsid()
     _write_mark(asked["environ"].get(MARK, _BLANK))
-    _move(dict(zip([0, 1, 2, *asked["fds"]], [os.open(os.devnull, os.O_RDONLY), *fds], strict=True)))
+    _move(dict(zip([0, 1, 2, *asked["fds"]], fds, strict=True)))
     sys.argv[:] = ["-c"]
     _replace_environ(asked["environ"])
     os.chdir(asked["directory"])
+    gc.enable()
     return compile(asked["source"], "<string>", "exec"), {"__name__": "__main__"}
 
 
-def _wake_at_first_start(sleeper: int, waking: socket.socket) -> None:
-    """Let the zygote client start the sleeper instead of a fresh interpreter: once, and from this process."""
+class _Woken(subprocess.Popen[bytes]):
+    """Wakes a sleeper of this process instead of starting a fresh interpreter."""
+
+    def _execute_child(self, args, _, __, ___, pass_fds, cwd, env, *rest) -> None:  # type: ignore
+        environ = dict(os.environ) if env is None else env
+        asked = {"source": args[-1], "fds": list(pass_fds), "environ": environ, "directory": cwd or os.getcwd()}
+        pipes = rest[3:9]  # for reading and writing: standard input, output and errors
+        self.pid, waking = _sleepers.pop()
+        wire.send(waking, asked, (pipes[0], 1 if pipes[3] == -1 else pipes[3], 2, *pass_fds))
+        waking.close()
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._child_created = True
+
+
+def _wake_at_starts() -> None:
+    """Let zygotes and agents be sleepers while there are some; a fork of this process starts fresh interpreters."""
     script = os.getpid()
 
-    class Woken(subprocess.Popen[bytes]):
-        def _execute_child(self, args, _, __, ___, pass_fds, cwd, env, *____) -> None:  # type: ignore
-            asked = {"source": args[-1], "fds": list(pass_fds), "environ": env, "directory": cwd or os.getcwd()}
-            wire.send(waking, asked, (1, 2, *pass_fds))
-            waking.close()
-            self.pid, self._child_created = sleeper, True
-
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        zygote_client.Popen = subprocess.Popen  # type: ignore[attr-defined]
-        return (Woken if os.getpid() == script else subprocess.Popen)(*arguments, **options)
+        has_sleepers = _sleepers and os.getpid() == script
+        return (_Woken if has_sleepers else subprocess.Popen)(*arguments, **options)
 
     zygote_client.Popen = start  # type: ignore[attr-defined,assignment]
+    piped.Popen = start  # type: ignore[attr-defined,assignment]
 
 
 def _move(descriptors: dict[int, int]) -> None:

@@ -45,9 +45,8 @@ def program(index: int, how: str) -> Place:
     if how == "restart" and is_last and world.restart_count == 0:
         raise Mine("not at first")
     if how in ("lose", "end") and is_last:
-        for process in psutil.Process().parents():  # the agent, as if its machine were gone
-            if "unisono.engines" in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL if how == "lose" else signal.SIGTERM)
+        _, agent, *_ = psutil.Process().parents()  # as if its machine were gone
+        agent.send_signal(signal.SIGKILL if how == "lose" else signal.SIGTERM)
         signal.pause()
     steps = 0
     if how == "stop":

@@ -7,12 +7,12 @@ outcome. Standard error is inherited.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from subprocess import PIPE, Popen, TimeoutExpired
 
 from unisono.engines.machine import MARK
 from unisono.errors import UnisonoError, describe_exit
@@ -30,7 +30,7 @@ class PipedMachine:
         self._where, self._on_end = where, on_end
         self._endpoint: SimpleQueue[str] = SimpleQueue()
         # A session of its own: Ctrl-C is the caller's, who asks.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         self._thread = threading.Thread(target=_read, args=(self,), name="unisono-machine", daemon=True)
 
     def begin(self, bundle: bytes, number: int, count: int, per_machine: int, endpoint: str) -> str:
@@ -72,7 +72,7 @@ class PipedMachine:
         """Return when the machine's processes have ended; after 10 s, end the local one at once."""
         try:
             self._process.wait(10.0)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self._process.kill()
 
 
