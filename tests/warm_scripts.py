@@ -2,7 +2,7 @@
 
 A script of its own, with its own process group, environment and standard streams, costs a second and more of imports
 otherwise, and its zygote as much again: that is forked beside the script, and sleeps until the script starts it. So do
-the agents of a script that names two machines of the engine `Local`, each of which has such a zygote, too.
+the agents of a script that runs on the engine `Local`, each of which has such a zygote, too.
 Variables that the interpreter reads at its start, `PYTHONHASHSEED` for one, have no effect; what a test claims about
 the start of an interpreter takes a fresh one (`faults.Script`).
 
@@ -51,7 +51,6 @@ if importlib.util.find_spec("torch_xla"):  # what it imports; itself it reads th
     _IMPORTED += ["torch._inductor.fx_passes.post_grad", "functorch.compile"]
 
 _STARTING = ("spawn", "launch", "unisono.cli")  # one of these words is in every script that starts workers
-_MACHINES = ("Local(2)", "local")  # one of these in the arguments of one that starts two agents instead
 
 _environ = dict(os.environ)  # of the interpreter, before any test changes its own
 _server: tuple[int, socket.socket] | None = None  # the interpreter's pid, and what it is asked through
@@ -122,6 +121,7 @@ def run(
     directory: Path | None = None,
     environ: Mapping[str, str] | None = None,
     takes_apart: bool = False,
+    sleepers: int = 1,
 ) -> Forked:
     """Fork a script: the file is its `__main__`, and it leads a process group.
 
@@ -130,12 +130,14 @@ def run(
         directory: None for the current one.
         environ: None for this process's.
         takes_apart: at its end, the objects of all modules are taken apart, as in a fresh interpreter.
+        sleepers: how many zygotes and agents it starts; further ones are fresh interpreters.
     """
     asked = {
         "argv": [str(file), *arguments],
         "directory": str(directory or Path.cwd()),
         "environ": {MARK: _BLANK, **(os.environ if environ is None else environ)},
         "takes_apart": takes_apart,
+        "sleepers": sleepers,
     }
     server = _serving()
     pipes = [os.pipe() for _ in range(3)]
@@ -153,11 +155,11 @@ def complete(
     *arguments: str,
     directory: Path | None = None,
     environ: Mapping[str, str] | None = None,
-    takes_apart: bool = False,
     timeout: float = 100.0,
+    **options: Any,
 ) -> tuple[int, str, str]:
     """Run a script to its end: its exit code, output and errors. The arguments are those of `run`."""
-    with run(file, *arguments, directory=directory, environ=environ, takes_apart=takes_apart) as process:
+    with run(file, *arguments, directory=directory, environ=environ, **options) as process:
         output, errors = process.communicate(timeout)
         return process.wait(), output, errors
 
@@ -274,8 +276,7 @@ def _begin(
     """Become the script, up to its first line."""
     global _takes_apart
     source = Path(asked["argv"][0]).read_text()
-    count = 2 if any(word in _MACHINES for word in asked["argv"]) else any(word in source for word in _STARTING)
-    if not _fork_sleepers(count):
+    if not _fork_sleepers(asked["sleepers"] * any(word in source for word in _STARTING)):
         for descriptor in (ready, stdout, stderr, status):
             os.close(descriptor)
         return _sleep()

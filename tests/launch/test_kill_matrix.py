@@ -89,7 +89,8 @@ def test_nothing_survives_a_caller_hit_by(hit: tuple[signal.Signals, bool], tmp_
 @SLOW
 @pytest.mark.parametrize("victim", ["zygote", "rank 0", "rank 1", "loader worker"])
 def test_a_run_ends_and_leaves_nothing_whatever_signal_hits_its(victim: str, tmp_path: Path, ear: Ear) -> None:
-    with Gate.at(tmp_path / "gate").kept() as let_pass, Script(RICH + RUN + AGAIN_AND_AGAIN, tmp_path) as script:
+    source = RICH + RUN + AGAIN_AND_AGAIN
+    with Gate.at(tmp_path / "gate").kept() as let_pass, Script(source, tmp_path, zygotes=4) as script:
         for signum in SIGNALS:  # one caller after another would take its time to import torch
             let_pass(1)
             with _named(f"{victim}, {signum.name}"):
