@@ -17,13 +17,11 @@ from faults import Script
 
 _AGENT = """
 import ctypes, os, signal, sys
-network, is_apart = {network!r}, {is_apart}
-libc = ctypes.CDLL(None, use_errno=True)
-if network:
-    descriptor = os.open("/run/netns/" + network, os.O_RDONLY)
+if {is_apart}:
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open("/run/netns/{network}", os.O_RDONLY)
     assert libc.setns(descriptor, 0x40000000) == 0
     os.close(descriptor)
-if is_apart:
     assert libc.unshare(0x20020000) == 0, "CLONE_NEWNS, CLONE_NEWPID"
     if (child := os.fork()):
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -37,12 +35,12 @@ if __name__ == "__main__":
 
 def agent(directory: Path, *arguments: str, network: str = "", is_apart: bool = False, **environ: str) -> Script:
     """`unisono` with these arguments, in a process of its own, with a directory of its own, in a network; `is_apart`:
-    as in a container, which sees no process of others. The agents of a directory see the same home."""
+    there as in a container, which sees no process of others. The agents of a directory see the same home."""
     directory.mkdir(exist_ok=True)
     source = _AGENT.format(arguments=list(arguments), network=network, is_apart=is_apart)
     environ = {"HOME": str(directory.parent), **environ}
-    # The workers must be in that network, too: a zygote that was forked beside the agent is not.
-    return Script(source, directory, "file" if network else "warm", **environ)
+    # A zygote that was forked beside the agent would not be in the container.
+    return Script(source, directory, "file" if is_apart else "warm", network=network, **environ)
 
 
 def free_port() -> int:

@@ -273,9 +273,12 @@ class Script:
         way: "warm" forks it from an interpreter that has imported torch; a fresh one runs it as "file", "command" or
             "stdin".
         zygotes: how many it starts one after another, forked likewise.
+        network: the network namespace that a warm one is in, by name.
     """
 
-    def __init__(self, source: str, directory: Path, way: str = "warm", zygotes: int = 1, **environ: str) -> None:
+    def __init__(
+        self, source: str, directory: Path, way: str = "warm", zygotes: int = 1, network: str = "", **environ: str
+    ) -> None:
         self.mark = uuid4().hex
         self._began = time.time()
         self.directory = directory
@@ -287,7 +290,7 @@ class Script:
         environ = {**os.environ, **own, **environ}
         if way == "warm":
             self.process: warm_scripts.Forked | subprocess.Popen[str] = warm_scripts.run(
-                file, directory=directory, environ=environ, sleepers=zygotes
+                file, directory=directory, environ=environ, sleepers=zygotes, network=network
             )
         else:
             self.process = _start(way, file, directory, environ)

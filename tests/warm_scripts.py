@@ -122,6 +122,7 @@ def run(
     environ: Mapping[str, str] | None = None,
     takes_apart: bool = False,
     sleepers: int = 1,
+    network: str = "",
 ) -> Forked:
     """Fork a script: the file is its `__main__`, and it leads a process group.
 
@@ -131,6 +132,7 @@ def run(
         environ: None for this process's.
         takes_apart: at its end, the objects of all modules are taken apart, as in a fresh interpreter.
         sleepers: how many zygotes and agents it starts; further ones are fresh interpreters.
+        network: the network namespace that it is in, by name.
     """
     asked = {
         "argv": [str(file), *arguments],
@@ -138,6 +140,7 @@ def run(
         "environ": {MARK: _BLANK, **(os.environ if environ is None else environ)},
         "takes_apart": takes_apart,
         "sleepers": sleepers,
+        "network": network,
     }
     server = _serving()
     pipes = [os.pipe() for _ in range(3)]
@@ -276,6 +279,9 @@ def _begin(
     """Become the script, up to its first line."""
     global _takes_apart
     source = Path(asked["argv"][0]).read_text()
+    if asked["network"]:
+        with open(f"/run/netns/{asked['network']}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0x40000000) == 0, "CLONE_NEWNET"
     if not _fork_sleepers(asked["sleepers"] * any(word in source for word in _STARTING)):
         for descriptor in (ready, stdout, stderr, status):
             os.close(descriptor)
