@@ -7,6 +7,7 @@ import gc
 import random
 import shutil
 import signal
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -54,6 +55,14 @@ def loaded(path: Path) -> int:
     counted = Counted(-1)
     load(path, counted=counted)
     return counted.number
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """In main memory: hundreds of saves are written through, which takes as long as what others do with the disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="unisono-", dir=memory if memory.is_dir() else tmp_path) as directory:
+        yield Path(directory)
 
 
 WAYS = pytest.mark.parametrize(("way", "place"), [(save_numbered, "."), (save_best, "best")], ids=["numbered", "best"])

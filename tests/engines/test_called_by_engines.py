@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import warm_scripts
 from called_by import EPOCHS, SAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
@@ -19,9 +19,9 @@ def weights(engine: str, directory: Path) -> list[float]:
     """The weight that each rank has in the end, once the samples that were trained on are checked."""
     directory.mkdir()
     script = Path(__file__).with_name("called_by.py")
-    command, environ = [sys.executable, script, engine, directory], {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environ)
-    assert process.returncode == 0, process.stderr
+    environ = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    code, _, errors = warm_scripts.complete(script, engine, str(directory), environ=environ, timeout=400)
+    assert code == 0, errors
     samples = [line for path in directory.glob("ledger-*") for line in path.read_text().splitlines()]
     assert Counter(samples) == {str(number): EPOCHS for number in range(1, SAMPLES + 1)}
     return [float(path.read_text()) for path in directory.glob("weight-*")]

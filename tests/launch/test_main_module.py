@@ -101,14 +101,14 @@ if GUARD or __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_loader_workers_that_are_fresh_interpreters_find_what_the_script_defines(tmp_path, method):
-    with Script(FRESH.replace("METHOD", repr(method)).replace("GUARD", "False"), tmp_path, "file") as script:
+    with Script(FRESH.replace("METHOD", repr(method)).replace("GUARD", "False"), tmp_path) as script:
         assert script.end() == (0, "[[[0], [1], [4]], [[0], [1], [4]]]\n", "")
         assert script.survivors() == []
 
 
 @pytest.mark.slow
 def test_they_do_not_run_a_spawn_that_no_main_guard_protects(tmp_path):
-    with Script(FRESH.replace("METHOD", "'forkserver'").replace("GUARD", "True"), tmp_path, "file") as script:
+    with Script(FRESH.replace("METHOD", "'forkserver'").replace("GUARD", "True"), tmp_path) as script:
         code, _, errors = script.end()
         assert code == 1
         assert "put that call under `if __name__ == " in errors
@@ -126,7 +126,7 @@ spawn(work, nprocs=2)
 @pytest.mark.slow
 def test_a_spawn_at_the_import_of_its_own_module_is_an_error_and_no_endless_tree(tmp_path):
     (tmp_path / "imported.py").write_text(IMPORTED)
-    with Script("import imported", tmp_path, "file") as script:
+    with Script("import imported  # which calls spawn", tmp_path) as script:
         code, _, errors = script.end()
         assert code == 1
         assert "unisono.errors.UnpicklableError: fn or its arguments cannot be rebuilt in the worker" in errors
