@@ -75,7 +75,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["dict(start_method='zygote')", "dict(start_method='spawn')", "dict(engine=Local(2))"])
+@pytest.mark.parametrize("how", ["dict(start_method='zygote')", "dict(start_method='spawn')", "dict(engine=Local(1))"])
 def test_no_process_imports_from_the_directory_in_which_it_is_started(tmp_path: Path, how: str) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for directory in (ours, theirs):
