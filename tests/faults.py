@@ -290,7 +290,7 @@ class Script:
         environ = {**os.environ, **own, **environ}
         if way == "warm":
             self.process: warm_scripts.Forked | subprocess.Popen[str] = warm_scripts.run(
-                file, directory=directory, environ=environ, sleepers=zygotes, network=network
+                file, directory=directory, environ=environ, zygotes=zygotes, network=network
             )
         else:
             self.process = _start(way, file, directory, environ)

@@ -2,7 +2,7 @@
 
 A script of its own, with its own process group, environment and standard streams, costs a second and more of imports
 otherwise, and its zygote as much again: that is forked beside the script, and sleeps until the script starts it. So do
-the agents of a script that runs on the engine `Local`, each of which has such a zygote, too.
+the agents of a script that says it starts some, each of which has such a zygote, too.
 Variables that the interpreter reads at its start, `PYTHONHASHSEED` for one, have no effect; what a test claims about
 the start of an interpreter takes a fresh one (`faults.Script`).
 
@@ -121,7 +121,8 @@ def run(
     directory: Path | None = None,
     environ: Mapping[str, str] | None = None,
     takes_apart: bool = False,
-    sleepers: int = 1,
+    zygotes: int = 1,
+    agents: int = 0,
     network: str = "",
 ) -> Forked:
     """Fork a script: the file is its `__main__`, and it leads a process group.
@@ -131,7 +132,8 @@ def run(
         directory: None for the current one.
         environ: None for this process's.
         takes_apart: at its end, the objects of all modules are taken apart, as in a fresh interpreter.
-        sleepers: how many zygotes and agents it starts; further ones are fresh interpreters.
+        zygotes: how many it starts, one after another; further ones are fresh interpreters.
+        agents: as many of the engine `Local`, and no zygotes.
         network: the network namespace that it is in, by name.
     """
     asked = {
@@ -139,7 +141,8 @@ def run(
         "directory": str(directory or Path.cwd()),
         "environ": {MARK: _BLANK, **(os.environ if environ is None else environ)},
         "takes_apart": takes_apart,
-        "sleepers": sleepers,
+        "zygotes": zygotes,
+        "agents": agents,
         "network": network,
     }
     server = _serving()
@@ -282,7 +285,8 @@ def _begin(
     if asked["network"]:
         with open(f"/run/netns/{asked['network']}") as file:
             assert ctypes.CDLL(None).setns(file.fileno(), 0x40000000) == 0, "CLONE_NEWNET"
-    if not _fork_sleepers(asked["sleepers"] * any(word in source for word in _STARTING)):
+    starts = any(word in source for word in _STARTING)
+    if not _fork_sleepers(starts * (asked["agents"] or asked["zygotes"]), piped if asked["agents"] else zygote_client):
         for descriptor in (ready, stdout, stderr, status):
             os.close(descriptor)
         return _sleep()
@@ -312,8 +316,8 @@ def _begin(
 _sleepers: list[tuple[int, socket.socket]] = []  # of this process, which wakes them by the socket; its own, in one
 
 
-def _fork_sleepers(count: int) -> bool:
-    """Fork processes that sleep until this one starts zygotes or agents. False in one that has woken."""
+def _fork_sleepers(count: int, starter: types.ModuleType) -> bool:
+    """Fork processes that sleep until that module starts some here, zygotes or agents. False in one of them."""
     for _ in range(count):
         ours, theirs = socket.socketpair()
         if (pid := os.fork()) == 0:
@@ -323,8 +327,12 @@ def _fork_sleepers(count: int) -> bool:
             return False
         theirs.close()
         _sleepers.append((pid, ours))
-    if count:
-        _wake_at_starts()
+    script = os.getpid()  # a fork of this process starts fresh interpreters
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        return (_Woken if _sleepers and os.getpid() == script else subprocess.Popen)(*arguments, **options)
+
+    starter.Popen = start  # type: ignore[attr-defined]
     return True
 
 
@@ -337,7 +345,7 @@ def _sleep() -> tuple[types.CodeType, dict[str, Any]]:
     except EOFError:
         os._exit(0)
     waking.close()
-    if "unisono.engines" in asked["source"] and not _fork_sleepers(1):  # an agent, which starts a zygote
+    if "unisono.engines" in asked["source"] and not _fork_sleepers(1, zygote_client):  # an agent, which starts a zygote
         for descriptor in fds:
             os.close(descriptor)
         return _sleep()
@@ -363,18 +371,6 @@ class _Woken(subprocess.Popen[bytes]):
         waking.close()
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
         self._child_created = True
-
-
-def _wake_at_starts() -> None:
-    """Let zygotes and agents be sleepers while there are some; a fork of this process starts fresh interpreters."""
-    script = os.getpid()
-
-    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        has_sleepers = _sleepers and os.getpid() == script
-        return (_Woken if has_sleepers else subprocess.Popen)(*arguments, **options)
-
-    zygote_client.Popen = start  # type: ignore[attr-defined,assignment]
-    piped.Popen = start  # type: ignore[attr-defined,assignment]
 
 
 def _move(descriptors: dict[int, int]) -> None:

@@ -70,7 +70,7 @@ class Ground(NamedTuple):
 
     def start(self, directory: Path, how: str, nprocs: int = 4) -> subprocess.Popen[str] | warm_scripts.Forked:
         if self.engine == "Local(2)":
-            return warm_scripts.run(CALLER, self.engine, how, str(nprocs), directory=directory, sleepers=2)
+            return warm_scripts.run(CALLER, self.engine, how, str(nprocs), directory=directory, agents=2)
         command = [*self.enter, sys.executable, str(CALLER), self.engine.format(directory=directory), how, str(nprocs)]
         environ = {**os.environ, **self.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with (directory / "errors").open("a") as errors:

@@ -84,7 +84,9 @@ def test_a_run_that_is_ended_goes_on_to_the_end_on_other_devices(tmp_path: Path,
     assert code in (143, -signum), output
     saved = int((checkpoints / "latest").read_text().rpartition("_")[2])
     more = arguments(saved // 4 + 2)  # it saves four times in an epoch, and may have come far meanwhile
-    code, output, errors = warm_scripts.complete(SCRIPT, *more, "--devices", *then.split(), sleepers=2)
+    code, output, errors = warm_scripts.complete(
+        SCRIPT, *more, "--devices", *then.split(), agents=2 * ("local" in then)
+    )
     assert code == 0, errors
     assert re.search(r"test accuracy \d\d\.\d\d%", output)
     assert int((checkpoints / "latest").read_text().rpartition("_")[2]) > saved
