@@ -266,7 +266,7 @@ MUTANTS = [
     ("if step.every == 1 or step.state == FINAL:", "if step.every == 1:"),
     ("return requests.stepped is not step", "return False"),
     ("return requests.stepped is not step", "return True"),
-    ("return bool(loops) and not any(each.is_open for each in loops)", "return not any(each.is_open for each in loops)"),
+    ("return bool(loops) and not any", "return not any"),
     ("not any(each.is_open for each in loops)", "not all(each.is_open for each in loops)"),
     ("and all(before > each.began for each in last)", ""),
     ("all(before > each.began for each in last)", "any(before > each.began for each in last)"),
