@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from secrets import token_hex
 from typing import IO, Any
 from zlib import crc32
 
@@ -80,6 +81,7 @@ class Job:
         num_threads: CPU threads of each worker.
         records: the directory of the ranks' records; "" for none.
         place: that of the first worker on this machine; without an address, the ranks meet in the group's directory.
+        secret: by which such ranks sign what they send one another by gloo: other users reach the loopback, too.
     """
 
     call: bytes
@@ -89,6 +91,7 @@ class Job:
     place: RankPlace
     caller: Caller = field(default_factory=Caller)
     records: str = ""
+    secret: str = field(default_factory=lambda: token_hex(32), repr=False)
 
     @property
     def ranks(self) -> range:

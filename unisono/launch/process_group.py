@@ -50,7 +50,7 @@ def join(
         RuntimeError, OSError: the peers could not be reached; torch's own message, with a note on what was tried.
     """
     device = backend.enter_worker(place.local_rank, place.local_world_size)
-    if place.address:  # otherwise they meet in a file that only their user can open
+    if place.address:  # otherwise their group has a secret of its own
         use_secret(os.environ.get(SECRET, ""))
     try:
         # Before the process group exists: gloo reads the variable when it creates its device.

@@ -34,6 +34,7 @@ from unisono import preemption, terminal
 from unisono.backends import get_backend
 from unisono.backends.cores import cores_near
 from unisono.comm.processes import ProcessCommunicator, is_of_transport
+from unisono.comm.sealing import use_secret
 from unisono.comm.selection import innermost, translate_error
 from unisono.errors import StoppedError, UnisonoError, UnpicklableError, WorkerDiedError
 from unisono.launch.hosts.environment import RankPlace
@@ -265,6 +266,7 @@ def _join_world(job: Job, place: RankPlace) -> World:
         os.sched_setaffinity(0, cores_near(place.local_rank % max(1, backend.device_count()), pin))
     torch.set_num_threads(job.num_threads)
     timeout = timedelta(seconds=options.timeout_s)
+    use_secret(job.secret)
     world = join(place, backend, timeout, options.process_group)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # for child processes; this process has already read them
         os.environ.setdefault(name, str(job.num_threads))
