@@ -3,10 +3,12 @@ he does, nothing that he sends is believed, no code of his runs, and no file is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 from agents import agent, free_port
 from faults import Script, until
@@ -152,3 +154,110 @@ def test_nothing_that_another_user_sends_is_believed(how: str, networks: tuple[s
     assert re.search(REFUSED[how], ends[0][2] + ends[1][2]), ends
     assert not (tmp_path / "owned").exists()
     assert (tmp_path / "file").read_text() == before
+
+
+# Of each group, one of two ranks waits for the other to connect, which has the greater address. So there are many.
+GROUPS = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist, unisono
+from faults import until
+shared, found = Path(sys.argv[1]), [None, None]
+(shared / f"rank-{unisono.rank()}-{os.getpid()}").touch()
+until(lambda: len([*shared.glob("rank-*")]) == 2)
+for number in range(16):
+    if unisono.rank() == 1:
+        until((shared / f"done-{number}").exists)
+    dist.all_gather_object(found, "x" * unisono.rank(), group=dist.new_group(backend="gloo"))
+print("found", found)
+"""
+STRANGER_HERE = """
+import os, pickle, struct, threading, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from unisono.torch_private import GLOO_DEVICES, GLOO_TIMEOUT, GlooOptions
+os.setgroups([])
+os.setresgid(12345, 12345, 12345)
+os.setresuid(12345, 12345, 12345)
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch {owned}",)
+
+class Guessed(dist.Store):
+    def __init__(self, port):
+        super().__init__()
+        self.port = port
+
+    def set(self, key, value):
+        self.own = value
+
+    def get(self, key):  # the address of rank 0 is like his own, but for two numbers
+        at = self.own.index(bytes([127, 0, 0, 2]))
+        theirs = self.own[: at - 2] + struct.pack(">H4B", self.port, 127, 0, 0, 1) + self.own[at + 4 :]
+        return self.own if key.endswith("/1") else theirs
+
+    def wait(self, keys, *timeout):
+        pass
+
+    def check(self, keys):
+        return True
+
+def listening():
+    lines = [line.split() for line in open("/proc/net/tcp")][1:]
+    here = [each[1].split(":") for each in lines if each[3] == "0A" and each[7] == "0"]
+    return {{int(port, 16) for address, port in here if address == "0100007F"}}
+
+def attack(port):
+    options, data = GlooOptions(), torch.frombuffer(bytearray(pickle.dumps(Code())), dtype=torch.uint8)
+    setattr(options, GLOO_TIMEOUT, timedelta(seconds=60))
+    setattr(options, GLOO_DEVICES, [dist.ProcessGroupGloo.create_device(hostname="127.0.0.2")])
+    try:
+        group = dist.ProcessGroupGloo(Guessed(port), 1, 2, options)
+        open(f"reached-{{port}}", "w").close()
+        while True:
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+            group.allgather([sizes], [torch.tensor([len(data)])]).wait()
+            padded = torch.nn.functional.pad(data, (0, int(max(sizes)) - len(data)))
+            group.allgather([[torch.empty_like(padded) for _ in range(2)]], [padded]).wait()
+    except RuntimeError:  # nobody waits for him there
+        pass
+
+known = listening()
+print("looks", flush=True)
+while True:
+    time.sleep(0.01)
+    for port in listening() - known:
+        known.add(port)
+        threading.Thread(target=attack, args=(port,), daemon=True).start()
+"""
+
+
+def test_nobody_becomes_a_rank_on_the_loopback(tmp_path: Path) -> None:
+    (train := tmp_path / "train.py").write_text(GROUPS)
+    owned = tmp_path / "owned"
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "1").chmod(0o777)
+
+    def reached(pid: int) -> int:
+        """The ports of a process that the stranger has reached."""
+        ports = {each.laddr.port for each in psutil.Process(pid).net_connections("tcp")}
+        return sum((tmp_path / "1" / f"reached-{port}").exists() for port in ports)
+
+    with Script(STRANGER_HERE.format(owned=owned), tmp_path / "1", "file") as stranger:
+        assert (lines := stranger.process.stdout) is not None
+        assert lines.readline() == "looks\n"
+        arguments = ["run", "-n", "2", "--backend", "cpu", str(train), str(tmp_path)]
+        with agent(tmp_path / "2", *arguments) as run:
+            until(lambda: len([*tmp_path.glob("rank-*")]) == 2)
+            first = int(next(tmp_path.glob("rank-0-*")).name.removeprefix("rank-0-"))
+            with contextlib.suppress(psutil.NoSuchProcess):  # the run has ended, as it has to
+                for number in range(16):
+                    until(lambda number=number: owned.exists() or reached(first) > number)  # type: ignore[misc]
+                    assert not owned.exists()
+                    (tmp_path / f"done-{number}").touch()
+            code, output, errors = run.end()
+    assert (code, "found" in output) == (1, False), errors
+    assert re.search(REFUSED["connects"], errors), errors
+    assert not owned.exists()
