@@ -329,6 +329,36 @@ def test_an_agent_of_another_run_is_refused_at_a_port_and_both_ways_out_that_it_
             assert sorted(each.end() for each in (one, joins)) == [(0, f"[rank {rank}] 2.0\n", "") for rank in (0, 1)]
 
 
+def test_a_run_that_is_started_twice_says_so(tmp_path):
+    (tmp_path / "meets.py").write_text(
+        "import sys, unisono\nfrom pathlib import Path\nfrom faults import until\nshared = Path(sys.argv[1])\n"
+        "(shared / f'began-{unisono.rank()}').touch()\nuntil((shared / 'done').exists)\nprint('ran')\n"
+    )
+    command, script = agent_command("2"), [str(tmp_path / "meets.py"), str(tmp_path)]
+    place = command[-1]
+    alone = [*agent_command("1")[:-1], place]
+    with agent(tmp_path / "one", *command, *script) as one, agent(tmp_path / "two", *command, *script) as two:
+        until(lambda: len([*tmp_path.glob("began-?")]) == 2)
+        with agent(tmp_path / "again", *alone, *script) as again:
+            code, output, errors = again.end()
+        assert (code, output) == (1, ""), errors
+        words = f"serves {place} already, and this one has no other machines; give each run a port of its own, by "
+        assert words + "--rdzv-endpoint: one that ends with :0 takes a free one" in errors
+        (tmp_path / "apart.py").write_text("print('ran')\n")
+        with agent(tmp_path / "apart", *alone[:-1], "127.0.0.1:0", str(tmp_path / "apart.py")) as apart:
+            assert apart.end()[0] == 0
+        with agent(tmp_path / "late", *command, *script) as late:
+            until(lambda: late.process.stderr.data.endswith(b"\n"))
+            told = late.process.stderr.data.decode()
+            (tmp_path / "done").touch()
+            code, output, errors = late.end()
+            assert [each.end()[0] for each in (one, two)] == [0, 0]
+    words = f" at {place} has its 2 machines (127.0.0.1, 127.0.0.1), and this agent is none of them"
+    assert words + ": it joins if one of them is lost; if it is to be a run of its own, end it" in told
+    assert (code, output) == (1, ""), errors
+    assert words + "; that run is over, and nothing has run here" in errors
+
+
 # What a run on several machines has as one on one machine has it: rank 0 on the first machine, rank 1 on the second.
 
 WATCHED = """

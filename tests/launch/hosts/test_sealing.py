@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from unisono.comm import sealing
-from unisono.launch.hosts.agent import SealedBackend
+from unisono.launch.hosts.rendezvous_state import SealedBackend
 from unisono.launch.hosts.secret import secret_of_run
 
 TRAIN = """

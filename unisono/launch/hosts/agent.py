@@ -41,10 +41,9 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from unisono.comm.sealing import UnsignedError, seal, sealed_store, unseal, use_secret
+from unisono.comm.sealing import sealed_store, use_secret
 from unisono.errors import StoppedError, UnisonoError
 from unisono.launch.context import say_asked
 from unisono.launch.group import Group
@@ -62,6 +61,7 @@ from unisono.launch.hosts.endpoint import (
     wait_served,
 )
 from unisono.launch.hosts.other_machines import OtherMachines
+from unisono.launch.hosts.rendezvous_state import LeftOut, SealedBackend
 from unisono.launch.job import Job
 from unisono.launch.run_target import variables_set
 from unisono.launch.starting.marks import SECRET
@@ -136,10 +136,11 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         use_secret(options.secret)
         parameters = _parameters(options)
         backend, store = create_backend(parameters)
-        check_run_of(store, options.run_id, options.endpoint)
+        check_run_of(store, options.run_id, options.endpoint, is_alone=options.max_nodes == 1 and not is_host)
         store = sealed_store(store)
         log_directory = None if log_dir is None else make_log_directory(log_dir, _agreed_name(store, options))
         sealed = SealedBackend(backend, options.run_id)
+        sealed.on_state = left_out = LeftOut(parameters)
         stack.callback(sealed.close)
         handler = create_handler(store, sealed, parameters)
         spec = WorkerSpec(
@@ -152,7 +153,7 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
         )
         agent = Agent(spec, job, options, log_directory)
         with agent.others.attended(is_host):
-            verdict = _run(agent, options)
+            verdict = _run(agent, options, left_out)
         # A machine that was ended by a signal leaves the rendezvous open, so that others can still join.
         if not (isinstance(verdict.error, SystemExit) and agent.was_asked):
             with contextlib.suppress(RendezvousError):
@@ -325,10 +326,10 @@ class Agent(SimpleElasticAgent):
             self._supervisor.end(Group.interrupt if death_sig == signal.SIGINT else Group.stop)
 
 
-def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
+def _run(agent: Agent, options: MachineOptions, left_out: LeftOut) -> Outcome[Any]:
     try:
         with agent.signals_handled():
-            agent.run()
+            ended = agent.run()
     except SignalException as stop:
         logger.warning("stopped by %s", stop.sigval.name)
         its_end = UnisonoError(f"the agent on {platform.node()} was stopped by {stop.sigval.name}")
@@ -339,12 +340,14 @@ def _run(agent: Agent, options: MachineOptions) -> Outcome[Any]:
         # A machine that has failed no longer serves the endpoint.
         if (known := agent.others.round.trouble()) is not None:
             return known
+        if left_out.reason:
+            return left_out.end()
         lost = UnisonoError(
             f"the agents could not meet at {options.endpoint}, or have lost each other: {type(error).__name__}: "
             f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}"
         )
         return Outcome(error=lost)
-    return agent.verdict
+    return agent.verdict if ended is not None else left_out.end()
 
 
 @contextmanager
@@ -419,55 +422,3 @@ def _quieten() -> None:
         for name in logging.root.manager.loggerDict:
             if name.startswith(_LOGGERS):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-class SealedBackend(RendezvousBackend):
-    """Signs the state of the agents' rendezvous (`comm/sealing.py`), which torch loads as a pickle, and restores what
-    somebody without the secret has overwritten. UnsignedError, from both methods: what is there first is not signed.
-
-    States are numbered, so that an older one that somebody has written again is not believed."""
-
-    def __init__(self, backend: RendezvousBackend, run_id: str) -> None:
-        self._backend = backend
-        self._place = f"rendezvous {run_id}"
-        self._known: bytes | None = None  # the latest state that was signed
-        self._number = 0  # of it
-        self._is_closed = False
-
-    def close(self) -> None:
-        """Write nothing more: torch's thread that keeps this machine alive outlives the secret."""
-        self._is_closed = True
-
-    @property
-    def name(self) -> str:
-        return self._backend.name
-
-    def get_state(self) -> tuple[bytes, Any] | None:
-        found = self._open(self._backend.get_state())
-        return None if found is None else (found[0], found[1])
-
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        found: tuple[bytes, Any, bool] | None = self._open(self._write(state, token))
-        return found
-
-    def _open(self, found: tuple[bytes, Any] | tuple[bytes, Any, bool] | None) -> Any:
-        if found is None:
-            return None
-        try:
-            numbered = unseal(found[0], self._place)
-            if (number := int.from_bytes(numbered[:8])) < self._number:
-                raise UnsignedError("an older one was written again by somebody else")
-            self._number, self._known = number, numbered[8:]
-        except UnsignedError as error:
-            if self._known is None:
-                raise
-            found = self._write(self._known, found[1]) or found
-            logger.warning("the state of the rendezvous: %s; it is restored", error)
-            return (unseal(found[0], self._place)[8:], found[1], False)
-        return (self._known, *found[1:])
-
-    def _write(self, state: bytes, token: Any) -> Any:
-        sealed = seal((self._number + 1).to_bytes(8) + state, self._place)
-        if self._is_closed:  # looked at later: what was sealed before is signed
-            raise RendezvousClosedError
-        return self._backend.set_state(sealed, token)

@@ -100,8 +100,9 @@ def name_run_of(store: dist.distributed_c10d.Store, run_id: str) -> None:
     store.set(_RUN, run_id)
 
 
-def check_run_of(store: dist.distributed_c10d.Store, run_id: str, endpoint: str) -> None:
-    """Check that no agent of another run serves the store. UnisonoError: one does, and the store would end with it."""
+def check_run_of(store: dist.distributed_c10d.Store, run_id: str, endpoint: str, is_alone: bool = False) -> None:
+    """Check that no agent of another run serves the store: for an agent that is alone in its run, any agent.
+    UnisonoError: one does, and the store would end with it."""
     try:
         store.wait([_RUN], timedelta(seconds=_TOLD_S))
     except dist.DistStoreError:
@@ -110,6 +111,11 @@ def check_run_of(store: dist.distributed_c10d.Store, run_id: str, endpoint: str)
         raise UnisonoError(
             f"an agent of the run {served!r} serves {endpoint}, and this one is of the run {run_id!r}; give the agents "
             "of one run the same --rdzv-id, and each run a port of its own, by --rdzv-endpoint"
+        )
+    if is_alone:
+        raise UnisonoError(
+            f"an agent of the run {served!r} serves {endpoint} already, and this one has no other machines; give each "
+            "run a port of its own, by --rdzv-endpoint: one that ends with :0 takes a free one"
         )
 
 
