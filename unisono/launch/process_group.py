@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import socket
 import sys
@@ -34,6 +35,8 @@ _CLOSE_S = 10.0  # how long it waits for the last rank to leave
 _REACH_S = 10.0  # for a connection to another machine
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
+logger = logging.getLogger(__name__)
+
 _kept: dist.distributed_c10d.Store | None = None  # the store that ends with rank zero, as seen from this rank
 _signed: Any = None  # the store, as long as this process lives
 
@@ -52,6 +55,12 @@ def join(
     device = backend.enter_worker(place.local_rank, place.local_world_size)
     if place.address:  # otherwise their group has a secret of its own
         use_secret(os.environ.get(SECRET, ""))
+        if place.rank == 0 and SECRET not in os.environ:
+            logger.warning(
+                "the ranks have no secret: whoever reaches %s:%d, or a port of a rank, can run code in them; set %s to "
+                "the same random text for all of them, or to nothing if nobody else can reach their network",
+                *(place.address, place.port, SECRET),
+            )
     try:
         # Before the process group exists: gloo reads the variable when it creates its device.
         _name_interface(place)

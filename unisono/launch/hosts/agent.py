@@ -134,6 +134,12 @@ def run_agent(job: Job, options: MachineOptions) -> Outcome[list[Any]]:
     with contextlib.ExitStack() as stack, variables_set(_VARIABLES), _serve_endpoint(options) as is_host:
         stack.callback(use_secret, "")
         use_secret(options.secret)
+        if is_host and not options.secret:
+            logger.warning(
+                "without a secret, whoever reaches %s, or a port of a rank, can run code in the ranks; without "
+                "--rdzv-insecure they sign what they send",
+                options.endpoint,
+            )
         parameters = _parameters(options)
         backend, store = create_backend(parameters)
         check_run_of(store, options.run_id, options.endpoint, is_alone=options.max_nodes == 1 and not is_host)
