@@ -306,6 +306,34 @@ def test_an_accelerator_joins_the_ranks_that_are_announced(tmp_path, arguments):
         assert (code, output) == (0, f"{rank} of 2: 1.5\n"), errors
 
 
+SIGNING = """
+import os, torch.distributed as dist, unisono
+from unisono.comm.sealing import has_secret
+
+world = unisono.join_world()
+store = dist.distributed_c10d._get_default_store()
+if world.rank == 0:
+    store.set("address", "10.0.0.1")
+plain = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, wait_for_workers=False)
+unisono.barrier()
+values = [plain.get(key) for key in plain.list_keys() if key.endswith("address")]
+print(has_secret(), [value.startswith(b"unisono signed ") for value in values])
+unisono.barrier()
+"""
+
+
+@pytest.mark.parametrize("secret", [None, "", "s" * 16])
+def test_ranks_of_another_launcher_sign_by_the_variable_and_say_what_its_lack_opens(tmp_path, monkeypatch, secret):
+    (tmp_path / "signing.py").write_text(SIGNING)
+    monkeypatch.delenv("UNISONO_RDZV_SECRET", raising=False)
+    if secret is not None:
+        monkeypatch.setenv("UNISONO_RDZV_SECRET", secret)
+    for rank, (code, output, errors) in enumerate(run_two(tmp_path / "signing.py")):
+        assert (code, output) == (0, f"{bool(secret)} {[bool(secret)]}\n"), errors
+        assert ("the ranks have no secret: whoever reaches" in errors) == (secret is None and rank == 0), errors
+        assert ("; set UNISONO_RDZV_SECRET to the same random text for" in errors) == (secret is None and rank == 0)
+
+
 @pytest.mark.slow
 def test_a_script_with_an_accelerator_runs_unchanged_under_torchrun(tmp_path):
     (tmp_path / "training.py").write_text(TRAINING.format(arguments=""))
