@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 from pathlib import Path
 
 import psutil
@@ -264,3 +265,81 @@ def test_nobody_becomes_a_rank_on_the_loopback(tmp_path: Path) -> None:
     assert (code, "found" in output) == (1, False), errors
     assert re.search(REFUSED["connects"], errors), errors
     assert not owned.exists()
+
+
+RECOVERING = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist, unisono
+from faults import stand_still
+shared, how, found = Path(sys.argv[1]), sys.argv[2], [None, None]
+dist.all_gather_object(found, "x" * unisono.rank(), group=dist.new_group(backend="gloo"))
+if unisono.current_world().restart_count == 0:
+    (shared / f"stands-{unisono.rank()}-{os.getppid()}-{os.getpid()}").touch()
+    stand_still()
+print("found", found)
+"""
+MEDDLER = """
+import ctypes, os, pickle, re, sys
+descriptor = os.open("/run/netns/{network}", os.O_RDONLY)
+assert ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000) == 0
+from datetime import timedelta
+import torch.distributed as dist
+os.setgroups([])
+os.setresgid(12345, 12345, 12345)
+os.setresuid(12345, 12345, 12345)
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch {owned}",)
+
+store = dist.TCPStore("10.77.0.1", {port}, None, False, timedelta(seconds=20), wait_for_workers=False)
+known = {{}}  # by their keys, without the names of rounds
+
+def place_of(key):
+    return re.sub("[0-9a-f]{{32}}", "", key)
+
+for key in store.list_keys():
+    known[place_of(key)] = key, store.get(key) if store.check([key]) else b""
+print("knows", flush=True)
+try:
+    while True:
+        for key in store.list_keys():
+            first, value = known.get(place_of(key), ("", b""))
+            if "{how}" == "deletes" and first != key and "unisono/ranks/" in key:
+                store.delete_key(key)
+            elif "{how}" == "replays" and first and (first != key or "machines" in key or "torch.rendezvous" in key):
+                store.set(key, value)
+            elif not first:
+                store.set(key, pickle.dumps(Code()))
+except dist.DistError:  # the run has ended
+    pass
+"""
+
+
+@pytest.mark.parametrize(("dies", "how"), [("rank", "replays"), ("zygote", "replays"), ("rank", "deletes")])
+def test_a_recovery_is_no_way_in(dies: str, how: str, networks: tuple[str, str], tmp_path: Path) -> None:
+    for name, text in [("train.py", RECOVERING), (".unisono-secret", "secret" * 10)]:
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    (tmp_path / "3").mkdir()
+    port = free_port()
+    arguments = ["run", "--nnodes", "2", "-n", "1", "--backend", "cpu", "--rdzv-endpoint", f"10.77.0.1:{port}"]
+    arguments += ["--max-restarts", "1", "--lost-after", "20", "--timeout", "20"]
+    arguments += [str(tmp_path / "train.py"), str(tmp_path), how]
+    with (
+        agent(tmp_path / "1", *arguments, network=networks[0]) as first,
+        agent(tmp_path / "2", *arguments, network=networks[1]) as second,
+    ):
+        until(lambda: len([*tmp_path.glob("stands-*")]) == 2)
+        source = MEDDLER.format(how=how, network=networks[1], port=port, owned=tmp_path / "owned")
+        with Script(source, tmp_path / "3", "file") as stranger:
+            assert stranger.process.stdout is not None
+            assert stranger.process.stdout.readline() == "knows\n", stranger.end()
+            _, _, zygote, rank = next(tmp_path.glob("stands-1-*")).name.split("-")
+            os.kill(int(zygote if dies == "zygote" else rank), signal.SIGKILL)
+            ends = [each.end() for each in (first, second)]  # within a bound
+        assert [each.survivors() for each in (first, second)] == [[], []]
+    for code, output, errors in ends:
+        assert (code == 1 and errors) or (code == 0 and "found" in output), (code, output, errors)
+    assert not (tmp_path / "owned").exists()

@@ -21,6 +21,7 @@ from unisono.comm.sealing import UnsignedError, seal, unseal
 from unisono.errors import UnisonoError
 from unisono.outcome import Outcome
 
+_QUIET_S, _OVERWRITTEN_S = 5.0, 20.0  # between two attacks; of one, after which the run ends
 _LEFT_OUT_S = 10.0  # the others give up a machine that has gone sooner
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class SealedBackend(RendezvousBackend):
     """Signs the state of the agents' rendezvous (`comm/sealing.py`), which torch loads as a pickle, and restores what
     somebody without the secret has overwritten. UnsignedError, from both methods: what is there first is not signed.
 
-    States are numbered, so that an older one that somebody has written again is not believed."""
+    States are numbered, so that an older one that somebody has written again is not believed. While somebody goes on
+    writing, the agents cannot meet; that ends the run."""
 
     def __init__(self, backend: RendezvousBackend, run_id: str) -> None:
         self._backend = backend
@@ -79,6 +81,7 @@ class SealedBackend(RendezvousBackend):
         self._known: bytes | None = None  # the latest state that was signed
         self._number = 0  # of it
         self._is_closed = False
+        self._overwritten = -math.inf, -math.inf  # when that began, and was last seen
         self.on_state: Callable[[bytes], None] = lambda state: None  # called with each that is read
 
     def close(self) -> None:
@@ -111,10 +114,20 @@ class SealedBackend(RendezvousBackend):
         except UnsignedError as error:
             if self._known is None:
                 raise
+            self._note_overwritten(error)
             found = self._write(self._known, found[1]) or found
-            logger.warning("the state of the rendezvous: %s; it is restored", error)
             return (unseal(found[0], self._place)[8:], found[1], False)
         return (self._known, *found[1:])
+
+    def _note_overwritten(self, error: UnsignedError) -> None:
+        now = time.monotonic()
+        began, last = self._overwritten
+        if now - last > _QUIET_S:
+            began = now
+            logger.warning("the state of the rendezvous: %s; it is restored", error)
+        self._overwritten = began, now
+        if now - began > _OVERWRITTEN_S:  # the agents cannot meet
+            raise UnsignedError(f"the state of the rendezvous has been overwritten for {now - began:.0f} s: {error}")
 
     def _write(self, state: bytes, token: Any) -> Any:
         sealed = seal((self._number + 1).to_bytes(8) + state, self._place)
