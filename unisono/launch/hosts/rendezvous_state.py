@@ -114,8 +114,8 @@ class SealedBackend(RendezvousBackend):
         except UnsignedError as error:
             if self._known is None:
                 raise
-            self._note_overwritten(error)
             found = self._write(self._known, found[1]) or found
+            self._note_overwritten(error)
             return (unseal(found[0], self._place)[8:], found[1], False)
         return (self._known, *found[1:])
 
