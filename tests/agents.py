@@ -38,9 +38,10 @@ def agent(directory: Path, *arguments: str, network: str = "", is_apart: bool = 
     there as in a container, which sees no process of others. The agents of a directory see the same home."""
     directory.mkdir(exist_ok=True)
     source = _AGENT.format(arguments=list(arguments), network=network, is_apart=is_apart)
-    environ = {"HOME": str(directory.parent), **environ}
+    environ.setdefault("HOME", str(directory.parent))
     # A zygote that was forked beside the agent would not be in the container.
-    return Script(source, directory, "file" if is_apart else "warm", network=network, **environ)
+    way = "file" if is_apart else "warm"
+    return Script(source, directory, way, 1, network, **environ)
 
 
 def free_port() -> int:
