@@ -21,7 +21,7 @@ from unisono.backends import family_names
 from unisono.comm.group_counts import count_group, forget_group
 from unisono.comm.operations import HOST
 from unisono.comm.sealing import check_members
-from unisono.comm.shared_memory.process_group import NAME
+from unisono.comm.shared_memory.process_group import NAME, SharedMemoryGroup
 from unisono.comm.shutdown import free_reducers_before_groups
 from unisono.torch_private import default_store
 
@@ -70,7 +70,7 @@ def let_scripts_initialise() -> None:
             if asked["store"].add("begun", 1) == asked["world_size"]:
                 asked["store"].set("all_begun", "")
             asked["store"].wait(["all_begun"])
-            check_members(dist.group.WORLD)
+            _check(dist.group.WORLD)
         count_group(dist.group.WORLD)
 
     replace_init(initialise)
@@ -88,9 +88,15 @@ def replace_init(initialise: Callable[[Callable[..., None], dict[str, Any]], Non
     _replace("init_process_group", init_process_group)
 
 
+def _check(group: Any) -> None:
+    """Check who takes part. Those that have mapped the same memory are processes of one user."""
+    if not isinstance(group, SharedMemoryGroup):
+        check_members(group)
+
+
 def _create_counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     group = original(*args, **kwargs)
-    check_members(group)
+    _check(group)
     count_group(group)
     return group
 
