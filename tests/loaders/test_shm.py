@@ -22,7 +22,7 @@ MB = 1_000_000
 PLACE = packing.SHM
 
 SCRIPT = """
-import json, logging, mmap, sys
+import gc, json, logging, mmap, os, sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
 from unisono import DeviceLoader
@@ -56,6 +56,9 @@ class Words(logging.Handler):
 def story(**options):
     said.clear()
     found = []
+    gc.collect()
+    while (place := os.statvfs("/dev/shm")).f_bfree < 0.95 * place.f_blocks:  # as long as workers end that hold some
+        time.sleep(0.01)
     try:
         for batch in DeviceLoader(DataLoader(**options)):
             found += batch[:, 0].tolist()
