@@ -205,7 +205,7 @@ def test_fails_among_processes():
     spawn(say, nprocs=2)
     raise AssertionError
 
-@pytest.mark.timeout(15)
+@pytest.mark.timeout(30)
 def test_hangs_in_a_worker():
     spawn(stand_in_a_worker, nprocs=2)
 
