@@ -116,10 +116,8 @@ def kept_states(objects: Objects) -> dict[str, list[Any]]:
 
 def load_kept(objects: Objects, kept: Mapping[str, Sequence[Any]]) -> None:
     """Load `kept_states` of the same rank."""
-    for name, states in kept.items():
-        for engine, state in zip(
-            engines_of(user_module(objects[name])) if name in objects else (), states, strict=False
-        ):
+    for name in kept.keys() & objects.keys():
+        for engine, state in zip(engines_of(user_module(objects[name])), kept[name], strict=False):
             if state is not None:
                 engine.load_state(state)
 

@@ -143,9 +143,9 @@ class IndexedSource(Source):
         if samples is None or size is None or rule.tail == "drop" or rule.fixed_batch_size or rule.shards > 1:
             return []
         samples -= position["offset"] + (samples % size if self._batch_sampler.drop_last else 0)
-        sizes = [min(size, samples - each) for each in range(0, samples, size)]
-        last = sizes[(len(sizes) - 1) // rule.batches * rule.batches :]
-        return deal(list(map(_size, last)), rule.count) if last else []
+        batches = range(0, samples, size)
+        last = batches[(len(batches) - 1) // rule.batches * rule.batches :]
+        return deal([_size(min(size, samples - each)) for each in last], rule.count) if last else []
 
     def _order_length(self) -> int | None:
         """The number of samples of an epoch's order; None if it must be drawn to know that."""
