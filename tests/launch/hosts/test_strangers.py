@@ -38,8 +38,8 @@ found = [None, None]
 dist.all_gather_object(found, "x" * unisono.rank())
 print("found", found)
 """
-STRANGER = """
-import ctypes, os, sys
+OUTSIDER = """
+import ctypes, os, pickle, re, sys
 descriptor = os.open("/run/netns/{network}", os.O_RDONLY)
 assert ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000) == 0
 from datetime import timedelta
@@ -48,6 +48,10 @@ from faults import until
 os.setgroups([])
 os.setresgid(12345, 12345, 12345)
 os.setresuid(12345, 12345, 12345)
+"""
+STRANGER = (
+    OUTSIDER
+    + """
 for file in "{secret}", "/proc/{pid}/environ":
     try:
         open(file)
@@ -114,6 +118,7 @@ else:
     except RuntimeError:  # rank 0 has ended
         pass
 """
+)
 REFUSED = {
     "listens": r"what came by the network \(\S+/0//1//cpu//0/0\) is not signed with the secret of this run",
     "connects": r"what came by the network \(objects of world \w+\) is not signed with the secret of this run",
@@ -279,16 +284,9 @@ if unisono.current_world().restart_count == 0:
     stand_still()
 print("found", found)
 """
-MEDDLER = """
-import ctypes, os, pickle, re, sys
-descriptor = os.open("/run/netns/{network}", os.O_RDONLY)
-assert ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000) == 0
-from datetime import timedelta
-import torch.distributed as dist
-os.setgroups([])
-os.setresgid(12345, 12345, 12345)
-os.setresuid(12345, 12345, 12345)
-
+MEDDLER = (
+    OUTSIDER
+    + """
 class Code:
     def __reduce__(self):
         return os.system, ("touch {owned}",)
@@ -315,6 +313,7 @@ try:
 except dist.DistError:  # the run has ended
     pass
 """
+)
 
 
 @pytest.mark.parametrize(("dies", "how"), [("rank", "replays"), ("zygote", "replays"), ("rank", "deletes")])
