@@ -201,12 +201,12 @@ class Accelerator(RankView, Tracked, CheckpointMethods):
         Raises:
             TypeError, ValueError: the new value is not a positive integer.
         """
-        return int(self._steps.every)
+        return int(self._steps.policy.every)
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         check_accumulation(steps)
-        self._steps.accumulate(steps)
+        self._steps.set_every(steps)
 
     def backward(
         self,

@@ -20,7 +20,8 @@ from unisono.deliveries import Batch, Loop
 from unisono.errors import CheckpointError
 from unisono.parallel.claims import Claim
 from unisono.parallel.gradients import is_sparse
-from unisono.parallel.machine import TAKEN, Step, Visit
+from unisono.parallel.machine import Step, Visit
+from unisono.parallel.rules import TAKEN
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import is_distributed
@@ -79,7 +80,7 @@ def resume_step(
                     own[key + _INDICES], own[key + _ROWS], each.shape, check_invariants=True
                 )
             each.grad = None if gradient is None else gradient.to(each.device)
-    steps.resume(_rebuild_step(saved, steps.world))
+    steps.resume(_rebuild_step(saved, steps))
     for engine in engines:
         engine.gradients.resume()
 
@@ -110,11 +111,12 @@ def _sum_of(name: str, parts: Sequence[torch.Tensor], factor: float) -> torch.Te
     return (torch.cat(list(parts)) if name.endswith(_ROWS) else torch.stack(list(parts)).sum(0)) * factor
 
 
-def _rebuild_step(saved: Sequence[Mapping[str, Any]], world: World) -> Step:
+def _rebuild_step(saved: Sequence[Mapping[str, Any]], steps: Steps) -> Step:
     """The saved step, with claims for the current number of ranks."""
     loops: defaultdict[int, Loop] = defaultdict(Loop)
+    world = steps.world
     is_same = len(saved) == world.world_size
-    step = Step(saved[0]["number"])
+    step = Step(steps.policy, saved[0]["number"])
     for place, (_, total, is_given, dealt, microbatch, loop) in enumerate(saved[0]["claims"]):
         # On another number of ranks rank zero holds all gradients, so it claims all samples.
         samples = saved[world.rank]["claims"][place][0] if is_same else total * (world.rank == 0)

@@ -38,7 +38,8 @@ from unisono.parallel.claims import Claim, Crossings, Origin, find_origin
 from unisono.parallel.finiteness import LOSS, Finiteness
 from unisono.parallel.gradients import scaled
 from unisono.parallel.losses import LossWatch, warn_of_unprepared
-from unisono.parallel.machine import COLLECTING, Visit
+from unisono.parallel.machine import Visit
+from unisono.parallel.rules import COLLECTING
 from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.engine import Engine, WeakList, is_left_at, weak_method
 from unisono.parallel.strategies.sharded import is_distributed
@@ -115,7 +116,7 @@ class Passes:
         self.origin = steps.origin = origin = find_origin(self._world, inputs, syncs, engine.give_optimizers)
         origin.is_chained = any(map(attrgetter("grad_fn"), inputs))
         self._claims.add(origin.claim)
-        if origin.part != 1 or steps.step.every > 1 or steps.every > 1:
+        if origin.part != 1 or steps.step.policy.is_mean or steps.policy.is_mean:
             engine.scale_leaves()
         return origin
 
@@ -143,12 +144,12 @@ class Passes:
     def join(self, engine: Engine) -> None:
         """Begin to watch a model, before its first pass."""
         self._engines.add(engine)
-        if self._world.comm.size > 1 or self.steps.every > 1:
+        if self._world.comm.size > 1 or self.steps.policy.is_mean:
             self._losses.begin()
         engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
         engine.notice = partial(self._notice, ref(self), ref(engine))
         engine.count_leaves()
-        if self.steps.step.every > 1:
+        if self.steps.step.policy.is_mean:
             engine.scale_leaves()
 
     def has(self, parameters: Set[torch.Tensor]) -> bool:
@@ -169,7 +170,7 @@ class Passes:
             self._is_checked = True
             if not self._engines():
                 warn_of_unprepared(self._world)
-        if self._losses.left and self.steps.every > 1:
+        if self._losses.left and self.steps.policy.is_mean:
             self._losses.begin()
         timeline = self._world.timeline
         track = timeline.backward = timeline.loop()
@@ -237,10 +238,10 @@ class Passes:
             held = engine.gradients
             if engine in zeroed:
                 continue
-            if held.is_own or (held.passed is not None and held.passed[0] is self.steps.step):
+            if held.is_own or held.is_current:
                 break
         else:
-            self.steps.give_up()
+            self.steps.drop_step()
             self._claims.clear()
         self.went_past = False
 
@@ -287,7 +288,7 @@ class Passes:
             part = origin.part
             if origin.batch is not run.counted.origin.batch or len(origin.candidates) > 1:
                 visit = self._join_origin(model, origin)
-                size = self.steps.scale(visit) / self.steps.scale(run.counted.visit)
+                size = self.steps.step.scale(visit) / self.steps.step.scale(run.counted.visit)
         elif origin is not run.origin:
             self._check_named(model, origin)
         if part <= claims.NEGLIGIBLE:  # no product: the mean over no samples is NaN, and NaN * 0 stays NaN
@@ -347,7 +348,7 @@ class Passes:
                 visit.claim = Claim(*visit.claim.uncut, True)
                 run.part = visit.claim.part(self._world.comm.size)
             claims.refuse_crossed(run.part)
-        return scaled(self.steps.scale(run.counted.visit) * run.part, gradient)
+        return scaled(self.steps.step.scale(run.counted.visit) * run.part, gradient)
 
     @staticmethod
     def _notice(passes: ref[Passes], engine: ref[Engine]) -> None:
@@ -427,15 +428,16 @@ class Passes:
         run.counted, run.part = counted, origin.part if counted.part is None else counted.part
         if origin.batch is not counted.origin.batch and counted.part is None:
             self._join_origin(engine, origin)
+        is_mean = self.steps.step.policy.is_mean
         if not engine.is_called and counted.part is None:
-            claims.check_alike(engine.name, self._claims, counted.origin, self.steps.step.every > 1, self._world)
+            claims.check_alike(engine.name, self._claims, counted.origin, is_mean, self._world)
         if engine.graphs and counted.part is None:
             # These gradients may be in this pass, and bypass the outputs, where they could be scaled by themselves.
             if any(each.part != run.part for each in engine.graphs):
                 raise claims.penalized()
             engine.graphs.clear()
         held = engine.gradients
-        is_weighed = self.steps.step.every > 1 or run.part != 1
+        is_weighed = is_mean or run.part != 1
         # Or the assigned ones are of another batch.
         if held.known is not None and (is_weighed or self._parts() != {1}) and held.is_changed():
             raise RuntimeError(
@@ -494,7 +496,7 @@ class Passes:
             if engine.gradients.known is not None:
                 queue_callback(weak_method(engine.gradients.look_again))  # after torch's own, as in `Engine.finish`
         step = self.steps.step
-        if step.every > 1 and step.state != COLLECTING and any(syncs for _, syncs, _ in ended.engines):
+        if step.policy.is_mean and step.state != COLLECTING and any(syncs for _, syncs, _ in ended.engines):
             kept = [each() for each, syncs, reduces in ended.engines if reduces or not syncs]
             for engine in [each for each in self._engines() if each not in kept]:
                 engine.follow()

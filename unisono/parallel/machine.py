@@ -1,34 +1,43 @@
 """The machine of a step: which passes are one microbatch, and which microbatches one step; when a step is final; which
-requests are taken; what `zero_grad()` zeroes. docs/exactness.md, sections 1 and 2, says the same in words.
-
-    collecting  fewer microbatches than a step has
-    final       all of them: the gradients are reduced, and are those of the step
-    taken       an optimizer has stepped; the first pass of a new visit begins the next step
+requests are taken; what `zero_grad()` zeroes; what each microbatch weighs. docs/exactness.md says the same in words,
+and shows `RULES`, the table that decides.
 
 It knows neither tensors nor ranks: batches, loops, optimizers and claims are given to it, and it asks a batch only for
 its loop, its number and whether it is the loop's last.
 
 Invariants:
-1. `add` adds to a step, `close` takes it, `give_up` drops it; `request` notes the time. Questions change nothing.
+1. `add_visit` adds to a step, `take_step` takes it, `drop_step` drops it; `request` notes the time. Questions change
+   nothing.
 2. All ranks reach the same states at the same passes and requests: what decides is equal on all of them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
+
+from unisono.parallel.rules import (
+    COLLECTING,
+    FINAL,
+    PASS,
+    REQUEST,
+    STEP,
+    TAKEN,
+    VISIT,
+    ZERO,
+    ZEROED,
+    Policy,
+    policy_of,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from unisono.deliveries import Batch, Loop
     from unisono.parallel.claims import Claim, Origin
-
-COLLECTING, FINAL, TAKEN = "collecting", "final", "taken"
 
 ELSEWHERE = object()  # stands for the batch, and the loop, of data from no loader
 
@@ -59,16 +68,15 @@ class Step:
     """The visits whose gradients an optimizer applies together, in the order of their first passes.
 
     Attributes:
-        number: from 1 on; a step that was given up does not count.
-        every: k, the number of its microbatches, as for `Machine`.
+        number: from 1 on; a step that was dropped does not count.
         latest: the latest visit of each source.
         visited: of each loop, the number of the latest batch that was visited before this step.
     """
 
-    __slots__ = ("every", "latest", "number", "state", "visited", "visits")
+    __slots__ = ("latest", "number", "policy", "state", "visited", "visits")
 
-    def __init__(self, number: int = 1, visits: Sequence[Visit] = (), every: float = 1) -> None:
-        self.number, self.visits, self.every = number, list(visits), every
+    def __init__(self, policy: Policy, number: int = 1, visits: Sequence[Visit] = ()) -> None:
+        self.policy, self.number, self.visits = policy, number, list(visits)
         self.latest: dict[object, Visit] = {}
         self.visited: dict[Loop, int] = {}
         self.state = COLLECTING
@@ -78,6 +86,10 @@ class Step:
         """The number of its microbatches."""
         return len({each.microbatch for each in self.visits})
 
+    def current(self) -> list[Visit]:
+        """The visits of its last microbatch."""
+        return [each for each in self.visits if each.microbatch == self.visits[-1].microbatch]
+
     @property
     def last(self) -> Batch | None:
         """The batch visited last."""
@@ -86,13 +98,42 @@ class Step:
     @property
     def is_joint(self) -> bool:
         """Whether its microbatches are no sequence of samples: some have several losses, or unknown sizes."""
-        return self.count < len(self.visits) or len({each.batch is None for each in self.visits}) > 1
+        return _are_joint(self.visits)
 
-    @property
-    def unit(self) -> float:
-        """U: the first total; 0 if nothing counts."""
-        # Microbatches in which nothing counts on any rank are passed over: U is a divisor.
-        return next((each.claim.total for each in self.visits if each.claim.total), 0.0)
+    # The numbers of docs/exactness.md, "The weights".
+
+    def scale(self, visit: Visit) -> float:
+        """The size of that visit's batch against the step's first: a factor for all that its passes compute."""
+        if not self.policy.is_mean or self.is_joint:
+            return 1.0
+        return visit.claim.total / (_unit(self.visits) or 1)
+
+    def factor(self, ranks: int) -> float:
+        """The factor for the accumulated gradients, in the reduction that makes them those of the step."""
+        if not self.policy.is_mean:
+            return 1 / ranks
+        if self.is_joint:
+            return 1 / (ranks * self.count)
+        total = sum(each.claim.total for each in self.visits)
+        # Where nothing counts, what is there is a penalty's, alike on all ranks.
+        return _unit(self.visits) / (ranks * total) if total else 1 / ranks
+
+    def misfit(self, visit: Visit) -> Misfit | None:
+        """Why that visit cannot be one of the step: there would be no such numbers. None if it can."""
+        visits = [*self.visits, visit]
+        # Samples and the user's numbers, such as tokens, have different units: their sum W would mean nothing.
+        if any(each.claim.is_given != visit.claim.is_given for each in visits):
+            return Misfit(UNITS)
+        if not _are_joint(visits):
+            return None
+        unit = 0.0 if self.is_joint else _unit(self.visits)  # by which those before were scaled, if they were
+        firsts: dict[object, float] = {}
+        for each in visits:
+            first = firsts.setdefault(each.loop, each.claim.total)
+            was_scaled = not self.is_joint and each is not visit and each.claim.total != unit
+            if each.claim.total != first or was_scaled:
+                return Misfit(SIZES, each.claim.total, first)
+        return None
 
     def is_empty(self) -> bool:
         """Whether nothing counts in this step, on any rank: then there is no mean whose gradient could be taken."""
@@ -114,8 +155,8 @@ class Step:
 
     def per_device_step(self) -> float:
         """The number of microbatches that make a step of one device: k, or this step's, if the user steps by hand."""
-        if 1 < self.every < math.inf:
-            return self.every
+        if self.policy.is_counted:
+            return self.policy.every
         return self.count if len(self.visits) > 1 else 1
 
     def place(self) -> str:
@@ -124,6 +165,78 @@ class Step:
         if not batches:
             return f"step {self.number}" + (f" ({self.count} microbatches of no loader)" if self.count > 1 else "")
         return f"step {self.number} ({name_batches(batches)})"
+
+
+def _are_joint(visits: Sequence[Visit]) -> bool:
+    if len(visits) < 2:
+        return False
+    microbatches, are_dealt = {each.microbatch for each in visits}, {each.batch is None for each in visits}
+    return len(microbatches) < len(visits) or len(are_dealt) > 1
+
+
+def _unit(visits: Sequence[Visit]) -> float:
+    """U: the first total; 0 if nothing counts."""
+    # Microbatches in which nothing counts on any rank are passed over: U is a divisor.
+    return next((each.claim.total for each in visits if each.claim.total), 0.0)
+
+
+UNITS, SIZES = "units", "sizes"
+
+
+class Misfit(NamedTuple):
+    """Why a visit cannot be one of a step: some of its claims are the user's numbers, and others samples (`UNITS`); or
+    its microbatches count the same, and the batches of a loop differ in size (`SIZES`)."""
+
+    reason: str
+    total: float = 0.0
+    first: float = 0.0
+
+
+class Held:
+    """What `.grad` of one model holds on this rank.
+
+    Attributes:
+        step, at: the step of the last counted backward pass through the model, and its time (`Machine.now`); None if
+            the gradients are zero.
+        reduced_by: the factor by which they were reduced over the ranks; None if they are not.
+        is_divided: whether they are what a reduction has left, and the next one is to multiply again.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.step: Step | None = None
+        self.at = 0
+        self.reduced_by: float | None = None
+        self.is_divided = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether they are of the step that the rank is in."""
+        return self.step is self._machine.step
+
+    @property
+    def is_unreduced(self) -> bool:
+        """Whether counted passes have left them on this rank alone."""
+        return self.step is not None and self.reduced_by is None
+
+    def note_pass(self) -> None:
+        """Note that a counted backward pass adds to them, or that they were assigned."""
+        self.step, self.at, self.reduced_by = self._machine.step, self._machine.now, None
+
+    def note_reduction(self, factor: float) -> None:
+        """Note that they were reduced, by that factor."""
+        if self.step is None:
+            self.note_pass()
+        self.reduced_by, self.is_divided = factor, False
+
+    def note_zeros(self) -> None:
+        """Note that they are zero."""
+        self.step = self.reduced_by = None
+        self.is_divided = False
+
+    def resume(self) -> None:
+        """Note that they are those of the current step so far."""
+        self.step, self.at, self.reduced_by = self._machine.step, 0, None
 
 
 def name_batches(batches: Sequence[Batch]) -> str:
@@ -148,8 +261,7 @@ class Machine:
     """Where one rank's training loop is.
 
     Attributes:
-        every: the number of microbatches of the next step, over whose samples it is the mean; math.inf if the user
-            decides by stepping. With 1, it is the sum of the means of whatever passes it has, as in a plain script.
+        policy: of the next step.
         origin: of the last forward pass; None after a pass or a request.
         block: stands for the batch in an `accumulate()` block.
         now: a logical time, counted over visits and requests: what began at a time is over for an optimizer that has
@@ -158,7 +270,7 @@ class Machine:
     """
 
     def __init__(self, every: float = 1) -> None:
-        self.every = every
+        self.policy = policy_of(every)
         self.block: object = None
         # Weak: a rank keeps its steps, and must not keep an optimizer alive that the user has dropped.
         self._requests: dict[ref[Optimizer], _Requests] = {}
@@ -171,13 +283,13 @@ class Machine:
         self._requests.clear()
         self._visited.clear()
         self.now = self.requested = 0
-        self.step = Step(every=self.every)
+        self.step = Step(self.policy)
 
-    def accumulate(self, every: int) -> None:
-        """Set the number of microbatches per step, from the next step on: one that has begun is not affected."""
-        self.every = every
+    def set_every(self, every: int) -> None:
+        """Set k from the next step on: one that has begun is not affected."""
+        self.policy = policy_of(every)
         if not self.step.visits:
-            self.step.every = every
+            self.step.policy = self.policy
 
     @contextmanager
     def in_block(self) -> Iterator[None]:
@@ -188,9 +300,16 @@ class Machine:
         finally:
             self.block = before
 
+    def _decide(self, event: str, *facts: Any) -> str | None:
+        """What the event leads to, by `RULES`."""
+        for condition, then in self.step.policy.rules.get((self.step.state, event), ()):
+            if condition(self, *facts):
+                return then
+        return None
+
     # A pass.
 
-    def find(self, source: object, optimizers: Callable[[], Collection[Optimizer]]) -> tuple[Step, Visit | None]:
+    def find_visit(self, source: object, optimizers: Callable[[], Collection[Optimizer]]) -> tuple[Step, Visit | None]:
         """The step that a pass on that source is of, which may be a new one, and the visit, if it has begun before.
 
         Args:
@@ -200,35 +319,35 @@ class Machine:
         known = step.latest.get(source)
         if known is not None and source is not self.block and self._is_over(known.began, optimizers):
             known = None
-        if known is None and step.state == TAKEN:
-            step = Step(step.number + bool(step.visits), every=self.every)
+        if known is None and (step.state, VISIT) in step.policy.sure:
+            step = Step(self.policy, step.number + bool(step.visits))
         return step, known
 
-    def skip(self, step: Step, known: Visit | None, source: object, batch: Batch, claim: Claim) -> Visit:
+    def skip_pass(self, step: Step, known: Visit | None, source: object, batch: Batch, claim: Claim) -> Visit:
         """Note a pass on a batch in which nothing counts: it is known, and none of the step's visits."""
         self.step, self.now = step, self.now + 1
         return known or step.latest.setdefault(source, Visit(source, batch, claim, self.now, self.now))
 
-    def go_on(self, known: Visit, batch: Batch | None) -> None:
+    def continue_visit(self, known: Visit, batch: Batch | None) -> None:
         """Note a further pass of a visit: a block may go on to another loop, and to the last batch of one."""
         if known.source is self.block:
             if batch is not None and batch.loop not in known.loops:
                 known.loops += (batch.loop,)
             self._note_batch(batch)
 
-    def begin(self, source: object, batch: Batch | None, claim: Claim) -> Visit:
-        """A visit that begins now; `add` makes it one of the step."""
+    def begin_visit(self, source: object, batch: Batch | None, claim: Claim) -> Visit:
+        """A visit that begins now; `add_visit` makes it one of the step."""
         self.now += 1
         return Visit(source, batch, claim, self.now, self.now)
 
-    def join(self, visit: Visit, step: Step, optimizers: Callable[[], Collection[Optimizer]]) -> None:
-        """Make a new visit one of the current microbatch, if that has none of its loop yet."""
-        current = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
-        joins = self.block is None and self.every != math.inf and all(each.loop is not visit.loop for each in current)
+    def join_microbatch(self, visit: Visit, step: Step, optimizers: Callable[[], Collection[Optimizer]]) -> None:
+        """Make a new visit one of the step's last microbatch, if that has none of its loop yet."""
+        current = step.current()
+        joins = self.block is None and step.policy.joins and all(each.loop is not visit.loop for each in current)
         if joins and not self._is_over(current[0].microbatch, optimizers):
             visit.microbatch = current[0].microbatch
 
-    def add(self, step: Step, visit: Visit) -> None:
+    def add_visit(self, step: Step, visit: Visit) -> None:
         """Make a visit one of the step, which may become final by it."""
         self.step = step
         step.visits.append(visit)
@@ -238,10 +357,8 @@ class Machine:
     def _note_batch(self, batch: Batch | None) -> None:
         """Make the step final, if the batch of its latest visit ends it."""
         step = self.step
-        # `is_last` may wait for the loader, so it is asked only where the count does not decide.
-        if step.every == 1 or step.count >= step.every or self.ends_loop(batch):
-            step.state = TAKEN if step.state == TAKEN else FINAL
-        if batch is not None and step.every > 1:
+        step.state = step.policy.sure.get((step.state, PASS)) or self._decide(PASS, step, batch) or step.state
+        if batch is not None and step.policy.is_mean:
             known = self._visited.get(batch.loop, 0)
             step.visited.setdefault(batch.loop, known)
             self._visited[batch.loop] = max(batch.number, known)
@@ -254,9 +371,7 @@ class Machine:
 
     def ends_loop(self, batch: Batch | None) -> bool:
         """Whether a visit of this batch would be the first of its loop's last one."""
-        if batch is None or self.every == math.inf:
-            return False
-        return batch.number > self._visited.get(batch.loop, 0) and batch.is_last()
+        return batch is not None and batch.number > self._visited.get(batch.loop, 0) and batch.is_last()
 
     # A request.
 
@@ -274,21 +389,14 @@ class Machine:
         self.origin, before = None, requests.at
         self.now += 1
         self.requested = requests.at = self.now
-        if step.every == 1 or step.state == FINAL:
-            return True
-        if step.state == TAKEN:
-            return requests.stepped is not step
-        # What remains of a loop that was left: asked for again, without a further pass.
-        last = [each for each in step.visits if each.microbatch == step.visits[-1].microbatch]
-        loops = [loop for each in last for loop in each.loops]
-        return bool(loops) and not any(each.is_open for each in loops) and all(before > each.began for each in last)
+        return (step.state, REQUEST) in step.policy.sure or self._decide(REQUEST, optimizer, before) is not None
 
-    def close(self, optimizer: Optimizer) -> None:
+    def take_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        requests = self._requests.get(ref(optimizer)) or self._requests_of(optimizer)
+        step, requests = self.step, self._requests.get(ref(optimizer)) or self._requests_of(optimizer)
         self.now += 1  # later than gradients that were assigned, which count at the step
-        requests.stepped, requests.stepped_at = self.step, self.now
-        self.step.state = TAKEN
+        requests.stepped, requests.stepped_at = step, self.now
+        step.state = step.policy.sure.get((step.state, STEP), step.state)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has stepped on the current step."""
@@ -296,36 +404,29 @@ class Machine:
 
     def stepped_at(self, optimizer: Optimizer) -> int:
         """When the optimizer has stepped last; 0 if it has not."""
-        return (self._requests.get(ref(optimizer)) or self._requests_of(optimizer)).stepped_at
+        return self._requests_of(optimizer).stepped_at
 
-    def may_zero(self, optimizer: Optimizer, passed: Iterable[tuple[Step, int] | None], is_reduced: bool) -> bool:
-        """Whether gradients may be zeroed: they hold nothing of the current step, or it is over or abandoned.
-
-        A step is given up if its gradients are final but the optimizer has not stepped, or if no step was requested
-        since the last backward pass.
+    def zeroes(self, optimizer: Optimizer, held: Sequence[Held]) -> bool:
+        """Whether `zero_grad()` zeroes: gradients of a step are kept between its microbatches.
 
         Args:
-            passed: of each of the optimizer's models, the step of the last pass through it, and its time.
-            is_reduced: whether the gradients of one of them are.
+            held: what each of the optimizer's models holds.
         """
         step = self.step
-        if step.every == 1 or self.has_stepped(optimizer):
+        if (step.state, ZERO) in step.policy.sure:
             return True
-        times = [each[1] for each in passed if each is not None and each[0] is step]
-        # Final by a pass of its own, not by that of another model, which its own may follow in the same microbatch.
-        is_final = is_reduced and any(at >= step.visits[-1].microbatch for at in times)
-        return not times or is_final or any(at > self.requested for at in times)
+        return self._decide(ZERO, optimizer, [each for each in held if each.step is step]) is not None
 
-    def give_up(self) -> None:
+    def drop_step(self) -> None:
         """Note that all gradients are zero: the next visit begins a step."""
-        self.origin = None
-        if self.step.state != TAKEN and self.step.visits:
-            self._visited.update(self.step.visited)
-            self.step = Step(self.step.number, every=self.every)
+        self.origin, step = None, self.step
+        if (step.state, ZEROED) in step.policy.sure and step.visits:
+            self._visited.update(step.visited)
+            self.step = Step(self.policy, step.number)
 
     def resume(self, step: Step) -> None:
         """Continue in the middle of a step; its last visit is over."""
-        self.step, step.every = step, self.every
+        self.step, step.policy = step, self.policy
         last = max((each.microbatch for each in step.visits), default=0)
         for each in step.visits:  # over for each optimizer, also for those without a request in this run
             each.microbatch -= last
@@ -340,8 +441,8 @@ class Machine:
             delivered: returns the batch that the innermost open loop has delivered last.
         """
         step, origin = self.step, self.origin
-        every = self.every if step.state == TAKEN else step.every
-        if every == 1:
+        policy = self.policy if step.state == TAKEN else step.policy
+        if not policy.is_mean:
             return True
         if self.block is not None:
             is_counted = self.block in step.latest
@@ -355,8 +456,8 @@ class Machine:
         # The pass that begins the next visit is still to come; one on a batch of which no row is left begins none.
         if origin is not None and origin.claim.is_empty:
             return False
-        count = 0 if step.state == TAKEN else step.count
-        return count + 1 >= every or self.ends_loop(delivered() if origin is None else origin.batch)
+        step = Step(policy) if step.state == TAKEN else step
+        return policy.completes(self, step, delivered() if origin is None else origin.batch, 1)
 
     def has_unknown_end(self) -> bool:
         """Whether nothing says where the current loop ends: its data is no loader's, and in no block."""

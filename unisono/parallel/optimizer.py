@@ -110,7 +110,7 @@ def backward(
     # Data of no loader cannot be distinguished, so each backward pass on it counts as a new microbatch.
     visit = steps.count(origin, weight, elsewhere=object())
     part, crossings = visit.claim.part(world.comm.size), world.state.part(Crossings)
-    factor, before = part * steps.scale(visit), crossings.number
+    factor, before = part * steps.step.scale(visit), crossings.number
     left_at = _leaves(loss) if factor != 1 or world.comm.size > 1 else []
     if world.comm.size > 1:
         # Before the pass: one that fails halfway has left gradients as well.
@@ -186,7 +186,7 @@ def optimizer_step(
             world.timeline.at_step(track.counts["steps"])
         return result
     finally:  # a step that has failed is over, too
-        steps.close(optimizer)
+        steps.take_step(optimizer)
         world.state.part(Crossings).is_held = False
 
 
@@ -252,7 +252,7 @@ def _reducing(optimizer: Optimizer, closure: Callable[[], Any], world: World) ->
     origin = find_origin(world)
 
     def compute() -> Any:
-        hand.steps_of(world).give_up()
+        hand.steps_of(world).drop_step()
         return closure()
 
     return reducing(compute, lambda: reduce_held(optimizer, world, origin), world)

@@ -6,7 +6,6 @@ which claims fit together (docs/exactness.md).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 
 import torch
@@ -14,7 +13,8 @@ from torch.optim import Optimizer
 
 from unisono.deliveries import Batch
 from unisono.parallel.claims import Origin, check_counts, check_repeated, check_same, claim_of
-from unisono.parallel.machine import ELSEWHERE, Machine, Step, Visit
+from unisono.parallel.machine import ELSEWHERE, UNITS, Machine, Misfit, Visit
+from unisono.parallel.rules import Policy
 from unisono.world import World
 
 
@@ -67,37 +67,39 @@ class Steps(Machine):
         """
         batch = origin.batch
         source = self.block or batch or elsewhere
-        step, known = self.find(source, optimizers)
-        self._check_origin(origin, weight, is_named, step.every)
+        step, known = self.find_visit(source, optimizers)
+        self._check_origin(origin, weight, is_named, step.policy)
         claim = origin.claim if weight is None else claim_of(batch, weight, self.world)
         self.origin = None
-        if batch is not None and 1 < step.every < math.inf:
+        if batch is not None and step.policy.is_counted:
             if claim.is_empty:  # as if it were skipped, as on one device
-                return self.skip(step, known, source, batch, claim)
+                return self.skip_pass(step, known, source, batch, claim)
             if known is not None and known.claim.is_empty:  # a block goes on to a batch that counts
                 known = None
         if known is not None:
             check_same(known.claim, claim)
-            self.go_on(known, batch)
+            self.continue_visit(known, batch)
             return known
-        visit = self.begin(source, batch, claim)
+        visit = self.begin_visit(source, batch, claim)
         if step.visits:
-            self.join(visit, step, optimizers)
-            if step.every > 1:
-                _check_totals([*step.visits, visit])
-        self.add(step, visit)  # an error above leaves the step as it was
+            self.join_microbatch(visit, step, optimizers)
+            if step.policy.is_mean and (misfit := step.misfit(visit)):
+                raise ValueError(_why(misfit))
+        self.add_visit(step, visit)  # an error above leaves the step as it was
         return visit
 
-    def _check_origin(self, origin: Origin, weight: float | torch.Tensor | None, is_named: bool, every: float) -> None:
+    def _check_origin(
+        self, origin: Origin, weight: float | torch.Tensor | None, is_named: bool, policy: Policy
+    ) -> None:
         """Check that the pass has a known claim, in a step of so many microbatches."""
         if len(origin.candidates) > 1:
             if weight is None:
-                check_counts(origin.candidates, self.world, every > 1)
+                check_counts(origin.candidates, self.world, policy.is_mean)
             else:
                 check_repeated(origin.candidates, weight)
-        if 1 < every < math.inf and not is_named:
+        if policy.is_counted and not is_named:
             self._check_microbatch(origin)
-        if weight is None and origin.batch is not None and origin.batch.is_guess and (self._size > 1 or every > 1):
+        if weight is None and origin.batch is not None and origin.batch.is_guess and (self._size > 1 or policy.is_mean):
             raise ValueError(
                 "it is not known how many rows this batch has, which a collate_fn has made; let it return tensors with "
                 "the rows along their first dimension, or pass their number, accelerator.backward(loss, weight=number)"
@@ -111,57 +113,37 @@ class Steps(Machine):
         loops = self.world.state.deliveries.open_loops()
         return loops[0].last if loops else None
 
-    # The numbers of docs/exactness.md, "The weights".
-
-    def scale(self, visit: Visit) -> float:
-        """The size of that visit's batch against the step's first: a factor for all that its passes compute."""
-        if self.step.every == 1 or self.step.is_joint:
-            return 1.0
-        return visit.claim.total / (self.step.unit or 1)
+    @property
+    def is_plain(self) -> bool:
+        """Whether steps are those of a plain script: one rank and k = 1, so that nothing is reduced or scaled."""
+        return self._size == 1 and not self.step.policy.is_mean
 
     def factor(self) -> float:
-        """The factor for the accumulated gradients, in the reduction that makes them those of the step."""
-        step = self.step
-        if step.every == 1:
-            return 1 / self._size
-        if step.is_joint:
-            return 1 / (self._size * step.count)
-        total = sum(each.claim.total for each in step.visits)
-        # Where nothing counts, what is there is a penalty's, alike on all ranks.
-        return step.unit / (self._size * total) if total else 1 / self._size
+        """As `Step.factor`, in this world."""
+        return self.step.factor(self._size)
 
     def fraction(self) -> float:
         """This rank's fraction of the samples of the step: the weight of its loss in the sum over the ranks."""
-        claims = [each.claim for each in self.step.visits]
-        if self.step.every == 1 and len({each.part(self._size) for each in claims}) > 1:
+        claims, is_mean = [each.claim for each in self.step.visits], self.step.policy.is_mean
+        if not is_mean and len({each.part(self._size) for each in claims}) > 1:
             raise ValueError(
                 "the closure has losses of batches of which this rank has different parts, and returns one number for "
                 "all of them, which cannot be weighed; compute the loss of one batch in a closure, or use batches that "
                 "the ranks share evenly (drop_last=True)"
             )
-        counted = claims if self.step.every > 1 else claims[-1:]
+        counted = claims if is_mean else claims[-1:]
         total = sum(each.total for each in counted)
         return sum(each.samples for each in counted) / total if total else 1 / self._size
 
 
-def _check_totals(visits: list[Visit]) -> None:
-    """Check that the claims of one step's visits can be averaged, before the last one is added."""
-    # Samples and the user's numbers, such as tokens, have different units: their sum W would mean nothing.
-    if any(each.claim.is_given != visits[-1].claim.is_given for each in visits):
-        raise ValueError(
-            "one microbatch of this step has a weight of its own, another one has none; pass backward(..., "
-            "weight=) for each of them, or for none"
+def _why(misfit: Misfit) -> str:
+    if misfit.reason == UNITS:
+        return (
+            "one microbatch of this step has a weight of its own, another one has none; pass backward(..., weight=) "
+            "for each of them, or for none"
         )
-    step, before = Step(visits=visits), Step(visits=visits[:-1])
-    if not step.is_joint:
-        return
-    firsts: dict[object, float] = {}
-    for each in visits:
-        first = firsts.setdefault(each.loop, each.claim.total)
-        was_scaled = not before.is_joint and each is not visits[-1] and each.claim.total != before.unit
-        if each.claim.total != first or was_scaled:
-            raise ValueError(
-                "the losses of one step are of several loaders, whose batches differ in size from those before by "
-                f"different factors ({each.claim.total:g} after {first:g} samples); train them with an Accelerator "
-                "each, or drop the loaders' last batches"
-            )
+    return (
+        "the losses of one step are of several loaders, whose batches differ in size from those before by different "
+        f"factors ({misfit.total:g} after {misfit.first:g} samples); train them with an Accelerator each, or drop the "
+        "loaders' last batches"
+    )

@@ -174,7 +174,7 @@ class PreparedObjects:
         for known in (*models, self.steppers, self.loaders, self.schedulers, self.means):
             known.clear()
         self._bare.clear()
-        self._builder.passes.steps.give_up()
+        self._builder.passes.steps.drop_step()
 
     def _check(self, where: str, each: Any, before: list[Any], together: list[Any], places: Places) -> None:
         """Refuse an object that cannot be prepared, before any object is changed."""

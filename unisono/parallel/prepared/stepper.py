@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,9 +30,9 @@ from unisono.parallel import optimizer as by_hand
 from unisono.parallel.backward import Passes
 from unisono.parallel.finiteness import GRADIENT, Finiteness, small_gradient
 from unisono.parallel.gradients import check_presence
-from unisono.parallel.machine import TAKEN
 from unisono.parallel.parameter_names import has_gradient, parameters_of, trained_parameters
 from unisono.parallel.prepared.scaler import LossScaler
+from unisono.parallel.rules import TAKEN
 from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import clip_grad_norm, holds_any
 from unisono.timeline import REDUCE, STEP
@@ -218,7 +218,7 @@ class Stepper:
         """Refuse parameters that are trained on each rank alone, in a group that was added after `prepare`."""
         known = {id(each) for engine in self._engines for each in engine.module.parameters()}
         added = [each for each in parameters_of(self.optimizer) if id(each) not in known]
-        if added and (self.world.comm.size > 1 or self._steps.every > 1):
+        if added and (self.world.comm.size > 1 or self._steps.policy.is_mean):
             raise ValueError(
                 f"a group was added to the {type(self.optimizer).__name__} with a parameter of shape "
                 f"{list(added[0].shape)} that belongs to no prepared model; before add_param_group(), call "
@@ -228,13 +228,14 @@ class Stepper:
     def _watch_schedule(self) -> None:
         """Warn of a scheduler that was left out of `prepare`, and changes the rates within a loop, not only after it:
         it has left torch's mark, and no check."""
-        every, size, last = self._steps.every, self.world.comm.size, self._steps.step.last
+        policy, size, last = self._steps.policy, self.world.comm.size, self._steps.step.last
         loop = None if last is None else last.loop
         before, self._rates = self._rates, (loop, [float(each["lr"]) for each in self.optimizer.param_groups])
         batches, rounds = (None if loop is None else loop.lengths()) or (size, 1)
-        is_wrong = loop is before[0] is not None and before[1] != self._rates[1] and (every > 1 or batches != rounds)
-        when = f"on every microbatch, {every} of which make a step"
-        if every == 1:
+        is_changed = loop is before[0] is not None and before[1] != self._rates[1]
+        is_wrong = is_changed and (policy.is_mean or batches != rounds)
+        when = f"on every microbatch, {policy.every} of which make a step"
+        if not policy.is_mean:
             when = f"once in a step of {size} ranks, where one device takes {batches / rounds:.3g} steps"
         if is_wrong:
             self._may_warn = False
@@ -252,17 +253,17 @@ class Stepper:
         Raises:
             RuntimeError: none of the parameters has a gradient; or, with a scaler, a backward pass ran without it.
         """
-        is_alone = self.world.comm.size == self._steps.step.every == 1  # nothing is reduced or scaled
-        for engine in () if is_alone else self._engines:
+        is_mean = self._steps.step.policy.is_mean
+        for engine in () if self._steps.is_plain else self._engines:
             if engine.before_load is not None:
                 engine.announce_load()
-            if self._steps.step.every > 1 and engine.gradients.is_changed():
+            if is_mean and engine.gradients.is_changed():
                 self._refuse_assigned()
             if engine.gradients.is_own:
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.reduce(engine)
             # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
-            elif self._steps.step.every == 1 and engine.has_assigned(self.optimizer):
+            elif not is_mean and engine.has_assigned(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
                     self._passes.adopt(engine)
         if not has_gradient(self.optimizer):
@@ -286,15 +287,13 @@ class Stepper:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
-        if id(self.optimizer) in stepping or self._steps.step.every == 1 or self.may_zero():
+        if id(self.optimizer) in stepping or not self._steps.step.policy.is_mean or self.may_zero():
             self._plain_zero(set_to_none)
             self.forget()
 
     def may_zero(self) -> bool:
-        """Whether gradients may be zeroed, as `Machine.may_zero` says."""
-        held = [each.gradients for each in self._engines]
-        is_reduced = any(each.reduced_by is not None for each in held)
-        return self._steps.may_zero(self.optimizer, map(attrgetter("passed"), held), is_reduced)
+        """Whether gradients may be zeroed, as `Machine.zeroes` says."""
+        return self._steps.zeroes(self.optimizer, [each.gradients for each in self._engines])
 
     def forget(self) -> None:
         """Record that the gradients are zero."""
@@ -316,7 +315,7 @@ class Stepper:
     @property
     def every(self) -> float:
         """The number of microbatches in a step."""
-        return self._steps.step.every
+        return self._steps.step.policy.every
 
     def loop_of_last_step(self) -> Loop | None:
         """The loop over a loader in which the last step was taken, if it has not ended."""
@@ -331,7 +330,7 @@ class Stepper:
 
     def _refuse_inside_backward(self) -> None:
         """Refuse a step in a hook, where gradients are still those of one rank, or of a part of the step."""
-        if self.world.comm.size > 1 or self._steps.step.every > 1:
+        if not self._steps.is_plain:
             raise RuntimeError(
                 f"the {type(self.optimizer).__name__} was asked to step during a backward pass, as in a hook of a "
                 "parameter, where gradients are this rank's alone; step after the backward pass"
@@ -339,7 +338,7 @@ class Stepper:
 
     def _refuse_assigned(self) -> None:
         raise RuntimeError(
-            f"gradient_accumulation_steps={self._steps.step.every} counts backward passes, and the gradients that the "
+            f"gradient_accumulation_steps={self.every} counts backward passes, and the gradients that the "
             f"{type(self.optimizer).__name__} finds were assigned or changed by hand, for example to those of "
             "torch.autograd.grad; let accelerator.backward(loss) leave them in .grad, and accelerator.clip_grad_norm_ "
             "clip them, or pass gradient_accumulation_steps=1 and step on each batch"
@@ -360,7 +359,7 @@ class Stepper:
                 "called: nothing says where a loop ends, so that what is left of it at its end is not stepped on; "
                 "prepare(loader), say model.mark_forward_method(name) if the loop calls a method of the model, or let "
                 "each batch's lines run in `with accelerator.accumulate():`",
-                self._steps.step.every,
+                self.every,
             )
 
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
@@ -396,9 +395,9 @@ class Stepper:
     def _check_closure(self) -> None:
         if self._scaler is not None:
             raise RuntimeError("mixed_precision='fp16' and a closure cannot be combined; use mixed_precision='bf16'")
-        if self._steps.step.every > 1:
+        if self._steps.step.policy.is_mean:
             raise RuntimeError(
-                f"gradient_accumulation_steps={self._steps.step.every} and a closure cannot be combined: it would "
+                f"gradient_accumulation_steps={self.every} and a closure cannot be combined: it would "
                 "compute only the last microbatch's gradients; pass gradient_accumulation_steps=1, and loop over the "
                 "microbatches in the closure"
             )

@@ -87,7 +87,7 @@ class Engine:
         self.module, self.name = module, type(module).__name__
         self._call = compilable(module)
         self.members = self._members_class(module)
-        self.gradients = HeldGradients(self.members, world, steps)
+        self.gradients = HeldGradients(self.members, steps)
         self.is_released = self.is_local = self.may_be_bypassed = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
         self.scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
@@ -171,8 +171,7 @@ class Engine:
             return
         trained = self.members.trained()
         if list(map(id, trained)) != list(map(id, self._trained)) and not self.members.is_replaced():
-            held = self.gradients
-            if held.passed is not None and held.passed[0] is self._steps.step:
+            if self.gradients.is_current:
                 self._left += self._trained
             self._trained = trained
             if self._world.comm.size > 1:
@@ -224,8 +223,8 @@ class Engine:
             )
         steps, size = self._steps, self._world.comm.size
         held, reduced_by = self.gradients, self.gradients.reduced_by
-        is_other = held.passed is not None and held.passed[0] is not steps.step
-        if is_other and steps.step.every > 1:
+        is_mean = steps.step.policy.is_mean
+        if is_mean and held.step is not None and not held.is_current:
             # Gradients that the user has zeroed by hand are of no step.
             if held.is_own or holds_any(self.reduced(), self._world):
                 raise RuntimeError(
@@ -234,7 +233,7 @@ class Engine:
                     "microbatch, and zero_grad() after it, or use an Accelerator each; one that nobody steps takes "
                     "requires_grad_(False)"
                 )
-        elif reduced_by and steps.step.every > 1:
+        elif is_mean and reduced_by:
             # The next reduction multiplies by its factor, and adds up what the ranks hold; if the parameters are
             # gathered, it adds to what is reduced.
             factor = steps.factor() / reduced_by if self.gathers else 1 / (reduced_by * size)
@@ -274,7 +273,7 @@ class Engine:
         """Have `.grad` be that of the step, after a pass by which it became final, or larger, and which has not reduced
         the gradients of this model. A collective."""
         held, factor = self.gradients, self._steps.factor()
-        if held.passed is None or held.passed[0] is not self._steps.step or held.is_changed():
+        if not held.is_current or held.is_changed():
             return  # nothing of the step; or it is refused when the optimizer steps
         if held.is_own and not self.gathers:  # which reduces in a pass only
             self.reduce()
@@ -350,7 +349,7 @@ class Engine:
                 each.has_zeroed = each.has_zeroed or each.is_within(zeroed)
             if not all(each.has_zeroed for each in self.trainers if each.optimizer() is not None):
                 return False  # those of the others are as they were
-        self.gradients.forget()
+        self.gradients.note_zeros()
         return True
 
     def has_assigned(self, optimizer: Optimizer) -> bool:
@@ -358,8 +357,8 @@ class Engine:
         if self._world.comm.size == 1:
             return False
         held = self.gradients
-        has_stepped = held.passed is not None and self._steps.stepped_at(optimizer) > held.passed[1]
-        if held.passed is not None and not has_stepped and not (held.known and held.is_changed()):
+        has_stepped = held.step is not None and self._steps.stepped_at(optimizer) > held.at
+        if held.step is not None and not has_stepped and not (held.known and held.is_changed()):
             return False
         return any(each.grad is not None for each in self.members.trained())
 
@@ -368,12 +367,12 @@ class Engine:
         # Gradients that it finds again before the next backward pass count as assigned (`has_assigned`).
         if self.trainers[-1].optimizer() is not optimizer:
             self.trainer(optimizer)
-        self._steps.close(optimizer)
+        self._steps.take_step(optimizer)
         self.gradients.known = self.before_load = None
         self._left.clear()
         self.may_be_bypassed = False
         self.graphs.clear()
-        if self.hooks and self._steps.every == 1:
+        if self.hooks and not self._steps.policy.is_mean:
             _remove(self.hooks)  # they were for an uneven batch, or a differentiated gradient
 
     def step_unprepared(self, optimizer: Optimizer) -> None:

@@ -230,10 +230,11 @@ class FSDPEngine(Engine):
 
     def _arrive_at_part(self, gradient: torch.Tensor) -> None:
         """Refuse a penalty on the parameters, complete on every rank, which would count in each microbatch."""
-        if self._steps.step.every > 1 and is_distributed(gradient):  # else of the whole parameter
+        policy = self._steps.step.policy
+        if policy.is_mean and is_distributed(gradient):  # else of the whole parameter
             raise RuntimeError(
                 f"a penalty on the parameters of the {self.name} has a backward pass of its own, and under "
-                f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={self._steps.step.every} "
+                f"strategy='fsdp' it would count in each of the gradient_accumulation_steps={policy.every} "
                 "microbatches of a step; let the optimizer add it (weight_decay=), or use strategy='ddp'"
             )
 
@@ -363,7 +364,7 @@ class FSDPEngine(Engine):
 
     def forget(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         is_zero = super().forget(optimizer)
-        if self.gradients.passed is None:  # zero_grad(set_to_none=False) does not reach what microbatches have left
+        if self.gradients.step is None:  # zero_grad(set_to_none=False) does not reach what microbatches have left
             drop_whole_gradients(self._whole)
             self._reached = []
             if self._used is not None:

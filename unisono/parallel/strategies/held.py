@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.parallel.machine import Step
+from unisono.parallel.machine import Held
 from unisono.parallel.steps import Steps
 from unisono.torch_private import BUFFERS, MODULES, PARAMETERS, VERSION
-from unisono.world import World
 
 
 class Members:
@@ -112,47 +111,41 @@ class Arrivals:
 _MANY = 2**62
 
 
-class HeldGradients:
-    """The gradients of one model on this rank.
+class HeldGradients(Held):
+    """The gradients of one model on this rank, with those that no counted pass has left.
 
     Attributes:
-        passed: the step of the last counted backward pass through the model, and its time (`Steps.now`); None if the
-            gradients are zero.
-        reduced_by: the factor by which they were reduced over the ranks; None if they are not.
-        is_divided: whether they are what a reduction has left, and the next one is to multiply again.
         known: of each trained parameter, the gradient that passes have left, and torch's count of writes to it; None
             if torch.autograd.grad was not asked for others since the last step.
     """
 
-    def __init__(self, members: Members, world: World, steps: Steps) -> None:
+    def __init__(self, members: Members, steps: Steps) -> None:
+        super().__init__(steps)
         self.arrivals = Arrivals()
-        self.passed: tuple[Step, int] | None = None
-        self.reduced_by: float | None = None
-        self.is_divided = False
         self._members, self._steps = members, steps
-        self._is_alone = world.comm.size == 1
         self._noticed = 0  # the number of arrivals up to the last reduction
         self.known: dict[torch.Tensor, tuple[torch.Tensor | None, int]] | None = None
 
     @property
     def is_own(self) -> bool:
         """Whether backward passes have left them on this rank alone, or they are a part of a step."""
-        if self._is_alone and self._steps.step.every == 1:
+        if self._steps.is_plain:
             return False
-        return (self.passed is not None and self.reduced_by is None) or self.arrivals.count() != self._noticed
+        return self.is_unreduced or self.arrivals.count() != self._noticed
 
     def has_bypassed(self) -> bool:
         """Whether gradients have arrived since the last reduction that no counted pass accounts for."""
-        return self.arrivals.count() != self._noticed and (self.passed is None or self.reduced_by is not None)
-
-    def note_pass(self) -> None:
-        """Note that a counted backward pass adds to them, or that they were assigned."""
-        self.passed, self.reduced_by = (self._steps.step, self._steps.now), None
+        return self.arrivals.count() != self._noticed and not self.is_unreduced
 
     def note_reduction(self, factor: float) -> None:
-        """Note that they were reduced, by that factor."""
-        self.passed, self.reduced_by = self.passed or (self._steps.step, self._steps.now), factor
-        self._noticed, self.is_divided = self.arrivals.count(), False
+        super().note_reduction(factor)
+        self._noticed = self.arrivals.count()
+        if self.known is not None:
+            self.look_again()
+
+    def note_zeros(self) -> None:
+        super().note_zeros()
+        self._noticed = self.arrivals.count()
         if self.known is not None:
             self.look_again()
 
@@ -179,14 +172,3 @@ class HeldGradients:
             if grad is not None and (grad is not before[0] or version != before[1]):
                 return True
         return False
-
-    def forget(self) -> None:
-        """Note that they are zero."""
-        self.passed = self.reduced_by = None
-        self._noticed, self.is_divided = self.arrivals.count(), False
-        if self.known is not None:
-            self.look_again()
-
-    def resume(self) -> None:
-        """Note that they are those of the current step so far."""
-        self.passed, self.reduced_by = (self._steps.step, 0), None
