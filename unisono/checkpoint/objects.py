@@ -86,7 +86,7 @@ def user_module(each: nn.Module) -> nn.Module:
 def meet(each: Any, saves: bool = False) -> None:
     """Have ranks that step alone be in one state of this object, if it is a prepared model: `Engine.meet`."""
     for engine in engines_of(user_module(each)):
-        engine.meet(saves)
+        engine.equalize_ranks(saves)
 
 
 # Saving.

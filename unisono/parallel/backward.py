@@ -95,7 +95,7 @@ class Passes:
         self._open: dict[int, Callable[[], Any]] = {}
         self._engines = WeakList[Engine]()
 
-    def bind(self, engine: Engine, values: Any, syncs: bool = True) -> Origin:
+    def find_origin(self, engine: Engine, values: Any, syncs: bool = True) -> Origin:
         """Find where the inputs of a forward pass come from, for its outputs to carry."""
         task = current_graph_task_id()
         if task < 0:  # in no backward pass
@@ -103,14 +103,13 @@ class Passes:
                 for known in (self._running, self._passed_by, self._open):
                     known.clear()
                 for each in self._engines():
-                    each.gradients.arrivals.call_at_next(each.notice)
+                    each.await_pass()
         elif task in self._running:  # a checkpoint recomputes what it has not kept
             found = self._world.state.deliveries.find(values)
             if not found:
                 return self._running[task].origin
             return Origin(found, self._world, syncs=syncs, optimizers=engine.give_optimizers)
-        steps = self.steps
-        if steps.origin is None and steps.now == steps.requested:
+        if (steps := self.steps).origin is None and steps.now == steps.requested:
             self._claims.clear()
         inputs = tensors(values)
         self.origin = steps.origin = origin = find_origin(self._world, inputs, syncs, engine.give_optimizers)
@@ -120,7 +119,7 @@ class Passes:
             engine.scale_leaves()
         return origin
 
-    def watch(self, engine: Engine, outputs: Any, origin: Origin) -> None:
+    def hook_outputs(self, engine: Engine, outputs: Any, origin: Origin) -> None:
         """Watch for a backward pass to reach these outputs of the model."""
         if engine.is_released:
             return
@@ -141,14 +140,13 @@ class Passes:
         if origin.batch is not None:
             self._world.state.deliveries.know(computed, origin.batch)
 
-    def join(self, engine: Engine) -> None:
+    def register_engine(self, engine: Engine) -> None:
         """Begin to watch a model, before its first pass."""
         self._engines.add(engine)
         if self._world.comm.size > 1 or self.steps.policy.is_mean:
             self._losses.begin()
-        engine.scale = partial(self._arrive_at_leaf, ref(self), ref(engine))
-        engine.notice = partial(self._notice, ref(self), ref(engine))
-        engine.count_leaves()
+        weak = ref(self), ref(engine)
+        engine.watch_leaves(partial(self._arrive_at_leaf, *weak), partial(self._notice, *weak))
         if self.steps.step.policy.is_mean:
             engine.scale_leaves()
 
@@ -208,7 +206,7 @@ class Passes:
         if said := self._losses.describe(loss, rows, epoch):
             logger.warning(said)
 
-    def adopt(self, engine: Engine) -> None:
+    def reduce_assigned(self, engine: Engine) -> None:
         """Count gradients that were assigned by hand: those of the batch of the last forward pass. A collective."""
         if len(parts := self._parts()) > 1:
             raise ValueError(
@@ -219,7 +217,7 @@ class Passes:
             )
         origin = self.origin if self._claims else find_origin(self._world)  # without a forward pass of the model
         self._count_late(origin, engine)
-        engine.adopt(origin.part)
+        engine.reduce_assigned(origin.part)
 
     def reduce(self, engine: Engine) -> None:
         """Reduce what backward passes have left on this rank alone, at a step. A collective."""
@@ -231,7 +229,7 @@ class Passes:
                 raise claims.bypassed(engine.name)
         engine.reduce()
 
-    def forget(self, zeroed: Collection[Engine]) -> None:
+    def note_zeros(self, zeroed: Collection[Engine]) -> None:
         """Note that the gradients of one optimizer were zeroed, and with them all of these models': the others'
         microbatches still count."""
         for engine in filter(None, map(call, self._engines)):
@@ -394,7 +392,7 @@ class Passes:
                 known.is_differentiated = True
                 engine.graphs.append(known)
                 engine.scale_leaves()
-            engine.pass_by()
+            engine.note_other_pass()
             return run
         if outer is None:
             outer = _Run(task, origin)
@@ -450,7 +448,7 @@ class Passes:
             engine.scale_leaves()
         reduces = counted.reduces and origin.syncs
         counted.engines.append((ref(engine), origin.syncs, reduces))
-        engine.begin(reduces)
+        engine.begin_pass(reduces)
 
     def _parts(self) -> set[float]:
         return {each.part(self._world.comm.size) for each in self._claims}
@@ -485,18 +483,19 @@ class Passes:
                     self._count_late(run.origin or self.origin, engine)
                     engine.reduce()
         for engine in filter(None, map(call, self._engines)) if self._world.comm.size > 1 else ():
-            engine.gradients.arrivals.call_at_next(engine.notice)  # of a pass that no output shows
+            engine.await_pass()  # of a pass that no output shows
         if (ended := self._running.pop(task, None)) is None:
             return
         for each, _, reduces in ended.engines:
             if (engine := each()) is None:
                 continue
             if reduces:
-                engine.finish()
+                engine.end_pass()
             if engine.gradients.known is not None:
-                queue_callback(weak_method(engine.gradients.look_again))  # after torch's own, as in `Engine.finish`
+                queue_callback(weak_method(engine.gradients.look_again))  # after torch's own, as in `Engine.end_pass`
         step = self.steps.step
-        if step.policy.is_mean and step.state != COLLECTING and any(syncs for _, syncs, _ in ended.engines):
-            kept = [each() for each, syncs, reduces in ended.engines if reduces or not syncs]
-            for engine in [each for each in self._engines() if each not in kept]:
-                engine.follow()
+        if not step.policy.is_mean or step.state == COLLECTING or not any(syncs for _, syncs, _ in ended.engines):
+            return
+        kept = [each() for each, syncs, reduces in ended.engines if reduces or not syncs]
+        for engine in [each for each in self._engines() if each not in kept]:
+            engine.rescale_to_step()

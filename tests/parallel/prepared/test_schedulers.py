@@ -345,7 +345,7 @@ def test_one_that_was_left_out_is_named_where_one_device_would_step_it_otherwise
         network, optimizer, loader = accelerator.prepare(network, optimizer, loader_of(16, 2))
         if place == "nowhere":
             scheduler = accelerator.prepare(scheduler)
-        with hearing("unisono.parallel.prepared.stepper") as said, warnings.catch_warnings():
+        with hearing("unisono.parallel.prepared.scheduler") as said, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of a scheduler that steps where its optimizer does not
             for _ in range(2):
                 for inputs, targets, *_ in loader:

@@ -19,8 +19,9 @@ from unisono.parallel.meta_modules import fill, is_on_meta
 from unisono.parallel.prepared.metrics import synchronize_metric
 from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scaler import LossScaler
+from unisono.parallel.prepared.scheduler import UnpreparedSchedule
 from unisono.parallel.prepared.stepper import Stepper
-from unisono.parallel.strategies.engine import BareParameter
+from unisono.parallel.strategies.bare_parameter import BareParameter
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.randomness import seed_of, seed_python
 from unisono.torch_private import APPLY
@@ -89,7 +90,9 @@ class Builder:
     def stepper(self, optimizer: Optimizer) -> Stepper:
         """Create the stepper that makes the optimizer step for all ranks."""
         step = self.strategy.step_of(optimizer)
-        return Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step)
+        stepper = Stepper(optimizer, self.world, self.passes, self.max_grad_norm, self.scaler, step)
+        UnpreparedSchedule(stepper)
+        return stepper
 
     def done_in_steps(self) -> list[str]:
         """The settings that only steps of prepared optimizers apply."""

@@ -45,7 +45,7 @@ class PreparedModel(nn.Module):
         self._syncs = True
         self._forward_methods: set[str] = set()
         self.training = engine.module.training
-        passes.join(engine)
+        passes.register_engine(engine)
         self.module = engine.module  # last: from here on, attributes are set on the module
 
     @property
@@ -84,7 +84,7 @@ class PreparedModel(nn.Module):
         origin = None
         if torch.is_grad_enabled():
             engine.refresh()
-            origin = passes.bind(engine, inputs, self._syncs)
+            origin = passes.find_origin(engine, inputs, self._syncs)
         timeline = passes.steps.world.timeline
         track = timeline.loop() if timeline.is_recorded and origin is not None else None
         before = track.switch(FORWARD) if track is not None else None
@@ -109,7 +109,7 @@ class PreparedModel(nn.Module):
             if track is not None:
                 track.switch(before)
         if origin is not None:
-            passes.watch(engine, result, origin)
+            passes.hook_outputs(engine, result, origin)
         else:
             passes.steps.world.state.deliveries.know_computed(inputs, result)
         return result
@@ -135,9 +135,9 @@ class PreparedModel(nn.Module):
         own = [each for each in alive(steppers) if each.trains(self.engine)]
         if all(each.may_zero() for each in own):
             self.module.zero_grad(set_to_none)
-            self.engine.forget()
+            self.engine.note_zeros()
             for each in own:
-                each.forget()
+                each.note_zeros()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -204,7 +204,7 @@ class PreparedModel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.meet()
+        self.engine.equalize_ranks()
         self.engine.note_load()
         return self.module.load_state_dict(*args, **kwargs)
 

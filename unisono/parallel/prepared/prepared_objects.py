@@ -26,7 +26,8 @@ from unisono.parallel.prepared.model import PreparedModel
 from unisono.parallel.prepared.scheduler import PreparedScheduler, Unit
 from unisono.parallel.prepared.step_checks import release_engines_of, watch
 from unisono.parallel.prepared.stepper import Stepper
-from unisono.parallel.strategies.engine import BareParameter, Engine, WeakList, weak_method
+from unisono.parallel.strategies.bare_parameter import BareParameter
+from unisono.parallel.strategies.engine import Engine, WeakList, weak_method
 from unisono.parallel.strategies.sharded import clip_grad_norm, is_distributed, sharded_like
 from unisono.timeline import REDUCE
 from unisono.torch_private import SCHEDULERS, STEP_WRAPPED
@@ -252,7 +253,7 @@ class PreparedObjects:
         made = self._builder.strategy.wrap_optimizer(optimizer)
         stepper = self._builder.stepper(made)
         self.steppers.add(stepper)
-        stepper.join = weak_method(self._join_all)
+        stepper.find_engines = weak_method(self._join_all)
         self._join_all(stepper)
         _remember(made, optimizer)
         return made

@@ -13,6 +13,7 @@ says it, unless the schedule is constant.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, Literal
 
@@ -27,6 +28,9 @@ from torch.optim.lr_scheduler import (
 )
 
 from unisono.parallel.prepared.stepper import Stepper
+from unisono.torch_private import STEP_WRAPPED
+
+logger = logging.getLogger(__name__)
 
 Unit = Literal["batch", "device_step", "step"]
 Scheduler = LRScheduler | ReduceLROnPlateau
@@ -127,6 +131,39 @@ class PreparedScheduler:
         if name == "scheduler":  # copy and pickle look it up before it exists
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+class UnpreparedSchedule:
+    """Warns of a scheduler that was left out of `prepare` and changes the rates within a loop, not only after it: it
+    has left torch's mark on the optimizer, and no check."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper, self._loop, self._rates = stepper, stepper.loop_of_last_step(), list[float]()
+        stepper.checks.append(self.look)
+
+    def look(self) -> None:
+        """Called before each of the first two steps."""
+        stepper, loop, rates = self._stepper, self._loop, self._rates
+        self._loop = stepper.loop_of_last_step()
+        self._rates = [float(each["lr"]) for each in stepper.optimizer.param_groups]
+        if not stepper.taken.steps:
+            return
+        is_alone = len(stepper.checks) == 1 and hasattr(stepper.optimizer.step, STEP_WRAPPED)
+        stepper.checks.remove(self.look)
+        size, is_mean = stepper.world.comm.size, stepper.is_mean
+        batches, rounds = (None if loop is None else loop.lengths()) or (size, 1)
+        is_changed = loop is not None and loop is self._loop and rates != self._rates
+        if stepper.world.rank or not (is_alone and is_changed and (is_mean or batches != rounds)):
+            return
+        when = f"on every microbatch, {stepper.every} of which make a step"
+        if not is_mean:
+            when = f"once in a step of {size} ranks, where one device takes {batches / rounds:.3g} steps"
+        logger.warning(
+            "a scheduler of the %s was not prepared: it advances %s; pass it to accelerator.prepare(), and, if its "
+            "schedule counts the steps of this run, Accelerator(schedule_unit='step')",
+            type(stepper.optimizer).__name__,
+            when,
+        )
 
 
 def is_constant(scheduler: Any) -> bool:

@@ -90,9 +90,9 @@ class Stepper:
 
     Attributes:
         num_asked: the number of calls of `step`.
-        checks: functions of the schedulers that follow it, called before each step.
+        checks: functions of the schedulers that follow it, called before each step that is taken.
         taken: the steps taken, without the calls that did not step: between microbatches, and after an overflow.
-        join: looks for the prepared models that have some of the optimizer's parameters; set by `PreparedObjects`.
+        find_engines: looks for the prepared models that have some of its parameters; set by `PreparedObjects`.
         was_skipped: whether the last due step was skipped, after an overflow or because no sample counted.
     """
 
@@ -116,10 +116,8 @@ class Stepper:
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._has_warned = False
-        self._rates: tuple[Loop | None, list[float]] = None, []  # of the last step, and its loop
-        self._may_warn = True  # of a scheduler
         self._num_groups = len(optimizer.param_groups)
-        self.join: Callable[[Stepper], None] = lambda stepper: None
+        self.find_engines: Callable[[Stepper], None] = lambda stepper: None
         self._plain_step, self._plain_zero = step or optimizer.step, optimizer.zero_grad
         # What others have patched on the instance, such as a scheduler's counter of steps, for `release` to restore.
         self._own = {name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)}
@@ -167,12 +165,10 @@ class Stepper:
         self.num_asked += 1
         if len(self.optimizer.param_groups) != self._num_groups:  # perhaps parameters of another prepared model
             self._num_groups = len(self.optimizer.param_groups)
-            self.join(self)
+            self.find_engines(self)
             self._check_added()
         if current_graph_task_id() >= 0:
             self._refuse_inside_backward()
-        if self._may_warn and self.taken.steps < 2 and not self.checks and hasattr(self.optimizer.step, STEP_WRAPPED):
-            self._watch_schedule()
         if not self._steps.request(self.optimizer):
             self._skip()
             return None
@@ -180,7 +176,7 @@ class Stepper:
         self.was_skipped = False
         try:
             # Before anything is changed: a scheduler that was stepped by hand has made this step's learning rate wrong.
-            for check in self.checks:
+            for check in self.checks[:]:  # one may be for the first steps only
                 check()
             if closure is not None:
                 self._check_closure()
@@ -225,28 +221,6 @@ class Stepper:
                 "accelerator.prepare(model) with its model, or accelerator.prepare(parameter) if it is of none"
             )
 
-    def _watch_schedule(self) -> None:
-        """Warn of a scheduler that was left out of `prepare`, and changes the rates within a loop, not only after it:
-        it has left torch's mark, and no check."""
-        policy, size, last = self._steps.policy, self.world.comm.size, self._steps.step.last
-        loop = None if last is None else last.loop
-        before, self._rates = self._rates, (loop, [float(each["lr"]) for each in self.optimizer.param_groups])
-        batches, rounds = (None if loop is None else loop.lengths()) or (size, 1)
-        is_changed = loop is before[0] is not None and before[1] != self._rates[1]
-        is_wrong = is_changed and (policy.is_mean or batches != rounds)
-        when = f"on every microbatch, {policy.every} of which make a step"
-        if not policy.is_mean:
-            when = f"once in a step of {size} ranks, where one device takes {batches / rounds:.3g} steps"
-        if is_wrong:
-            self._may_warn = False
-        if is_wrong and self.world.rank == 0:
-            logger.warning(
-                "a scheduler of the %s was not prepared: it advances %s; pass it to accelerator.prepare(), and, if its "
-                "schedule counts the steps of this run, Accelerator(schedule_unit='step')",
-                type(self.optimizer).__name__,
-                when,
-            )
-
     def reduce(self) -> None:
         """Reduce and unscale the gradients of the whole step; repeated calls before the step do nothing.
 
@@ -265,7 +239,7 @@ class Stepper:
             # With accumulation, assigned gradients belong to no counted microbatch; `_skip` refuses them.
             elif not is_mean and engine.has_assigned(self.optimizer):
                 with self.world.timeline.loop().span(REDUCE):
-                    self._passes.adopt(engine)
+                    self._passes.reduce_assigned(engine)
         if not has_gradient(self.optimizer):
             check_presence(trained_parameters(self.optimizer))
         # Once per step: clipping by the user may have unscaled them already.
@@ -289,17 +263,17 @@ class Stepper:
         """`optimizer.zero_grad`, which does nothing between microbatches of one step."""
         if id(self.optimizer) in stepping or not self._steps.step.policy.is_mean or self.may_zero():
             self._plain_zero(set_to_none)
-            self.forget()
+            self.note_zeros()
 
     def may_zero(self) -> bool:
         """Whether gradients may be zeroed, as `Machine.zeroes` says."""
         return self._steps.zeroes(self.optimizer, [each.gradients for each in self._engines])
 
-    def forget(self) -> None:
+    def note_zeros(self) -> None:
         """Record that the gradients are zero."""
         # An optimizer that zeroes gradients within its own step, such as SAM, is still in that step.
         if id(self.optimizer) not in stepping:
-            self._passes.forget(list(filter(methodcaller("forget", self.optimizer), self._engines)))
+            self._passes.note_zeros(list(filter(methodcaller("note_zeros", self.optimizer), self._engines)))
             if self._scaler is not None:
                 self._scaler.let_go(self.optimizer)
 
@@ -316,6 +290,11 @@ class Stepper:
     def every(self) -> float:
         """The number of microbatches in a step."""
         return self._steps.step.policy.every
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether steps have several microbatches."""
+        return self._steps.policy.is_mean
 
     def loop_of_last_step(self) -> Loop | None:
         """The loop over a loader in which the last step was taken, if it has not ended."""

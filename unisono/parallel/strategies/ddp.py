@@ -105,7 +105,7 @@ class DDPEngine(Engine):
         self._replicated.require_backward_grad_sync = False  # `prepare` begins what its forward pass would
         attach_hook(self._replicated, options.comm_hook, self._steps.factor, self._unsent.clear, self._world.timeline)
 
-    def adapt(self) -> None:
+    def adapt_to_trained(self) -> None:
         if any(each.requires_grad for each in self.module.parameters()):
             self._wrap(fills=False)  # the graphs of earlier forward passes need the others unchanged
 
@@ -135,12 +135,12 @@ class DDPEngine(Engine):
         result = self._replicated(*args, **kwargs) if method is None else super().run(args, kwargs, method)
         found = [each for each in tensors(result) if each.requires_grad]
         for each in found if method is None else ():
-            if each.grad_fn is not None:  # torch's function there holds the DDP weakly, and `adapt` replaces it
+            if each.grad_fn is not None:  # torch's function holds the DDP weakly; `adapt_to_trained` makes another
                 each.register_hook(partial(_keep, self._replicated))
         self._outputs = [*self._outputs[1 - _FORWARD_PASSES :], found]
         return result
 
-    def prepare(self, reduces: bool) -> None:
+    def prepare_reduction(self, reduces: bool) -> None:
         # DDP waits for each gradient once. One that has arrived in this pass already, at a parameter that the outputs
         # do not depend on, would never come; and a parameter frozen since the forward pass would be given one.
         is_frozen = not all(map(attrgetter("requires_grad"), self._names))
@@ -164,14 +164,14 @@ class DDPEngine(Engine):
         """
         return self.gradients.is_divided or self._is_zeroed_in_part or not outputs or not all(map(is_left_at, outputs))
 
-    def forget(self, optimizer: Optimizer | None = None) -> bool:
-        is_zero = super().forget(optimizer)
+    def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
+        is_zero = super().note_zeros(optimizer)
         self._is_zeroed_in_part = not is_zero
         if is_zero and self._finds_unused:
             reset_reducer(self._replicated.reducer)  # it would take what has arrived before for used
         return is_zero
 
-    def complete(self) -> None:
+    def complete_reduction(self) -> None:
         if self._is_late:
             self.reduce_late()
             return

@@ -21,7 +21,8 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from unisono.parallel.gradients import buckets
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.engine import BareParameter, Engine, Trainer, weak_method
+from unisono.parallel.strategies.bare_parameter import BareParameter
+from unisono.parallel.strategies.engine import Engine, Trainer, weak_method
 from unisono.parallel.strategies.states import load_optimizer_state
 from unisono.parallel.strategies.strategy import Strategy
 from unisono.strategies import DiLoCo
@@ -91,10 +92,10 @@ class DiLoCoEngine(Engine):
         self._since += 1
         batch = self._steps.step.last
         if self._since >= self._options.every or (batch is not None and batch.is_last()):
-            self.meet()
+            self.equalize_ranks()
 
-    def adapt(self) -> None:
-        self.meet()  # what trains from here on has no start
+    def adapt_to_trained(self) -> None:
+        self.equalize_ranks()  # what trains from here on has no start
 
     def step_unprepared(self, optimizer: Optimizer) -> NoReturn:
         raise RuntimeError(
@@ -103,7 +104,7 @@ class DiLoCoEngine(Engine):
         )
 
     @torch.no_grad()
-    def meet(self, saves: bool = False) -> None:
+    def equalize_ranks(self, saves: bool = False) -> None:
         starts, self._starts, self._since = self._starts, {}, 0
         if starts:
             with self._world.timeline.loop().span(REDUCE):

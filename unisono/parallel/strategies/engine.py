@@ -33,7 +33,7 @@ from unisono.parallel.steps import Steps
 from unisono.parallel.strategies.held import HeldGradients, Members
 from unisono.parallel.strategies.sharded import holds_any
 from unisono.timeline import REDUCE
-from unisono.torch_private import PARAMETERS, will_engine_execute_node
+from unisono.torch_private import will_engine_execute_node
 from unisono.world import World
 
 _P = ParamSpec("_P")
@@ -60,16 +60,18 @@ class Trainer:
 class Engine:
     """Runs the module unchanged, and reduces its gradients in flat buckets after the backward pass.
 
-    `backward.py` sets `scale`, `notice`, `passing` and `graphs`.
+    A strategy overrides what differs in it: `run`, the forward pass; `prepare_reduction` before the first gradient of a
+    pass arrives, and `complete_reduction` when it has ended; `reduce_late` for what comes later; `adapt_to_trained`,
+    `after_step`, `equalize_ranks`; `state` and `load_state`; and, where the parameters are not whole, `leaves`,
+    `named_leaves`, `reduced`, `refresh`, `reduce`, `reduce_assigned`, `note_other_pass` and `note_zeros`.
 
     Attributes:
         gathers: whether the module's parameters are whole only while it runs.
         is_called: whether the module is, so that its outputs show the passes through it.
         name: the name of the module's class.
         hooks: the hooks of each leaf that scale its gradients, while there are any.
-        scale, notice: the hook that scales the gradients of a leaf, and what the first gradient of a pass calls.
-        passing: the last backward pass through the model.
-        graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`).
+        passing: the last backward pass through the model, for `Passes`.
+        graphs: the origins of outputs whose gradients were differentiated (`create_graph=True`), for `Passes`.
         trainers: the optimizers of its parameters: the prepared ones, in the order of preparation, and others that have
             stepped; not those that others have replaced.
         replaced: the parameters that the module had before it was prepared, if it has others now.
@@ -90,8 +92,8 @@ class Engine:
         self.gradients = HeldGradients(self.members, steps)
         self.is_released = self.is_local = self.may_be_bypassed = False
         self.hooks: dict[torch.Tensor, RemovableHandle] = {}
-        self.scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
-        self.notice: Callable[[], None] = lambda: None
+        self._scale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda gradient: None
+        self._notice: Callable[[], None] = lambda: None
         self.passing: Any = None
         self.give_optimizers = partial(_optimizers_of, ref(self))  # weak: it is kept by the graphs of losses
         self.graphs: list[Any] = []
@@ -179,7 +181,7 @@ class Engine:
                     self._refuse_added(new)
                 self._world.comm.announce(f"new buckets for {len(trained)} trained parameters of the {self.name}")
                 self._world.comm.barrier()  # names the ranks, if only some have detected a change
-                self.adapt()
+                self.adapt_to_trained()
                 self.count_leaves()
 
     def _refuse_added(self, new: Sequence[torch.Tensor]) -> NoReturn:
@@ -189,10 +191,10 @@ class Engine:
             "the others; add them before, or call free_memory() and prepare the model and a new optimizer"
         )
 
-    def adapt(self) -> None:
+    def adapt_to_trained(self) -> None:
         """Adapt to a changed set of trained parameters. A collective."""
 
-    def meet(self, saves: bool = False) -> None:
+    def equalize_ranks(self, saves: bool = False) -> None:
         """Have all ranks be in the same state, if the strategy lets them differ between meetings; if it is saved, the
         optimizers, too. A collective, before a state is saved or loaded."""
         if saves:
@@ -213,7 +215,7 @@ class Engine:
             with self._world.timeline.loop().span(REDUCE):
                 self._is_apart = warn_of_unequal_parameters(self.module, self._steps.step.number, self._world)
 
-    def begin(self, reduces: bool) -> None:
+    def begin_pass(self, reduces: bool) -> None:
         """Record that a backward pass has reached the model, and whether it ends a step."""
         if torch.is_grad_enabled() and self._world.comm.size > 1:
             raise RuntimeError(
@@ -242,17 +244,17 @@ class Engine:
         held.note_pass()
         for each in self.trainers:
             each.has_zeroed = False
-        self.prepare(reduces and not self.is_local)
+        self.prepare_reduction(reduces and not self.is_local)
 
-    def pass_by(self) -> None:
+    def note_other_pass(self) -> None:
         """Record a backward pass through the model that leaves nothing in `.grad`, such as `torch.autograd.grad`."""
 
-    def prepare(self, reduces: bool) -> None:
+    def prepare_reduction(self, reduces: bool) -> None:
         """Called before the first gradient of a backward pass arrives."""
 
-    def finish(self) -> None:
+    def end_pass(self) -> None:
         """Called when a reducing backward pass has ended. A collective."""
-        self._settle(self.complete)
+        self._reduce_with(self.complete_reduction)
 
     def share_buffers(self) -> None:
         """Broadcast rank zero's buffers, since batch statistics make them differ between ranks. A collective."""
@@ -261,15 +263,15 @@ class Engine:
             warn_of_unequal_buffers(self.module, self._world)
         broadcast_together(self.members.buffers(), self._world)
 
-    def complete(self) -> None:
+    def complete_reduction(self) -> None:
         """Reduce the gradients that a backward pass has not reduced itself."""
         self.reduce_late()
 
     def reduce(self) -> None:
         """Reduce at a step, if the gradients are still those of this rank alone. A collective."""
-        self._settle(self.reduce_late)
+        self._reduce_with(self.reduce_late)
 
-    def follow(self) -> None:
+    def rescale_to_step(self) -> None:
         """Have `.grad` be that of the step, after a pass by which it became final, or larger, and which has not reduced
         the gradients of this model. A collective."""
         held, factor = self.gradients, self._steps.factor()
@@ -281,7 +283,7 @@ class Engine:
             scale_gradients(self.reduced(), factor / held.reduced_by)
             held.note_reduction(factor)
 
-    def _settle(self, reduce: Callable[[], None]) -> None:
+    def _reduce_with(self, reduce: Callable[[], None]) -> None:
         factor = self._steps.factor()
         if factor == self._world.comm.size == 1:
             pass
@@ -292,7 +294,7 @@ class Engine:
             reduce()
         self.gradients.note_reduction(factor)
 
-    def adopt(self, part: float) -> None:
+    def reduce_assigned(self, part: float) -> None:
         """Reduce gradients that were assigned, of a batch of which this rank has that part."""
         self._world.comm.announce(f"gradients that were assigned, or stepped on before, of {self.place()}")
         scale_gradients(self.members.trained(), part)
@@ -319,15 +321,31 @@ class Engine:
             return [each for each in self.members.parameters() if id(each) in known]
         return found
 
+    def watch_leaves(
+        self, scale: Callable[[torch.Tensor | None], torch.Tensor | None], notice: Callable[[], None]
+    ) -> None:
+        """Count the gradients that arrive at the leaves.
+
+        Args:
+            scale: the hook that scales the gradients of a leaf, where that has to be.
+            notice: called by the first gradient of each pass.
+        """
+        self._scale, self._notice = scale, notice
+        self.count_leaves()
+
     def count_leaves(self) -> None:
         """Count the gradients that arrive at the leaves; again, when others train."""
         if self._world.comm.size > 1:
             self._hook(self._counted, self.gradients.arrivals.hook)
-            self.gradients.arrivals.call_at_next(self.notice)
+            self.await_pass()
+
+    def await_pass(self) -> None:
+        """Have the next gradient that arrives noticed as the first of a pass."""
+        self.gradients.arrivals.call_at_next(self._notice)
 
     def scale_leaves(self) -> None:
         """Scale the gradients that arrive at the leaves."""
-        self._hook(self.hooks, self.scale)
+        self._hook(self.hooks, self._scale)
 
     def _hook(self, hooked: dict[torch.Tensor, RemovableHandle], hook: Callable[[Any], Any]) -> None:
         for each in () if self.is_released else self.leaves():
@@ -341,7 +359,7 @@ class Engine:
         _remove(self.hooks)
         _remove(self._counted)
 
-    def forget(self, optimizer: Optimizer | None = None) -> bool:
+    def note_zeros(self, optimizer: Optimizer | None = None) -> bool:
         """Record that the gradients are zero: those of the optimizer, or all of them. Returns whether all are."""
         if optimizer is not None and len(self.trainers) > 1:
             zeroed = set(map(id, parameters_of(optimizer)))
@@ -403,49 +421,6 @@ class Engine:
     def named_leaves(self) -> dict[str, torch.Tensor]:
         """The tensors that `leaves` returns, by their names in the module. A collective."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-
-
-class BareParameter(nn.Module):
-    """A tensor that trains without belonging to a module, as the only parameter of one."""
-
-    value: torch.Tensor
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        getattr(self, PARAMETERS)["value"] = tensor  # which need not be an nn.Parameter
-
-    def move(self, device: torch.device) -> None:
-        """Move it to the device: the same tensor, but where torch cannot give it memory of that type."""
-        moved = self.value.detach().to(device)
-        try:
-            self.value.data = moved
-        except RuntimeError:  # of another implementation, as XLA's
-            self.value = nn.Parameter(moved)
-
-
-class _Bare(Members):
-    def parameters(self) -> list[Any]:
-        return [self._module.value]
-
-
-class ParameterEngine(Engine):
-    """Reduces the gradients of a bare parameter, in any strategy. No forward pass shows the passes through it, so its
-    hook is there in all of them."""
-
-    is_called = False
-    _members_class = _Bare
-
-    def __init__(self, module: BareParameter, world: World, steps: Steps) -> None:
-        super().__init__(module, world, steps)
-        self.name = f"parameter of shape {list(module.value.shape)}"
-
-    def count_leaves(self) -> None:
-        super().count_leaves()
-        self.scale_leaves()
-
-    def note_step(self, optimizer: Optimizer) -> None:
-        super().note_step(optimizer)
-        self.scale_leaves()
 
 
 class WeakList(list[ref[_T]]):

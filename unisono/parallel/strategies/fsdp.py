@@ -219,7 +219,7 @@ class FSDPEngine(Engine):
                     "with the prepared one; use strategy='ddp'"
                 )
 
-    def pass_by(self) -> None:
+    def note_other_pass(self) -> None:
         """Refuse a pass that computes the gradients of parameters."""
         if any(is_left_at(each) is not False for each in [*self._whole, *self._parts] if each.requires_grad):
             raise RuntimeError(
@@ -284,7 +284,7 @@ class FSDPEngine(Engine):
             self._backward_pass = backward_pass
             self._world.comm.announce(f"a backward pass of the {self.name}")
 
-    def prepare(self, reduces: bool) -> None:
+    def prepare_reduction(self, reduces: bool) -> None:
         if self._is_reducing:
             raise RuntimeError(failed_before(self.name))
         if not reduces and (hooked := self._post_hooked()) is not None:
@@ -326,7 +326,7 @@ class FSDPEngine(Engine):
             "Accelerator(strategy=unisono.strategies.FSDP(find_unused_parameters=True)))"
         )
 
-    def complete(self) -> None:
+    def complete_reduction(self) -> None:
         """Queue the check of the reduction, since torch's final callback, which may reduce, may still follow."""
         queue_callback(weak_method(self._check_reduced))
 
@@ -362,8 +362,8 @@ class FSDPEngine(Engine):
             if not had and not is_used:
                 part.grad = None
 
-    def forget(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
-        is_zero = super().forget(optimizer)
+    def note_zeros(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        is_zero = super().note_zeros(optimizer)
         if self.gradients.step is None:  # zero_grad(set_to_none=False) does not reach what microbatches have left
             drop_whole_gradients(self._whole)
             self._reached = []
@@ -371,7 +371,7 @@ class FSDPEngine(Engine):
                 self._used.clear()
         return is_zero
 
-    def adopt(self, part: float) -> None:
+    def reduce_assigned(self, part: float) -> None:
         raise RuntimeError(
             f"the gradients of the {self.name} were assigned by hand, and strategy='fsdp' reduces only what backward "
             "passes leave; let loss.backward() leave them in .grad, or use strategy='ddp'"

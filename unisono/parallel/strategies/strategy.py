@@ -21,7 +21,8 @@ from unisono.arguments import check_choice, check_type
 from unisono.parallel.agreement import broadcast_parameters
 from unisono.parallel.meta_modules import check_fillable
 from unisono.parallel.steps import Steps
-from unisono.parallel.strategies.engine import BareParameter, Engine, ParameterEngine
+from unisono.parallel.strategies.bare_parameter import BareParameter, ParameterEngine
+from unisono.parallel.strategies.engine import Engine
 from unisono.parallel.strategies.sharded import loaded_class
 from unisono.protocols import Backend
 from unisono.strategies import DDP, FSDP, SPMD, Choice, DiLoCo, ZeRO1
