@@ -341,10 +341,8 @@ class Passes:
         if run.counted is None:
             return None
         if self._crossings.task in (run.task, current_graph_task_id()):
-            visit = run.counted.visit
-            if visit.claim.uncut is not None:  # the loss is that of all ranks, also where this rank's batch repeats
-                visit.claim = Claim(*visit.claim.uncut, True)
-                run.part = visit.claim.part(self._world.comm.size)
+            if self.steps.count_whole(run.counted.visit):
+                run.part = run.counted.visit.claim.part(self._world.comm.size)
             claims.refuse_crossed(run.part)
         return scaled(self.steps.step.scale(run.counted.visit) * run.part, gradient)
 

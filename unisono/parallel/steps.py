@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.deliveries import Batch
-from unisono.parallel.claims import Origin, check_counts, check_repeated, check_same, claim_of
+from unisono.parallel.claims import Claim, Origin, check_counts, check_repeated, check_same, claim_of
 from unisono.parallel.machine import ELSEWHERE, UNITS, Machine, Misfit, Visit
 from unisono.parallel.rules import Policy
 from unisono.world import World
@@ -87,6 +87,15 @@ class Steps(Machine):
                 raise ValueError(_why(misfit))
         self.add_visit(step, visit)  # an error above leaves the step as it was
         return visit
+
+    @staticmethod
+    def count_whole(visit: Visit) -> bool:
+        """Note that the loss of a visit is that of all ranks, also where this rank's batch only repeats rows
+        whose weight counts then. Returns whether that makes a difference."""
+        if visit.claim.uncut is None:
+            return False
+        visit.claim = Claim(*visit.claim.uncut, True)
+        return True
 
     def _check_origin(
         self, origin: Origin, weight: float | torch.Tensor | None, is_named: bool, policy: Policy
