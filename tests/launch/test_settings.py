@@ -135,8 +135,8 @@ for method in "zygote", "spawn":
 
 @pytest.mark.slow
 def test_workers_are_started_with_the_flags_of_the_callers_interpreter(tmp_path):
-    # Workers have `-P` in any case.
-    flags = ["-P", "-W", "error::ImportWarning", "-X", "utf8", "-X", "own=3", "-X", "dev", "-O"]
+    # Workers have `-P` in any case. Not `-O`, for which all of torch would be compiled once more.
+    flags = ["-P", "-W", "error::ImportWarning", "-X", "utf8", "-X", "own=3", "-X", "dev", "-B"]
     done = subprocess.run([sys.executable, *flags, "-c", STARTED], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
