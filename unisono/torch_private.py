@@ -60,6 +60,7 @@ NAMES = {  # ours: (torch's, what we do by it)
     "foreach_mul_": ("torch._foreach_mul_", "scales gradients"),
     "foreach_zero_": ("torch._foreach_zero_", "clears gradients"),
     # Tensors and their memory.
+    "sparse_indices": ("torch.Tensor._indices", "sends sparse tensors that are not coalesced"),
     "sparse_values": ("torch.Tensor._values", "reads sparse tensors that are not coalesced"),
     "tracing_context": ("torch._guards.TracingContext.try_get", "hides sharded gradients from dynamo"),
     "is_view": ("torch.Tensor._is_view", "copies views that a model returns"),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from twin import CLOSE, Lines, Plain, State, adam, assert_all_are, compare, loader_of, seeded
 
 from unisono import Accelerator, DeviceLoader, backward, current_world, optimizer_step
+from unisono.parallel.agreement import fingerprint
 from unisono.parallel.gradients import reduce_gradients
 from unisono.strategies import DDP
 
@@ -167,6 +168,42 @@ def test_a_step_that_was_saved_unfinished_continues_on_any_number_of_ranks(tmp_p
         lambda: lines(Accelerator(gradient_accumulation_steps=4, project_dir=tmp_path / "one"), 1, 0, 3)
     )
     assert_all_are(Mode("threads", ranks).run(lambda: body(ranks, 2, 3)), expected[0])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@MODES
+def test_a_momentum_of_rows_alone_is_resumed_with_the_bits_of_a_run_that_went_on(
+    mode: Mode, strategy: str, tmp_path: Path
+) -> None:
+    def lines(epochs: int, loads: bool) -> State:
+        accelerator = Accelerator(strategy=strategy, project_dir=tmp_path)
+        network, loader = words(), loader_of(24, 3)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+        if loads:
+            accelerator.load_state(must_exist=True)
+        for _ in range(epochs):
+            for batch in loader:
+                accelerator.backward(loss_of(network, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            if not loads and epochs == 1:
+                accelerator.save_state()
+        layouts = {each.layout for values in optimizer.state.values() for each in values.values()}
+        assert strategy == "zero1" or mode is THREADS_2 or torch.sparse_coo in layouts  # threads reduce dense ones
+        return network.state_dict()
+
+    mode.run(lambda: lines(1, False))
+    resumed, undisturbed = mode.run(lambda: lines(1, True)), mode.run(lambda: lines(2, False))
+    for found, expected in zip(resumed, undisturbed, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_difference_in_the_indices_of_rows_alone_is_a_difference() -> None:
+    rows = torch.ones(1, 3)
+    first, second = (torch.sparse_coo_tensor([[place]], rows, (4, 3), check_invariants=True) for place in (1, 2))
+    assert int(fingerprint([first])) != int(fingerprint([second]))
+    assert int(fingerprint([first])) == int(fingerprint([first.clone()]))
 
 
 def test_rows_are_not_compressed() -> None:

@@ -28,8 +28,6 @@ from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.states import broadcast_entries, plain_name
 from unisono.world import World
 
-_INDICES, _ROWS = "#indices", "#rows"  # of a sparse gradient
-
 
 def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
     """The microbatches of the unfinished step; None between steps; CheckpointError if it only awaits its optimizer."""
@@ -49,17 +47,13 @@ def claims_of(steps: Steps, engines: Sequence[Engine]) -> dict[str, Any] | None:
 
 
 def held_gradients(engines: Sequence[Engine]) -> dict[str, torch.Tensor]:
-    """This rank's gradients by "<position of the model>/<parameter>"; sparse ones as their indices and rows. A
-    collective under strategy "fsdp"."""
+    """This rank's gradients by "<position of the model>/<parameter>". A collective under strategy "fsdp"."""
     held: dict[str, torch.Tensor] = {}
     for place, engine in enumerate(engines):
         for name, each in engine.named_leaves().items():
-            key = f"{place}/{plain_name(engine.module, name)}"
-            if is_sparse(each.grad):
-                rows = each.grad.coalesce()  # type: ignore[union-attr]
-                held |= {key + _INDICES: rows.indices(), key + _ROWS: rows.values()}
-            elif each.grad is not None and not is_distributed(each.grad):
-                held[key] = each.grad
+            if each.grad is not None and not is_distributed(each.grad):
+                key = f"{place}/{plain_name(engine.module, name)}"
+                held[key] = each.grad.coalesce() if is_sparse(each.grad) else each.grad
     return held
 
 
@@ -73,12 +67,7 @@ def resume_step(
     own = _part_of_gradients(saved, held, steps.world)
     for place, engine in enumerate(engines):
         for name, each in engine.named_leaves().items():
-            key = f"{place}/{plain_name(engine.module, name)}"
-            gradient = own.get(key)
-            if key + _ROWS in own:
-                gradient = torch.sparse_coo_tensor(
-                    own[key + _INDICES], own[key + _ROWS], each.shape, check_invariants=True
-                )
+            gradient = own.get(f"{place}/{plain_name(engine.module, name)}")
             each.grad = None if gradient is None else gradient.to(each.device)
     steps.resume(_rebuild_step(saved, steps))
     for engine in engines:
@@ -101,14 +90,7 @@ def _part_of_gradients(
     # Rank zero gets all of them: the mean over the current ranks must equal the mean over the saved ones.
     factor = world.world_size / len(saved)
     names = dict.fromkeys(name for each in held for name in each)
-    return {name: _sum_of(name, [each[name] for each in held if name in each], factor) for name in names}
-
-
-def _sum_of(name: str, parts: Sequence[torch.Tensor], factor: float) -> torch.Tensor:
-    if name.endswith(_INDICES):
-        return torch.cat(list(parts), 1)
-    # Rows with equal indices are added by torch.
-    return (torch.cat(list(parts)) if name.endswith(_ROWS) else torch.stack(list(parts)).sum(0)) * factor
+    return {name: torch.stack([each[name] for each in held if name in each]).sum(0) * factor for name in names}
 
 
 def _rebuild_step(saved: Sequence[Mapping[str, Any]], steps: Steps) -> Step:

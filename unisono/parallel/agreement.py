@@ -21,7 +21,7 @@ from unisono.arguments import check_integer
 from unisono.comm.operations import HOST, name_ranks
 from unisono.errors import CollectiveMismatchError, ReplicasDifferError
 from unisono.parallel.collectives import with_shape
-from unisono.parallel.gradients import buckets, values_of
+from unisono.parallel.gradients import buckets, parts_of
 from unisono.parallel.parameter_names import in_brackets
 from unisono.timeline import REDUCE
 from unisono.torch_private import BatchNorm, foreach_copy_
@@ -64,7 +64,7 @@ def check_same_step(optimizer: str, parameters: Sequence[torch.Tensor], world: W
     for place, each in enumerate(parameters):
         named[f"its parameter {place}"] = each
         if each.grad is not None:
-            named[f"the gradient of its parameter {place}"] = values_of(each.grad)
+            named[f"the gradient of its parameter {place}"] = each.grad
     found = _first_difference(named, world)
     if found is not None:
         raise RuntimeError(
@@ -200,7 +200,7 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Each eight bytes of a small tensor count with their position; those of a large one in sums of about a kilobyte.
     """
     device = tensors[0].device if tensors else HOST
-    words = [part.to(device) for tensor in tensors for part in _condense(tensor)]
+    words = [part.to(device) for tensor in tensors for held in parts_of(tensor) for part in _condense(held)]
     # The additional word is for an empty list, which `cat` refuses.
     mixed = torch.cat([*words, torch.zeros(1, dtype=torch.int64, device=device)])
     # The golden ratio times 2**64, as a signed number: splitmix64's step from one position to the next. int64 wraps.

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from unisono.comm.operations import HOST
-from unisono.torch_private import foreach_copy_, foreach_mul_, foreach_zero_, sparse_values
+from unisono.torch_private import foreach_copy_, foreach_mul_, foreach_zero_, sparse_indices, sparse_values
 from unisono.world import World
 
 BUCKET_BYTES = 64 * 2**20  # large enough to be bandwidth-bound, small enough not to double a model's memory
@@ -57,9 +57,14 @@ def is_sparse(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.layout is torch.sparse_coo
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor; or the indices and the rows of a sparse one, as they are."""
+    return [sparse_indices(tensor), sparse_values(tensor)] if is_sparse(tensor) else [tensor]
+
+
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or the rows of a sparse one; repeated rows are separate unless it is coalesced."""
-    return sparse_values(tensor) if is_sparse(tensor) else tensor
+    return parts_of(tensor)[-1]
 
 
 @torch.no_grad()

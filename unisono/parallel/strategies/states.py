@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from unisono.errors import CheckpointError, CheckpointMismatchError
+from unisono.parallel.gradients import is_sparse, parts_of
 from unisono.parallel.parameter_names import parameters_of
 from unisono.parallel.strategies.sharded import is_distributed
 from unisono.parallel.strategies.zero1 import is_divided, load_local, numbered
@@ -218,21 +219,42 @@ def _cut_like(like: torch.Tensor, value: Any) -> Any:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+class _Sent(NamedTuple):
+    """What a tensor is like that is sent.
+
+    Attributes:
+        parts: those of `parts_of`, without their values.
+        is_coalesced: of a sparse one; None for others.
+    """
+
+    parts: list[torch.Tensor]
+    shape: torch.Size
+    is_coalesced: bool | None
+
+
 def broadcast_entries(entries: Mapping[K, Any], world: World, root: int = 0) -> Iterator[tuple[K, Any]]:
     """Broadcast the entries of rank `root`, one by one. Tensors arrive on the receiving rank's device; scalars, such as
     step counts, keep their device."""
 
     def form(value: Any) -> Any:
-        is_sent = isinstance(value, torch.Tensor) and value.ndim
-        return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sent else value
+        if not (isinstance(value, torch.Tensor) and value.ndim):
+            return value
+        parts = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in parts_of(value)]
+        return _Sent(parts, value.shape, value.is_coalesced() if is_sparse(value) else None)
 
     own = {key: form(value) for key, value in entries.items()} if world.rank == root else {}
     for key, held in world.comm.broadcast_object(own, root).items():
-        if isinstance(held, torch.Tensor) and held.is_meta:
-            tensor = torch.empty_like(held, device=world.device)
-            yield key, world.comm.broadcast(tensor.copy_(entries[key]) if world.rank == root else tensor, root)
-        else:
+        if not isinstance(held, _Sent):
             yield key, held
+            continue
+        parts = [torch.empty_like(each, device=world.device) for each in held.parts]
+        for part, value in zip(parts, parts_of(entries[key]) if world.rank == root else parts, strict=True):
+            world.comm.broadcast(part.copy_(value), root)
+        found = parts[0]
+        if held.is_coalesced is not None:
+            flags: dict[str, Any] = {"is_coalesced": held.is_coalesced, "check_invariants": True}
+            found = torch.sparse_coo_tensor(parts[0], parts[1], held.shape, **flags)
+        yield key, found
 
 
 def _entries_of(optimizer: Optimizer, whole: Optimizer) -> dict[tuple[int, str], Any]:
