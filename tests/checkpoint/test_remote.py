@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import Script
 from modes import SOLO, THREADS_2, Mode
 from resumable import Run, assert_each_once, filled, leave_after
 from torch import nn
@@ -122,3 +127,57 @@ def test_a_store_that_does_not_answer_is_an_error_and_not_a_missing_checkpoint(
     monkeypatch.setattr(type(store), operation, fail)
     with pytest.raises(ConnectionError, match="no answer"):
         load(f"{ROOT}/run", must_exist=False, model=filled(0))
+
+
+# On the way to the store, or from it, it tells where its local copy is, and of what mode; and is killed.
+KILLED = """
+import os, signal, sys, tempfile
+from pathlib import Path
+from fsspec.implementations.local import LocalFileSystem
+from torch import nn
+from unisono import spawn
+from unisono.checkpoint.checkpointer import load, save
+
+def die(*_, **__):
+    [copy] = Path(os.environ.get("UNISONO_RENDEZVOUS", tempfile.gettempdir())).glob("unisono-checkpoint-*")
+    print(tempfile.gettempdir(), oct(copy.stat().st_mode), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def run(index):
+    os.umask(0)
+    LocalFileSystem.put_file = LocalFileSystem.get_file = die
+    {WHAT}("{URL}", model=nn.Linear(1, 1))
+"""
+
+
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_what_a_kill_leaves_of_a_local_copy_goes_with_the_next_and_a_living_one_stays(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(url := f"local://{tmp_path}/run", model=filled(1))
+    with Script(KILLED.format(WHAT=what, URL=url) + "run(0)", tmp_path) as script, ExitStack() as living:
+        code, output, errors = script.end()
+        temporary, mode = output.split()
+        assert (code, mode) == (-signal.SIGKILL, "0o40700"), errors
+        [left] = script.leftovers()
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        kept = folder_at(url).fetch(["manifest.json"], living)
+        assert script.leftovers() == [kept.name] != [left]
+        assert number_at(url) == 1
+        assert script.leftovers() == [kept.name]
+        assert (kept / "manifest.json").exists()
+        if pid := os.fork():
+            assert os.waitpid(pid, 0)[1] == 0
+        else:
+            living.close()
+            os._exit(0)
+        assert script.leftovers() == [kept.name], "another process that leaves the block removes nothing"
+
+
+def test_what_a_kill_of_a_rank_leaves_of_a_local_copy_goes_with_its_group(tmp_path: Path) -> None:
+    save(url := f"local://{tmp_path}/run", model=filled(1))
+    with Script(KILLED.format(WHAT="load", URL=url) + "spawn(run, nprocs=2, backend='cpu')", tmp_path) as script:
+        code, output, errors = script.end()
+        assert (code, output.split()[1]) == (1, "0o40700"), errors
+        assert "WorkerDiedError" in errors
+        assert script.leftovers() == []

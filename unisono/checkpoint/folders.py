@@ -4,7 +4,7 @@ exist completely after a crash, or not at all.
 A checkpoint asks four verbs of a folder: entries, read, write (completely or not at all), remove; and large files are
 written as a draft that is published. A store must have what it has acknowledged, and show it to later readers.
 
-*Threads:* any; nothing is shared.
+*Threads:* any; one at a time for each draft.
 
 Invariant: once `write_file` has returned, the contents are on disk; the name is after `sync`.
 """
@@ -15,7 +15,6 @@ import errno
 import os
 import re
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -26,12 +25,15 @@ from typing import Any, Self
 
 import torch
 
+from unisono.launch.job import private_directory
+
 Location = Path | str
 """A folder as the user sees it: a path, or the URL of a store."""
 
 MANIFEST = "manifest.json"
 _PIECE = 1 << 22  # bytes per read
 _LARGEST = 1 << 28  # bytes of a file that is read as a whole: those that describe others
+_drafts: dict[str, tuple[Path, ExitStack]] = {}  # for stores, by their unique names, and what removes them
 
 
 @dataclass(frozen=True)
@@ -129,22 +131,25 @@ class RemoteFolder(Folder):
                 store.rm(each, recursive=True)
 
     def draft(self, name: str) -> Path:
-        local = Path(tempfile.gettempdir(), f"unisono-{name}")
-        local.mkdir(mode=0o700, exist_ok=True)
-        return local
+        if name not in _drafts:
+            copies = ExitStack()
+            _drafts[name] = copies.enter_context(private_directory("checkpoint")), copies
+        return _drafts[name][0]
 
     def publish(self, name: str) -> None:
         store, place = self._store()
-        store.put(f"{self.draft(name)}/", f"{place}/{name}/", recursive=True)
-        shutil.rmtree(self.draft(name))
+        local, copies = _drafts.pop(name)
+        with copies:
+            store.put(f"{local}/", f"{place}/{name}/", recursive=True)
 
     def discard(self, name: str) -> None:
-        shutil.rmtree(self.draft(name))
+        if name in _drafts:
+            _drafts.pop(name)[1].close()
         self.remove(name)
 
     def fetch(self, names: Iterable[str], copies: ExitStack) -> Path:
         store, place = self._store()
-        into = Path(copies.enter_context(tempfile.TemporaryDirectory(prefix="unisono-checkpoint-")))
+        into = copies.enter_context(private_directory("checkpoint"))
         for name in names:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):

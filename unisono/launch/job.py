@@ -128,34 +128,52 @@ def read_job(descriptor: int) -> Job:
 @contextmanager
 def rendezvous() -> Iterator[Path]:
     """Create the directory of one group, and remove it after the block. (The zygote removes it if the caller is
-    killed.) Remove those that dead callers have left."""
-    import fcntl  # Unix only
-
-    outer = os.environ.get(OUTER_DIRECTORY, "")
-    found = _NAME.match(Path(outer).name)
+    killed.)"""
+    found = _NAME.match(Path(os.environ.get(OUTER_DIRECTORY, "")).name)
     depth = int(found[1]) if found else 0
     if depth >= _MAX_DEPTH:
         raise UnisonoError(
             f"spawn is called in a worker of a worker, {_MAX_DEPTH} deep; if that is not intended, a module that the "
             'workers import calls spawn at its top level: put that call under `if __name__ == "__main__":`'
         )
+    with private_directory(str(depth + 1)) as directory:
+        (directory / SOCKETS).mkdir(0o700)
+        yield directory
+
+
+@contextmanager
+def private_directory(kind: str) -> Iterator[Path]:
+    """Create a directory that only its user can open, in that of the group whose worker this is, or else in TMPDIR;
+    remove it after the block. Remove those, of whatever kind, that dead processes have left there."""
+    import fcntl  # Unix only
+
+    outer, creator = os.environ.get(OUTER_DIRECTORY, ""), os.getpid()
     parent = outer if os.path.isdir(outer) else tempfile.gettempdir()
-    # Machines that share a directory may not share its locks.
-    prefix = f"unisono-{depth + 1}-{crc32(platform.node().encode()):08x}-"
-    for each in Path(parent).glob(f"{prefix}*"):
+    machine = f"{crc32(platform.node().encode()):08x}"  # those that share a directory may not share its locks
+    for each in Path(parent).glob(f"unisono-*-{machine}-*"):
         with suppress(OSError), _opened(each) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (each / SOCKETS).exists():  # otherwise its caller is about to lock it
-                shutil.rmtree(each, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    with _opened(directory) as descriptor:
-        try:
-            with suppress(OSError):  # where the file system has no locks, nothing is removed
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            (directory / SOCKETS).mkdir(0o700)
-            yield directory
-        finally:
+            shutil.rmtree(each, ignore_errors=True)
+    directory, descriptor = _create_locked(f"unisono-{kind}-{machine}-", parent)
+    try:
+        yield directory
+    finally:
+        os.close(descriptor)
+        if os.getpid() == creator:  # a forked process may leave the block, too
             shutil.rmtree(directory, ignore_errors=True)  # the zygote may be removing it at the same time
+
+
+def _create_locked(prefix: str, parent: str) -> tuple[Path, int]:
+    """Create a directory of mode 0700; its descriptor holds the lock, where the file system has locks."""
+    import fcntl  # Unix only
+
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with suppress(FileNotFoundError), _opened(directory) as descriptor:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            directory.stat()  # others may have removed it before it was locked
+            return directory, os.dup(descriptor)
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from torch import nn
 
 from unisono.arguments import check_choice
 from unisono.launch import spawn as native
+from unisono.launch.job import private_directory
 
 R = TypeVar("R")
 
@@ -43,15 +43,16 @@ class MpSerialExecutor:
     """Lets the workers of this machine, processes and threads, run something one after another, such as a download."""
 
     def __init__(self) -> None:
-        descriptor, self._path = tempfile.mkstemp(prefix="unisono-serial-")
-        os.close(descriptor)
-        weakref.finalize(self, _remove_own_file, self._path, os.getpid())
+        copies = contextlib.ExitStack()
+        self._path = copies.enter_context(private_directory("serial")) / "turn"
+        self._path.touch()
+        weakref.finalize(self, copies.close)
 
     def run(self, fn: Callable[[], R]) -> R:
         """Return `fn()`; every worker that calls this runs it, one at a time."""
         import fcntl
 
-        with open(self._path, "rb") as file:  # a separate open file per call, so that its lock ends with it in any case
+        with self._path.open("rb") as file:  # a separate open file per call, so that its lock ends with it in any case
             fcntl.flock(file, fcntl.LOCK_EX)
             return fn()
 
@@ -65,8 +66,3 @@ class MpModelWrapper:
     def to(self, device: str | torch.device) -> nn.Module:
         """The model itself, on the device."""
         return self._turns.run(lambda: self._model.to(device))
-
-
-def _remove_own_file(path: str, pid: int) -> None:
-    if pid == os.getpid() and os.path.exists(path):
-        os.unlink(path)
