@@ -316,7 +316,8 @@ except dist.DistError:  # the run has ended
 )
 
 
-@pytest.mark.parametrize(("dies", "how"), [("rank", "replays"), ("zygote", "replays"), ("rank", "deletes")])
+@pytest.mark.parametrize("how", ["replays", "deletes"])
+@pytest.mark.parametrize("dies", ["rank", "zygote", "agent"])
 def test_a_recovery_is_no_way_in(dies: str, how: str, networks: tuple[str, str], tmp_path: Path) -> None:
     for name, text in [("train.py", RECOVERING), (".unisono-secret", "secret" * 10)]:
         (tmp_path / name).write_text(text)
@@ -324,7 +325,7 @@ def test_a_recovery_is_no_way_in(dies: str, how: str, networks: tuple[str, str],
     (tmp_path / "3").mkdir()
     port = free_port()
     arguments = ["run", "--nnodes", "2", "-n", "1", "--backend", "cpu", "--rdzv-endpoint", f"10.77.0.1:{port}"]
-    arguments += ["--max-restarts", "1", "--lost-after", "20", "--timeout", "20"]
+    arguments += ["--max-restarts", "1", "--lost-after", "20", "--timeout", "20", "--rdzv-conf", "join_timeout=20"]
     arguments += [str(tmp_path / "train.py"), str(tmp_path), how]
     with (
         agent(tmp_path / "1", *arguments, network=networks[0]) as first,
@@ -336,9 +337,11 @@ def test_a_recovery_is_no_way_in(dies: str, how: str, networks: tuple[str, str],
             assert stranger.process.stdout is not None
             assert stranger.process.stdout.readline() == "knows\n", stranger.end()
             _, _, zygote, rank = next(tmp_path.glob("stands-1-*")).name.split("-")
-            os.kill(int(zygote if dies == "zygote" else rank), signal.SIGKILL)
+            victims = {"rank": int(rank), "zygote": int(zygote), "agent": second.process.pid}
+            os.kill(victims[dies], signal.SIGKILL)
             ends = [each.end() for each in (first, second)]  # within a bound
         assert [each.survivors() for each in (first, second)] == [[], []]
-    for code, output, errors in ends:
+    assert (ends[1][0] == -signal.SIGKILL) == (dies == "agent"), ends[1]
+    for code, output, errors in ends[: 1 if dies == "agent" else 2]:
         assert (code in (1, 137) and errors) or (code == 0 and "found" in output), (code, output, errors)
     assert not (tmp_path / "owned").exists()
