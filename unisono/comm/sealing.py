@@ -11,7 +11,10 @@ sent once is not believed in another place.
 from __future__ import annotations
 
 import hmac
+import logging
+import math
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,13 +27,32 @@ from unisono.comm.operations import HOST
 from unisono.errors import UnisonoError
 from unisono.torch_private import OBJECT_TO_TENSOR, TENSOR_TO_OBJECT
 
+logger = logging.getLogger(__name__)
+
 _MARK = b"unisono signed "
 _SIZE = len(_MARK) + 32
+_QUIET_S = 5.0  # between two attacks
 _secret = b""
 
 
 class UnsignedError(UnisonoError):
     """A message is not signed with the secret of this run."""
+
+
+class Overwriting:
+    """Somebody without the secret writes over what this process reads: told in one line until that has stopped."""
+
+    def __init__(self) -> None:
+        self._began = self._last = -math.inf
+
+    def note(self, error: UnsignedError, what: str) -> float:
+        """Note what was found; returns for how many seconds that has gone on."""
+        now = time.monotonic()
+        if now - self._last > _QUIET_S:
+            self._began = now
+            logger.warning("%s: %s", what, error)
+        self._last = now
+        return now - self._began
 
 
 def use_secret(secret: str) -> None:

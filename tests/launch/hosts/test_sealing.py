@@ -17,6 +17,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from unisono.comm import sealing
+from unisono.launch.hosts.agent_round import MachineReport
+from unisono.launch.hosts.other_machines import OtherMachines
 from unisono.launch.hosts.rendezvous_state import SealedBackend
 from unisono.launch.hosts.secret import secret_of_run
 
@@ -258,3 +260,22 @@ def test_a_run_goes_on_while_a_stranger_reaches_its_port(networks: tuple[str, st
     assert "".join(output for _, output, _ in ends).count("[0, 1]") == 2
     assert "not signed with the secret of this run" in "".join(errors for _, _, errors in ends)
     assert not (tmp_path / "owned").exists()
+
+
+def test_reports_that_somebody_keeps_overwriting_are_one_line(
+    no_secret: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    sealing.use_secret("one" * 10)
+    heard: list[MachineReport | str] = []
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    others = OtherMachines(f"127.0.0.1:{server.port}", 60, heard.append, lambda *_: None, heard.append, 0.01)
+    with others.attended(is_host=False):
+        others.begin_round("round", 0, 2)
+        for value in (b"somebody's", b"somebody else's"):
+            server.set("unisono/machines/round/1", value)
+            seen = others.round.own.beats + 5
+            until(lambda seen=seen: others.round.own.beats > seen)  # type: ignore[misc]
+    until(lambda: not any(thread.is_alive() for thread in others._threads))
+    [line] = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert line.startswith("the report of machine 1: what came by the network (unisono/machines/round/1) is not signed")
+    assert not heard

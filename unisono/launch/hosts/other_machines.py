@@ -14,7 +14,6 @@ rounds and closes; any thread may call `say`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
 import threading
 import time
@@ -24,11 +23,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm.sealing import UnsignedError, sealed_store
+from unisono.comm.sealing import Overwriting, UnsignedError, sealed_store
 from unisono.launch.hosts.agent_round import AgentRound, MachineReport, silence
 from unisono.launch.hosts.endpoint import split_endpoint
-
-logger = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
 # how long the endpoint's agent waits, after a failure, for the others to leave, since they may still be reading
@@ -68,6 +65,7 @@ class OtherMachines:
         self.round = AgentRound("", 1, MachineReport(0))
         self._lock = threading.Lock()  # covers this machine's own report
         self._has_news = threading.Event()
+        self._overwriting = Overwriting()  # of reports, of whichever machines
         self._is_over, self._is_closed = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=_talk, args=(self,), name="unisono-machines", daemon=True),
@@ -147,7 +145,7 @@ class OtherMachines:
                 if current.hear(number, report, time.monotonic()) and report is not None:
                     self._on_report(report)
             except UnsignedError as error:
-                logger.warning("machine %d: %s", number, error)
+                self._overwriting.note(error, f"the report of machine {number}")
 
 
 def _talk(others: OtherMachines) -> None:

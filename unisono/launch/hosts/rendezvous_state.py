@@ -17,11 +17,11 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from unisono.comm.sealing import UnsignedError, seal, unseal
+from unisono.comm.sealing import Overwriting, UnsignedError, seal, unseal
 from unisono.errors import UnisonoError
 from unisono.outcome import Outcome
 
-_QUIET_S, _OVERWRITTEN_S = 5.0, 20.0  # between two attacks; of one, after which the run ends
+_OVERWRITTEN_S = 20.0  # of an attack, after which the run ends
 _LEFT_OUT_S = 10.0  # the others give up a machine that has gone sooner
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class SealedBackend(RendezvousBackend):
         self._known: bytes | None = None  # the latest state that was signed
         self._number = 0  # of it
         self._is_closed = False
-        self._overwritten = -math.inf, -math.inf  # when that began, and was last seen
+        self._overwriting = Overwriting()
         self.on_state: Callable[[bytes], None] = lambda state: None  # called with each that is read
 
     def close(self) -> None:
@@ -120,14 +120,9 @@ class SealedBackend(RendezvousBackend):
         return (self._known, *found[1:])
 
     def _note_overwritten(self, error: UnsignedError) -> None:
-        now = time.monotonic()
-        began, last = self._overwritten
-        if now - last > _QUIET_S:
-            began = now
-            logger.warning("the state of the rendezvous: %s; it is restored", error)
-        self._overwritten = began, now
-        if now - began > _OVERWRITTEN_S:  # the agents cannot meet
-            raise UnsignedError(f"the state of the rendezvous has been overwritten for {now - began:.0f} s: {error}")
+        passed_s = self._overwriting.note(error, "the state of the rendezvous, which is restored")
+        if passed_s > _OVERWRITTEN_S:  # the agents cannot meet
+            raise UnsignedError(f"the state of the rendezvous has been overwritten for {passed_s:.0f} s: {error}")
 
     def _write(self, state: bytes, token: Any) -> Any:
         sealed = seal((self._number + 1).to_bytes(8) + state, self._place)
